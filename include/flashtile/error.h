@@ -1,0 +1,36 @@
+// What can go wrong, by who can mend it. The Python layer maps each type to one built-in exception.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace flashtile {
+
+/// An argument breaks the contract (Python: ValueError).
+struct InvalidArgument : std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
+
+/// An argument has the wrong dtype or is not a tensor (Python: TypeError).
+struct InvalidType : std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
+
+/// Legal, but no kernel serves it; the message names the nearest request that is served
+/// (Python: NotImplementedError).
+struct Unsupported : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+/// Legal, but the kernel reads 16 bytes at a time and an operand is not aligned for that. The Python layer
+/// answers with a copy of that operand, so users never see it.
+struct Misaligned : Unsupported {
+  using Unsupported::Unsupported;
+};
+
+/// The CUDA runtime failed (Python: RuntimeError).
+struct CudaError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+}  // namespace flashtile

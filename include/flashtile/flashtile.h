@@ -1,0 +1,40 @@
+// The public host API. A call is plan (check, then select: pure host code) and run (launch).
+//
+//   ForwardPlan plan = plan_forward("attention", tensors, options, device_info(tensors.q.device));
+//   run_forward(plan, tensors, workspace, stream);
+#pragma once
+
+#include "flashtile/error.h"
+#include "flashtile/plan.h"
+#include "flashtile/problem.h"
+#include "flashtile/registry.h"
+
+namespace flashtile {
+
+/// Checks arguments in the name of `function` (for messages) and returns the problem they pose.
+/// `out` and `lse` are checked where given. Throws InvalidArgument, InvalidType or Unsupported.
+Problem check_forward(const char* function, const ForwardTensors& tensors, const Options& options);
+Problem check_backward(const char* function, const BackwardTensors& tensors, const Options& options);
+
+/// Chooses the kernel. Throws Unsupported where no row of the variant table serves the problem on the device.
+ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device);
+BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device);
+
+/// check, then select.
+ForwardPlan plan_forward(const char* function, const ForwardTensors& tensors, const Options& options,
+                         const DeviceInfo& device);
+BackwardPlan plan_backward(const char* function, const BackwardTensors& tensors, const Options& options,
+                           const DeviceInfo& device);
+
+/// Launches on `stream`. `workspace` has plan.workspace_bytes bytes on the problem's device.
+void run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace, Stream stream);
+void run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace, Stream stream);
+
+/// Facts about a device, read once and cached. CUDA devices throw Unsupported in a build without CUDA.
+const DeviceInfo& device_info(Device device);
+
+/// Whether this build holds CUDA kernels, and for what: "sm_80, sm_90, compute_80" or "".
+bool built_with_cuda();
+const char* cuda_architectures();
+
+}  // namespace flashtile

@@ -1,0 +1,62 @@
+// What was decided: which kernel, with which tile, grid and memory, and why. select.cpp is the only place that makes
+// these decisions.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "flashtile/problem.h"
+#include "flashtile/variant.h"
+
+namespace flashtile {
+
+/// What select knows of a device.
+struct DeviceInfo {
+  Device device;
+  std::string name;
+  int compute_capability = 0;  // 10 · major + minor; 0 for a CPU
+  int multiprocessors = 0;     // 0 for a CPU
+  int max_shared_memory = 0;   // bytes that one thread block may ask for; 0 for a CPU
+  int threads = 1;             // CPU threads that a call may use
+};
+
+/// A CUDA stream handle; unused on a CPU.
+using Stream = void*;
+
+struct Plan {
+  Problem problem;
+  Variant variant;
+  std::int64_t tiles = 0;            // work items: batch × heads × blocks
+  int grid = 0;                      // thread blocks, or CPU threads
+  int shared_memory = 0;             // bytes per thread block
+  std::int64_t workspace_bytes = 0;  // the caller provides it; 64-byte aligned; contents undefined
+  const char* why = "";              // the rule that chose the variant
+};
+
+struct ForwardPlan;
+struct BackwardPlan;
+
+/// Runs what the plan says. Asynchronous on CUDA; never allocates device memory, never synchronises.
+using ForwardKernel = void (*)(const ForwardPlan&, const ForwardTensors&, void* workspace, Stream);
+using BackwardKernel = void (*)(const BackwardPlan&, const BackwardTensors&, void* workspace, Stream);
+
+struct ForwardPlan : Plan {
+  ForwardKernel run = nullptr;  // null: this build holds no such kernel (planned for another device)
+};
+struct BackwardPlan : Plan {
+  BackwardKernel run = nullptr;
+};
+
+/// FLOPs of the matmuls over visible elements, and the fewest bytes that memory must move.
+struct Cost {
+  std::int64_t flops = 0;
+  std::int64_t bytes = 0;
+};
+Cost forward_cost(const Problem& problem);
+Cost backward_cost(const Problem& problem);
+
+/// Several lines for people: problem, variant, tile, grid, memory, FLOPs, bytes, the bound.
+std::string to_string(const ForwardPlan& plan);
+std::string to_string(const BackwardPlan& plan);
+
+}  // namespace flashtile

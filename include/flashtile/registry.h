@@ -1,0 +1,22 @@
+// The kernels that exist: one row per line of cpp/variants/*.def, in the same order.
+#pragma once
+
+#include <span>
+
+#include "flashtile/plan.h"
+
+namespace flashtile {
+
+struct ForwardRow {
+  Variant variant;
+  ForwardKernel run;  // null in a build without CUDA, for CUDA rows
+};
+struct BackwardRow {
+  Variant variant;
+  BackwardKernel run;
+};
+
+std::span<const ForwardRow> forward_rows();
+std::span<const BackwardRow> backward_rows();
+
+}  // namespace flashtile

@@ -1,0 +1,59 @@
+// A tensor as the core sees it: memory, type, place, shape. It owns nothing and knows no framework.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+
+namespace flashtile {
+
+enum class DType : std::uint8_t { kFloat32, kFloat16, kBFloat16, kOther };
+enum class DeviceType : std::uint8_t { kCpu, kCuda, kOther };
+
+struct Device {
+  DeviceType type = DeviceType::kCpu;
+  int index = 0;
+  bool operator==(const Device&) const = default;
+};
+
+constexpr int bytes_of(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : 2;
+}
+
+constexpr const char* name_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32: return "float32";
+    case DType::kFloat16: return "float16";
+    case DType::kBFloat16: return "bfloat16";
+    case DType::kOther: break;
+  }
+  return "another dtype";
+}
+
+std::string name_of(Device device);
+
+inline constexpr int kMaxRank = 4;
+
+struct TensorView {
+  void* data = nullptr;
+  DType dtype = DType::kOther;
+  Device device;
+  int rank = -1;  // -1: no tensor (an optional argument left out)
+  std::array<std::int64_t, kMaxRank> shape{};
+  std::array<std::int64_t, kMaxRank> strides{};  // in elements
+
+  bool given() const { return rank >= 0; }
+  bool empty() const {
+    for (int i = 0; i < rank; ++i)
+      if (shape[i] == 0) return true;
+    return false;
+  }
+};
+
+/// "(2, 100, 4, 128)", as Python prints a shape.
+std::string shape_string(const std::int64_t* shape, int rank);
+inline std::string shape_string(const TensorView& t) {
+  return shape_string(t.shape.data(), t.rank);
+}
+
+}  // namespace flashtile
