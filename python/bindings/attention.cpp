@@ -1,0 +1,105 @@
+// Forward, backward and explain of dense attention.
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "bindings.h"
+#include "flashtile/flashtile.h"
+#include "options.h"
+#include "tensor.h"
+
+namespace flashtile::bindings {
+namespace {
+
+using nb::handle;
+using nb::literals::operator""_a;
+
+constexpr const char* kForward = "attention";
+constexpr const char* kBackward = "attention backward";
+constexpr const char* kExplain = "explain";
+
+/// What select may use: the device as the core knows it, with as many CPU threads as the caller grants.
+DeviceInfo device_for(Device device, int num_threads) {
+  DeviceInfo info = device_info(device);
+  if (device.type == DeviceType::kCpu) info.threads = num_threads;
+  return info;
+}
+
+struct Free {
+  void operator()(void* memory) const { std::free(memory); }
+};
+
+/// Host memory for a CPU plan, 64-byte aligned. CUDA plans need none yet.
+std::unique_ptr<void, Free> allocate_workspace(const Plan& plan) {
+  if (plan.workspace_bytes == 0) return nullptr;
+  if (plan.problem.device.type != DeviceType::kCpu) throw Unsupported("a CUDA plan asks for a workspace");
+  constexpr std::size_t kAlignment = 64;
+  const std::size_t bytes = (plan.workspace_bytes + kAlignment - 1) / kAlignment * kAlignment;
+  std::unique_ptr<void, Free> memory(std::aligned_alloc(kAlignment, bytes));
+  if (!memory) throw std::bad_alloc();
+  return memory;
+}
+
+ForwardTensors forward_tensors(const char* function, handle q, handle k, handle v, handle alibi_slopes, handle out,
+                               handle lse) {
+  return {
+      .q = tensor_view(function, "q", q),
+      .k = tensor_view(function, "k", k),
+      .v = tensor_view(function, "v", v),
+      .alibi_slopes = optional_view(function, "alibi_slopes", alibi_slopes),
+      .out = optional_view(function, "out", out),
+      .lse = optional_view(function, "lse", lse),
+  };
+}
+
+void forward(handle q, handle k, handle v, handle out, handle lse, handle alibi_slopes, handle causal,
+             handle window_left, handle window_right, handle scale, handle softcap, int num_threads) {
+  const ForwardTensors tensors = forward_tensors(kForward, q, k, v, alibi_slopes, out, lse);
+  const Options options = to_options(kForward, causal, window_left, window_right, scale, softcap);
+  const ForwardPlan plan = plan_forward(kForward, tensors, options, device_for(tensors.q.device, num_threads));
+  const Stream stream = current_stream(q, tensors.q.device);
+  const auto workspace = allocate_workspace(plan);
+  const nb::gil_scoped_release no_gil;
+  run_forward(plan, tensors, workspace.get(), stream);
+}
+
+void backward(handle dout, handle dlse, handle q, handle k, handle v, handle out, handle lse, handle alibi_slopes,
+              handle dq, handle dk, handle dv, handle causal, handle window_left, handle window_right, handle scale,
+              handle softcap, int num_threads) {
+  const BackwardTensors tensors = {
+      .forward = forward_tensors(kBackward, q, k, v, alibi_slopes, out, lse),
+      .dout = tensor_view(kBackward, "dout", dout),
+      .dlse = optional_view(kBackward, "dlse", dlse),
+      .dq = optional_view(kBackward, "dq", dq),
+      .dk = optional_view(kBackward, "dk", dk),
+      .dv = optional_view(kBackward, "dv", dv),
+  };
+  const Options options = to_options(kBackward, causal, window_left, window_right, scale, softcap);
+  const Device device = tensors.forward.q.device;
+  const BackwardPlan plan = plan_backward(kBackward, tensors, options, device_for(device, num_threads));
+  const Stream stream = current_stream(q, device);
+  const auto workspace = allocate_workspace(plan);
+  const nb::gil_scoped_release no_gil;
+  run_backward(plan, tensors, workspace.get(), stream);
+}
+
+nb::str explain(handle q, handle k, handle v, handle alibi_slopes, handle causal, handle window_left,
+                handle window_right, handle scale, handle softcap, int num_threads) {
+  const ForwardTensors tensors = forward_tensors(kExplain, q, k, v, alibi_slopes, nb::none(), nb::none());
+  const Options options = to_options(kExplain, causal, window_left, window_right, scale, softcap);
+  const ForwardPlan plan = plan_forward(kExplain, tensors, options, device_for(tensors.q.device, num_threads));
+  return nb::str(to_string(plan).c_str());
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& module) {
+  module.def("forward", &forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "alibi_slopes"_a, "causal"_a, "window_left"_a,
+             "window_right"_a, "scale"_a, "softcap"_a, "num_threads"_a);
+  module.def("backward", &backward, "dout"_a, "dlse"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "alibi_slopes"_a, "dq"_a,
+             "dk"_a, "dv"_a, "causal"_a, "window_left"_a, "window_right"_a, "scale"_a, "softcap"_a, "num_threads"_a);
+  module.def("explain", &explain, "q"_a, "k"_a, "v"_a, "alibi_slopes"_a, "causal"_a, "window_left"_a, "window_right"_a,
+             "scale"_a, "softcap"_a, "num_threads"_a);
+}
+
+}  // namespace flashtile::bindings

@@ -1,0 +1,15 @@
+// The Python module, one topic per file. It converts and forwards; every decision is the library's.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace flashtile::bindings {
+
+namespace nb = nanobind;
+
+void bind_errors(nb::module_& module);     // errors.cpp
+void bind_tensor(nb::module_& module);     // tensor.cpp
+void bind_attention(nb::module_& module);  // attention.cpp
+void bind_info(nb::module_& module);       // info.cpp
+
+}  // namespace flashtile::bindings

@@ -1,0 +1,53 @@
+// The parts of the DLPack 1.x ABI that this module reads: a tensor description and the table of C functions that a
+// framework offers for exchanging tensors without Python calls (https://dmlc.github.io/dlpack/latest/c_api.html).
+#pragma once
+
+#include <cstdint>
+
+namespace flashtile::bindings::dlpack {
+
+inline constexpr std::uint32_t kMajorVersion = 1;
+inline constexpr const char* kExchangeAttribute = "__dlpack_c_exchange_api__";  // of a tensor type
+inline constexpr const char* kExchangeCapsule = "dlpack_exchange_api";
+
+enum DeviceCode : std::int32_t { kCpu = 1, kCuda = 2, kCudaHost = 3, kCudaManaged = 13 };
+enum TypeCode : std::uint8_t { kFloat = 2, kBfloat = 4 };
+
+struct Device {
+  std::int32_t type;
+  std::int32_t index;
+};
+
+struct DataType {
+  std::uint8_t code;
+  std::uint8_t bits;
+  std::uint16_t lanes;
+};
+
+struct Tensor {
+  void* data;
+  Device device;
+  std::int32_t rank;
+  DataType dtype;
+  std::int64_t* shape;
+  std::int64_t* strides;  // in elements
+  std::uint64_t byte_offset;
+};
+
+struct ExchangeHeader {
+  std::uint32_t major;
+  std::uint32_t minor;
+  const ExchangeHeader* previous;  // the table of an older version, or null
+};
+
+// Functions return 0, or −1 with a Python exception set.
+struct Exchange {
+  ExchangeHeader header;
+  void* allocate;
+  void* managed_from_object;
+  void* managed_to_object;
+  int (*tensor_from_object)(void* object, Tensor* out);  // borrows; may be null
+  int (*current_stream)(std::int32_t device_type, std::int32_t device_index, void** out);
+};
+
+}  // namespace flashtile::bindings::dlpack

@@ -1,0 +1,35 @@
+// Facts about this build and this machine.
+#include "bindings.h"
+#include "flashtile/flashtile.h"
+
+namespace flashtile::bindings {
+namespace {
+
+template <typename Rows>
+nb::list names_of(const Rows& rows) {
+  nb::list names;
+  for (const auto& row : rows)
+    if (row.run) names.append(nb::str(name_of(row.variant).c_str()));
+  return names;
+}
+
+nb::dict info() {
+  const DeviceInfo& cpu = device_info({DeviceType::kCpu, 0});
+  nb::dict facts;
+  facts["version"] = FLASHTILE_VERSION;
+  facts["built_with_cuda"] = built_with_cuda();
+  facts["cuda_architectures"] = cuda_architectures();
+  facts["cpu"] = cpu.name.c_str();
+  facts["cpu_threads"] = cpu.threads;
+  facts["forward_kernels"] = names_of(forward_rows());
+  facts["backward_kernels"] = names_of(backward_rows());
+  return facts;
+}
+
+}  // namespace
+
+void bind_info(nb::module_& module) {
+  module.def("info", &info);
+}
+
+}  // namespace flashtile::bindings

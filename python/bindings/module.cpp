@@ -1,0 +1,8 @@
+#include "bindings.h"
+
+NB_MODULE(_C, module) {
+  flashtile::bindings::bind_errors(module);
+  flashtile::bindings::bind_tensor(module);
+  flashtile::bindings::bind_attention(module);
+  flashtile::bindings::bind_info(module);
+}

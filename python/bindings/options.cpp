@@ -1,0 +1,52 @@
+#include "options.h"
+
+#include <limits>
+#include <string>
+
+#include "flashtile/error.h"
+
+namespace flashtile::bindings {
+namespace {
+
+[[noreturn]] void wrong_type(const char* function, const char* name, nb::handle found, const char* expected) {
+  PyErr_Clear();
+  throw InvalidType(std::string(function) + ": " + name + " is " + nb::repr(found).c_str() + ", expected " + expected);
+}
+
+bool to_bool(const char* function, const char* name, nb::handle object) {
+  if (object.ptr() == Py_True) return true;
+  if (object.ptr() == Py_False) return false;
+  wrong_type(function, name, object, "True or False");
+}
+
+double to_double(const char* function, const char* name, nb::handle object, const char* expected) {
+  const double value = PyFloat_AsDouble(object.ptr());
+  if (value == -1.0 && PyErr_Occurred()) wrong_type(function, name, object, expected);
+  return value;
+}
+
+/// Integers beyond 64 bits become the nearest one: as a distance they all mean "unbounded".
+std::optional<std::int64_t> to_distance(const char* function, const char* name, nb::handle object) {
+  if (object.is_none()) return std::nullopt;
+  int overflow = 0;
+  const long long value = PyLong_AsLongLongAndOverflow(object.ptr(), &overflow);
+  if (overflow > 0) return std::numeric_limits<std::int64_t>::max();
+  if (overflow < 0) return std::numeric_limits<std::int64_t>::min();
+  if (value == -1 && PyErr_Occurred()) wrong_type(function, name, object, "an int or None");
+  return value;
+}
+
+}  // namespace
+
+Options to_options(const char* function, nb::handle causal, nb::handle window_left, nb::handle window_right,
+                   nb::handle scale, nb::handle softcap) {
+  Options options;
+  options.causal = to_bool(function, "causal", causal);
+  options.window_left = to_distance(function, "window[0]", window_left);
+  options.window_right = to_distance(function, "window[1]", window_right);
+  if (!scale.is_none()) options.scale = to_double(function, "scale", scale, "a number or None");
+  options.softcap = to_double(function, "softcap", softcap, "a number");
+  return options;
+}
+
+}  // namespace flashtile::bindings

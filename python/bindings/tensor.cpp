@@ -1,0 +1,172 @@
+// Two ways from a Python tensor to a TensorView: the DLPack exchange table of its type (0.05 µs a tensor; PyTorch has
+// one from 2.10 on), else its Python attributes (2 µs).
+#include "tensor.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "dlpack.h"
+#include "flashtile/error.h"
+
+namespace flashtile::bindings {
+namespace {
+
+bool exchange_enabled = true;
+
+[[noreturn]] void not_a_tensor(const char* function, const char* name, nb::handle object) {
+  throw InvalidType(std::string(function) + ": " + name + " is of type " + nb::type_name(object.type()).c_str() +
+                    ", expected a torch.Tensor");
+}
+
+/// Takes the Python error that is set and throws it as one that names the argument.
+[[noreturn]] void not_viewable(const char* function, const char* name) {
+  const nb::python_error reason;
+  throw InvalidType(std::string(function) + ": " + name + " is not a dense strided tensor (" +
+                    nb::str(reason.value()).c_str() + ")");
+}
+
+[[noreturn]] void rank_too_high(const char* function, const char* name, const std::int64_t* shape, int rank) {
+  throw InvalidArgument(std::string(function) + ": " + name + " has shape " + shape_string(shape, rank) +
+                        ", expected at most " + std::to_string(kMaxRank) + " dimensions");
+}
+
+/// A tensor that only describes one (PyTorch's meta and fake tensors) has a shape and no memory.
+TensorView with_memory(const char* function, const char* name, const TensorView& view) {
+  if (!view.data && !view.empty() && view.device.type != DeviceType::kOther)
+    throw InvalidType(std::string(function) + ": " + name + " has no memory, expected a tensor with data");
+  return view;
+}
+
+// ---- by the exchange table
+
+const dlpack::Exchange* find_exchange(nb::handle type) {
+  nb::object capsule = nb::getattr(type, dlpack::kExchangeAttribute, nb::none());
+  if (capsule.is_none()) return nullptr;
+  const void* pointer = PyCapsule_GetPointer(capsule.ptr(), dlpack::kExchangeCapsule);
+  if (!pointer) throw nb::python_error();
+  auto header = static_cast<const dlpack::ExchangeHeader*>(pointer);
+  while (header && header->major != dlpack::kMajorVersion) header = header->previous;
+  auto exchange = reinterpret_cast<const dlpack::Exchange*>(header);
+  return exchange && exchange->tensor_from_object ? exchange : nullptr;
+}
+
+/// The table of the object's type, or null where it has none. Remembers a few types: Tensor, Parameter.
+const dlpack::Exchange* exchange_of(nb::handle object) {
+  if (!exchange_enabled) return nullptr;
+  static std::pair<nb::handle, const dlpack::Exchange*> known[4];
+  static unsigned next = 0;
+  const nb::handle type = object.type();
+  for (const auto& [known_type, exchange] : known)
+    if (known_type.is(type)) return exchange;
+  auto& entry = known[next++ % std::size(known)];
+  const dlpack::Exchange* exchange = find_exchange(type);
+  type.inc_ref();  // a remembered type stays alive, so that no other can take its address
+  entry.first.dec_ref();
+  entry = {type, exchange};
+  return exchange;
+}
+
+DType to_dtype(dlpack::DataType type) {
+  if (type.lanes != 1) return DType::kOther;
+  if (type.code == dlpack::kBfloat && type.bits == 16) return DType::kBFloat16;
+  if (type.code == dlpack::kFloat && type.bits == 16) return DType::kFloat16;
+  if (type.code == dlpack::kFloat && type.bits == 32) return DType::kFloat32;
+  return DType::kOther;
+}
+
+Device to_device(dlpack::Device device) {
+  switch (device.type) {
+    case dlpack::kCpu:
+    case dlpack::kCudaHost: return {DeviceType::kCpu, 0};
+    case dlpack::kCuda:
+    case dlpack::kCudaManaged: return {DeviceType::kCuda, device.index};
+    default: return {DeviceType::kOther, device.index};
+  }
+}
+
+TensorView view_by_exchange(const char* function, const char* name, nb::handle object,
+                            const dlpack::Exchange& exchange) {
+  dlpack::Tensor tensor;
+  if (exchange.tensor_from_object(object.ptr(), &tensor) != 0) not_viewable(function, name);
+  if (tensor.rank > kMaxRank) rank_too_high(function, name, tensor.shape, tensor.rank);
+  TensorView view;
+  view.data = tensor.data ? static_cast<char*>(tensor.data) + tensor.byte_offset : nullptr;
+  view.dtype = to_dtype(tensor.dtype);
+  view.device = to_device(tensor.device);
+  view.rank = tensor.rank;
+  std::copy_n(tensor.shape, tensor.rank, view.shape.begin());
+  std::copy_n(tensor.strides, tensor.rank, view.strides.begin());
+  return view;
+}
+
+// ---- by attributes
+
+DType dtype_by_attribute(nb::handle dtype) {
+  const nb::module_ torch = nb::module_::import_("torch");
+  if (dtype.is(torch.attr("bfloat16"))) return DType::kBFloat16;
+  if (dtype.is(torch.attr("float16"))) return DType::kFloat16;
+  if (dtype.is(torch.attr("float32"))) return DType::kFloat32;
+  return DType::kOther;
+}
+
+Device device_by_attribute(nb::handle device) {
+  const std::string type = nb::cast<nb::str>(device.attr("type")).c_str();
+  const nb::object index = device.attr("index");
+  if (type == "cpu") return {DeviceType::kCpu, 0};
+  return {type == "cuda" ? DeviceType::kCuda : DeviceType::kOther, index.is_none() ? 0 : nb::cast<int>(index)};
+}
+
+TensorView view_by_attributes(const char* function, const char* name, nb::handle object) {
+  if (!nb::hasattr(object, "data_ptr") || !nb::hasattr(object, "stride")) not_a_tensor(function, name, object);
+  TensorView view;
+  try {
+    const nb::tuple shape(object.attr("shape"));
+    const nb::tuple strides(object.attr("stride")());
+    view.rank = static_cast<int>(nb::len(shape));
+    if (view.rank > kMaxRank) {
+      std::int64_t sizes[8] = {};
+      const int shown = std::min(view.rank, 8);
+      for (int i = 0; i < shown; ++i) sizes[i] = nb::cast<std::int64_t>(shape[i]);
+      rank_too_high(function, name, sizes, shown);
+    }
+    for (int i = 0; i < view.rank; ++i) {
+      view.shape[i] = nb::cast<std::int64_t>(shape[i]);
+      view.strides[i] = nb::cast<std::int64_t>(strides[i]);
+    }
+    view.dtype = dtype_by_attribute(object.attr("dtype"));
+    view.device = device_by_attribute(object.attr("device"));
+    view.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(object.attr("data_ptr")()));
+  } catch (nb::python_error& error) {
+    error.restore();
+    not_viewable(function, name);
+  }
+  return view;
+}
+
+}  // namespace
+
+TensorView tensor_view(const char* function, const char* name, nb::handle object) {
+  const dlpack::Exchange* exchange = exchange_of(object);
+  return with_memory(
+      function, name,
+      exchange ? view_by_exchange(function, name, object, *exchange) : view_by_attributes(function, name, object));
+}
+
+Stream current_stream(nb::handle tensor, Device device) {
+  if (device.type != DeviceType::kCuda) return nullptr;
+  if (const dlpack::Exchange* exchange = exchange_of(tensor)) {
+    void* stream = nullptr;
+    if (exchange->current_stream(dlpack::kCuda, device.index, &stream) != 0) throw nb::python_error();
+    return stream;
+  }
+  const nb::object stream = nb::module_::import_("torch.cuda").attr("current_stream")(device.index);
+  return reinterpret_cast<Stream>(nb::cast<std::uintptr_t>(stream.attr("cuda_stream")));
+}
+
+void bind_tensor(nb::module_& module) {
+  // For tests of the attribute path on a PyTorch that has the exchange table.
+  module.def("_enable_exchange", [](bool enabled) { exchange_enabled = enabled; }, nb::arg("enabled"));
+}
+
+}  // namespace flashtile::bindings
