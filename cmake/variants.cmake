@@ -1,0 +1,68 @@
+# From the variant tables (cpp/variants/*.def) to CUDA translation units: one per CUDA row, made from a template.
+
+# Targets of each architecture's rows. One front-end pass makes one PTX and from it machine code for several GPUs;
+# the PTX itself goes along for GPUs that are newer than these.
+set(FLASHTILE_GENCODE_sm80 arch=compute_80,code=[sm_80,sm_90,compute_80])
+set(FLASHTILE_CUDA_ARCHITECTURES "sm_80, sm_90, compute_80")
+
+# Reads the rows `MACRO(arch, dtype, head_dim, M, N, stages, warps)` of `table` and generates a file from `template`
+# for each CUDA row. Appends the files to `out_sources`; those of rows that end in `// may spill: why` have the
+# source property FLASHTILE_MAY_SPILL.
+function(flashtile_variant_sources table template out_sources)
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${table} ${template})
+  get_filename_component(kind ${table} NAME_WE)
+  file(STRINGS ${table} rows REGEX "^[A-Z]+\\( *sm")
+  set(sources ${${out_sources}})
+  foreach(row IN LISTS rows)
+    if(NOT row MATCHES
+       "^[A-Z]+\\( *(sm[0-9]+), *([a-z0-9]+), *([0-9]+), *([0-9]+), *([0-9]+), *([0-9]+), *([0-9]+)\\)( *//.*)?$")
+      message(FATAL_ERROR "${table}: this row cannot be read: ${row}")
+    endif()
+    set(ARCH ${CMAKE_MATCH_1})
+    set(DTYPE ${CMAKE_MATCH_2})
+    set(HEAD_DIM ${CMAKE_MATCH_3})
+    set(TILE_M ${CMAKE_MATCH_4})
+    set(TILE_N ${CMAKE_MATCH_5})
+    set(STAGES ${CMAKE_MATCH_6})
+    set(WARPS ${CMAKE_MATCH_7})
+    set(comment "${CMAKE_MATCH_8}")
+    set(NAME ${ARCH}_${DTYPE}_d${HEAD_DIM}_m${TILE_M}_n${TILE_N}_s${STAGES}_w${WARPS})
+    set(source ${CMAKE_BINARY_DIR}/variants/${kind}_${NAME}.cu)
+    configure_file(${template} ${source} @ONLY)
+    set_source_files_properties(${source} PROPERTIES COMPILE_OPTIONS -gencode=${FLASHTILE_GENCODE_${ARCH}})
+    if(comment MATCHES "may spill:")
+      set_source_files_properties(${source} PROPERTIES FLASHTILE_MAY_SPILL ON)
+    endif()
+    list(APPEND sources ${source})
+  endforeach()
+  set(${out_sources} ${sources} PARENT_SCOPE)
+endfunction()
+
+# The object library `target` of all CUDA kernels.
+function(flashtile_add_kernels target)
+  set(variants ${CMAKE_CURRENT_SOURCE_DIR}/cpp/variants)
+  flashtile_variant_sources(${variants}/forward.def ${variants}/variant.cu.in sources)
+  list(LENGTH sources count)
+  set(FLASHTILE_CUDA_UNITS ${count} PARENT_SCOPE)
+
+  add_library(${target} STATIC ${sources})
+  target_include_directories(${target} PRIVATE include)
+  target_link_libraries(${target} PRIVATE flashtile_cutlass flashtile_warnings)
+  target_compile_definitions(
+    ${target} PUBLIC FLASHTILE_WITH_CUDA FLASHTILE_CUDA_ARCHITECTURES="${FLASHTILE_CUDA_ARCHITECTURES}"
+  )
+  # The host side of the core calls the CUDA runtime: the headers are public, the library is linked statically.
+  target_include_directories(${target} SYSTEM PUBLIC ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+  # Host names of one unit must not meet those of another: the rows share templates, never objects.
+  target_compile_options(${target} PRIVATE --expt-relaxed-constexpr --compress-mode=size)
+  set_target_properties(${target} PROPERTIES CUDA_STANDARD 20 CUDA_ARCHITECTURES OFF JOB_POOL_COMPILE nvcc)
+
+  if(FLASHTILE_STRICT)
+    foreach(source IN LISTS sources)
+      get_source_file_property(may_spill ${source} FLASHTILE_MAY_SPILL)
+      if(NOT may_spill)
+        set_property(SOURCE ${source} APPEND PROPERTY COMPILE_OPTIONS -Xptxas=--warn-on-spills,--warning-as-error)
+      endif()
+    endforeach()
+  endif()
+endfunction()

@@ -1,0 +1,24 @@
+#include "device.h"
+#include "flashtile/flashtile.h"
+
+namespace flashtile {
+
+BackwardPlan plan_backward(const char* function, const BackwardTensors& tensors, const Options& options,
+                           const DeviceInfo& device) {
+  const Problem problem = check_backward(function, tensors, options);
+  try {
+    return select_backward(problem, device);
+  } catch (const Unsupported& error) {
+    throw Unsupported(std::string(function) + ": " + error.what());
+  }
+}
+
+void run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace, Stream stream) {
+  if (tensors.dq.empty() && tensors.dk.empty() && tensors.dv.empty()) return;
+  if (plan.run == nullptr) throw Unsupported(name_of(plan.variant) + " is not in this build: built without CUDA");
+  const DeviceGuard guard(plan.problem.device);
+  plan.run(plan, tensors, workspace, stream);
+  guard.check_launch();
+}
+
+}  // namespace flashtile

@@ -1,0 +1,54 @@
+// What a problem takes at the least, whatever kernel serves it.
+#include "flashtile/plan.h"
+
+namespace flashtile {
+namespace {
+
+/// Σ of min(t, limit) over 0 ≤ t < n.
+constexpr std::int64_t ramp_sum(std::int64_t n, std::int64_t limit) {
+  if (n <= 0) return 0;
+  if (n <= limit) return n * (n - 1) / 2;
+  return limit * (limit - 1) / 2 + (n - limit) * limit;
+}
+
+struct Elements {
+  std::int64_t q, k, v, out, rows;  // rows: of lse
+
+  explicit Elements(const Problem& p)
+      : q(count(p.batch, p.seqlen_q, p.heads_q, p.head_dim)),
+        k(count(p.batch, p.seqlen_k, p.heads_k, p.head_dim)),
+        v(count(p.batch, p.seqlen_k, p.heads_k, p.head_dim_v)),
+        out(count(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v)),
+        rows(count(p.batch, p.seqlen_q, p.heads_q, 1)) {}
+
+  static std::int64_t count(std::int64_t a, std::int64_t b, std::int64_t c, std::int64_t d) { return a * b * c * d; }
+};
+
+}  // namespace
+
+/// Row i sees the columns from clamp(i + first) to clamp(i + end), where clamp limits to [0, S_k]: the difference of
+/// two clamped ramps, each summed over the rows.
+std::int64_t Problem::visible_elements() const {
+  const std::int64_t offset = std::int64_t{seqlen_k} - seqlen_q;
+  const auto columns_before = [&](std::int64_t start) {
+    return ramp_sum(start + seqlen_q, seqlen_k) - ramp_sum(start, seqlen_k);
+  };
+  return columns_before(offset + band.right + 1) - columns_before(offset - band.left);
+}
+
+Cost forward_cost(const Problem& p) {
+  const Elements n(p);
+  const std::int64_t pairs = p.visible_elements() * p.batch * p.heads_q;
+  return {.flops = 2 * pairs * (p.head_dim + p.head_dim_v),
+          .bytes = (n.q + n.k + n.v + n.out) * bytes_of(p.dtype) + n.rows * bytes_of(DType::kFloat32)};
+}
+
+Cost backward_cost(const Problem& p) {
+  const Elements n(p);
+  const std::int64_t pairs = p.visible_elements() * p.batch * p.heads_q;
+  // S, dQ and dK are sums over D; dP and dV over D_v. Read: q, k, v, out, dout, lse; written: dq, dk, dv.
+  return {.flops = 2 * pairs * (3 * p.head_dim + 2 * p.head_dim_v),
+          .bytes = 2 * (n.q + n.k + n.v + n.out) * bytes_of(p.dtype) + n.rows * bytes_of(DType::kFloat32)};
+}
+
+}  // namespace flashtile

@@ -1,0 +1,117 @@
+#include "device.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <fstream>
+#include <mutex>
+
+#include "flashtile/flashtile.h"
+
+#ifdef FLASHTILE_WITH_CUDA
+#include "flashtile/cuda_error.h"
+#endif
+
+namespace flashtile {
+namespace {
+
+std::string cpu_name() {
+  std::ifstream cpuinfo("/proc/cpuinfo");
+  for (std::string line; std::getline(cpuinfo, line);)
+    if (line.starts_with("model name")) return line.substr(line.find(": ") + 2);
+  return "CPU";
+}
+
+/// The cores that this process may run on, or fewer where OMP_NUM_THREADS says so.
+int cpu_threads() {
+  cpu_set_t cores;
+  int threads = sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
+  if (const char* limit = std::getenv("OMP_NUM_THREADS"))
+    if (const int n = std::atoi(limit); n > 0) threads = std::min(threads, n);
+  return threads;
+}
+
+#ifdef FLASHTILE_WITH_CUDA
+constexpr int kMaxDevices = 64;
+
+DeviceInfo read_cuda_device(int index) {
+  cudaDeviceProp properties;
+  const cudaError_t status = cudaGetDeviceProperties(&properties, index);
+  if (status != cudaSuccess) cudaGetLastError();  // leave no error behind for the next caller of the runtime
+  throw_on_error(status, "cudaGetDeviceProperties");
+  DeviceInfo info;
+  info.device = {DeviceType::kCuda, index};
+  info.name = properties.name;
+  info.compute_capability = 10 * properties.major + properties.minor;
+  info.multiprocessors = properties.multiProcessorCount;
+  info.max_shared_memory = static_cast<int>(properties.sharedMemPerBlockOptin);
+  return info;
+}
+
+const DeviceInfo& cuda_device_info(int index) {
+  static std::array<DeviceInfo, kMaxDevices> infos;
+  static std::array<std::once_flag, kMaxDevices> once;
+  if (index < 0 || index >= kMaxDevices)
+    throw Unsupported("device cuda:" + std::to_string(index) + ", expected an index below " +
+                      std::to_string(kMaxDevices));
+  std::call_once(once[index], [index] { infos[index] = read_cuda_device(index); });
+  return infos[index];
+}
+#endif
+
+}  // namespace
+
+const DeviceInfo& device_info(Device device) {
+  if (device.type == DeviceType::kCpu) {
+    static const DeviceInfo cpu{.device = {}, .name = cpu_name(), .threads = cpu_threads()};
+    return cpu;
+  }
+#ifdef FLASHTILE_WITH_CUDA
+  if (device.type == DeviceType::kCuda) return cuda_device_info(device.index);
+  throw Unsupported("q is on " + name_of(device) + ", expected a CPU or a CUDA device");
+#else
+  throw Unsupported("q is on " + name_of(device) + ", expected the CPU: flashtile was built without CUDA");
+#endif
+}
+
+bool built_with_cuda() {
+#ifdef FLASHTILE_WITH_CUDA
+  return true;
+#else
+  return false;
+#endif
+}
+
+const char* cuda_architectures() {
+#ifdef FLASHTILE_WITH_CUDA
+  return FLASHTILE_CUDA_ARCHITECTURES;
+#else
+  return "";
+#endif
+}
+
+#ifdef FLASHTILE_WITH_CUDA
+DeviceGuard::DeviceGuard(Device device) : device_(device) {
+  if (device_.type != DeviceType::kCuda) return;
+  int current = 0;
+  throw_on_error(cudaGetDevice(&current), "cudaGetDevice");
+  if (current == device_.index) return;
+  throw_on_error(cudaSetDevice(device_.index), "cudaSetDevice");
+  previous_ = current;
+}
+
+DeviceGuard::~DeviceGuard() {
+  if (previous_ >= 0) cudaSetDevice(previous_);
+}
+
+void DeviceGuard::check_launch() const {
+  if (device_.type == DeviceType::kCuda) throw_on_error(cudaGetLastError(), "kernel launch");
+}
+#else
+DeviceGuard::DeviceGuard(Device device) : device_(device) {}
+DeviceGuard::~DeviceGuard() = default;
+void DeviceGuard::check_launch() const {}
+#endif
+
+}  // namespace flashtile

@@ -1,0 +1,24 @@
+#include "device.h"
+#include "flashtile/flashtile.h"
+
+namespace flashtile {
+
+ForwardPlan plan_forward(const char* function, const ForwardTensors& tensors, const Options& options,
+                         const DeviceInfo& device) {
+  const Problem problem = check_forward(function, tensors, options);
+  try {
+    return select_forward(problem, device);
+  } catch (const Unsupported& error) {
+    throw Unsupported(std::string(function) + ": " + error.what());
+  }
+}
+
+void run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace, Stream stream) {
+  if (tensors.out.empty()) return;
+  if (plan.run == nullptr) throw Unsupported(name_of(plan.variant) + " is not in this build: built without CUDA");
+  const DeviceGuard guard(plan.problem.device);
+  plan.run(plan, tensors, workspace, stream);
+  guard.check_launch();
+}
+
+}  // namespace flashtile

@@ -1,0 +1,15 @@
+// The form of every refusal: "attention: k has shape (2, 100, 3, 128), expected (2, 100, 4, 128) = (B, S_k, H_k, D)".
+#pragma once
+
+#include <string>
+
+namespace flashtile {
+
+/// Throws `Error` in the name of `function`, about `subject`: what was found and what was expected instead.
+template <class Error>
+[[noreturn, gnu::cold, gnu::noinline]] void refuse(const char* function, const char* subject, const std::string& found,
+                                                   const std::string& expected) {
+  throw Error(std::string(function) + ": " + subject + " " + found + ", expected " + expected);
+}
+
+}  // namespace flashtile

@@ -1,0 +1,96 @@
+// Values as text for people.
+#include <cstdio>
+#include <string>
+
+#include "flashtile/plan.h"
+
+namespace flashtile {
+namespace {
+
+template <class... Args>
+std::string format(const char* pattern, Args... args) {
+  std::string text(static_cast<std::size_t>(std::snprintf(nullptr, 0, pattern, args...)), '\0');
+  std::snprintf(text.data(), text.size() + 1, pattern, args...);
+  return text;
+}
+
+/// 1536 → "1.5 K"
+std::string with_prefix(double value) {
+  const char* prefix = " KMGTPE";
+  while (value >= 1000 && prefix[1] != '\0') value /= 1000, ++prefix;
+  return *prefix == ' ' ? format("%.0f ", value) : format("%.4g %c", value, *prefix);
+}
+
+std::string line(const char* label, const std::string& text) {
+  return format("  %-10s", label) + text + "\n";
+}
+
+std::string mask_string(const Problem& p) {
+  const auto side = [](int distance) {
+    return distance == Band::kUnbounded ? std::string("None") : std::to_string(distance);
+  };
+  if (p.band == Band::full()) return "full";
+  if (p.band == Band::causal()) return "causal";
+  return "window (" + side(p.band.left) + ", " + side(p.band.right) + ")";
+}
+
+std::string plan_string(const char* pass, const Plan& plan, const Cost& cost, bool built) {
+  const Problem& p = plan.problem;
+  const Variant& v = plan.variant;
+  const bool on_cpu = v.arch == Arch::kCpu;
+  const double intensity = cost.bytes > 0 ? static_cast<double>(cost.flops) / static_cast<double>(cost.bytes) : 0;
+  std::string text = std::string("flashtile ") + pass + " plan\n";
+  text += line("problem", to_string(p));
+  text += line("kernel", name_of(v) + (built ? "" : " (not in this build)"));
+  text += line("why", plan.why);
+  text += line("tile", format("%d query rows × %d keys, head dimension up to %d", v.tile_m, v.tile_n, v.head_dim));
+  text += line("grid", on_cpu ? format("%lld tiles on %d threads", static_cast<long long>(plan.tiles), plan.grid)
+                              : format("%d thread blocks of %d threads", plan.grid, v.threads()));
+  if (!on_cpu) text += line("shared", format("%d bytes per block, %d stages", plan.shared_memory, v.stages));
+  text += line("workspace", format("%lld bytes", static_cast<long long>(plan.workspace_bytes)));
+  text += line("work", with_prefix(static_cast<double>(cost.flops)) + "FLOP");
+  text += line("traffic", with_prefix(static_cast<double>(cost.bytes)) + "B at the least");
+  text += line("intensity", format("%.1f FLOP per byte", intensity));
+  return text;
+}
+
+}  // namespace
+
+std::string shape_string(const std::int64_t* shape, int rank) {
+  std::string text = "(";
+  for (int i = 0; i < rank; ++i) text += (i > 0 ? ", " : "") + std::to_string(shape[i]);
+  return text + (rank == 1 ? ",)" : ")");
+}
+
+std::string name_of(Device device) {
+  switch (device.type) {
+    case DeviceType::kCpu: return "cpu";
+    case DeviceType::kCuda: return "cuda:" + std::to_string(device.index);
+    case DeviceType::kOther: break;
+  }
+  return "another kind of device";
+}
+
+std::string name_of(const Variant& v) {
+  const char* dtype = v.dtype == DType::kFloat32 ? "f32" : v.dtype == DType::kFloat16 ? "f16" : "bf16";
+  return format("%s_%s_d%d_m%d_n%d_s%d_w%d", name_of(v.arch), dtype, v.head_dim, v.tile_m, v.tile_n, v.stages, v.warps);
+}
+
+std::string to_string(const Problem& p) {
+  std::string text = format("B=%d S_q=%d S_k=%d H_q=%d H_k=%d D=%d D_v=%d %s on ", p.batch, p.seqlen_q, p.seqlen_k,
+                            p.heads_q, p.heads_k, p.head_dim, p.head_dim_v, name_of(p.dtype)) +
+                     name_of(p.device) + ", " + mask_string(p) + format(", scale %.6g", p.scale);
+  if (p.softcap > 0) text += format(", softcap %.6g", p.softcap);
+  if (p.alibi) text += ", ALiBi";
+  return text;
+}
+
+std::string to_string(const ForwardPlan& plan) {
+  return plan_string("forward", plan, forward_cost(plan.problem), plan.run != nullptr);
+}
+
+std::string to_string(const BackwardPlan& plan) {
+  return plan_string("backward", plan, backward_cost(plan.problem), plan.run != nullptr);
+}
+
+}  // namespace flashtile

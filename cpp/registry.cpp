@@ -1,0 +1,67 @@
+// The variant tables as arrays. A row's launcher is the CPU backend's, or, in a build with CUDA, the function that
+// the row's own translation unit defines (see cpp/variants/variant.cu.in).
+#include "flashtile/registry.h"
+
+#include <array>
+
+#if __has_include("cpu/cpu.h")
+#include "cpu/cpu.h"
+#else
+namespace flashtile::cpu {
+constexpr ForwardKernel forward = nullptr;
+constexpr BackwardKernel backward = nullptr;
+}  // namespace flashtile::cpu
+#endif
+
+#define FLASHTILE_NAME(arch, dtype, head_dim, m, n, stages, warps) \
+  arch##_##dtype##_d##head_dim##_m##m##_n##n##_s##stages##_w##warps
+#define FLASHTILE_JOIN_(a, b) a##b
+#define FLASHTILE_JOIN(a, b) FLASHTILE_JOIN_(a, b)
+#define FLASHTILE_LAUNCH_FORWARD(...) FLASHTILE_JOIN(launch_forward_, FLASHTILE_NAME(__VA_ARGS__))
+
+// What to declare and what to list, by the first column.
+#define FLASHTILE_DECLARE_cpu(...)
+#define FLASHTILE_FORWARD_cpu(...) cpu::forward
+#define FLASHTILE_BACKWARD_cpu(...) cpu::backward
+#ifdef FLASHTILE_WITH_CUDA
+#define FLASHTILE_DECLARE_sm80(...) \
+  void FLASHTILE_LAUNCH_FORWARD(__VA_ARGS__)(const ForwardPlan&, const ForwardTensors&, void* workspace, Stream);
+#define FLASHTILE_FORWARD_sm80(...) &FLASHTILE_LAUNCH_FORWARD(__VA_ARGS__)
+#else
+#define FLASHTILE_DECLARE_sm80(...)
+#define FLASHTILE_FORWARD_sm80(...) nullptr
+#endif
+
+namespace flashtile {
+
+#define FORWARD(arch, ...) FLASHTILE_DECLARE_##arch(arch, __VA_ARGS__)
+#include "variants/forward.def"
+#undef FORWARD
+
+namespace {
+
+constexpr auto kForwardRows = std::to_array<ForwardRow>({
+#define FORWARD(arch, dtype, ...) \
+  {{table::arch, table::dtype, __VA_ARGS__}, FLASHTILE_FORWARD_##arch(arch, dtype, __VA_ARGS__)},
+#include "variants/forward.def"
+#undef FORWARD
+});
+
+constexpr auto kBackwardRows = std::to_array<BackwardRow>({
+#define BACKWARD(arch, dtype, ...) \
+  {{table::arch, table::dtype, __VA_ARGS__}, FLASHTILE_BACKWARD_##arch(arch, dtype, __VA_ARGS__)},
+#include "variants/backward.def"
+#undef BACKWARD
+});
+
+}  // namespace
+
+std::span<const ForwardRow> forward_rows() {
+  return kForwardRows;
+}
+
+std::span<const BackwardRow> backward_rows() {
+  return kBackwardRows;
+}
+
+}  // namespace flashtile

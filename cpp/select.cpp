@@ -1,0 +1,110 @@
+// Which kernel, with which tile, grid and memory: the only place where these are chosen.
+#include <algorithm>
+#include <limits>
+
+#include "flashtile/flashtile.h"
+
+namespace flashtile {
+namespace {
+
+constexpr int kOldestComputeCapability = 80;
+
+/// Waking a thread costs about as much as this many FLOPs of its work.
+constexpr std::int64_t kFlopsPerThread = 1 << 20;
+
+constexpr const char* kNarrowest = "the first row of this dtype that is wide enough";
+constexpr const char* kSmallerTile = "the first row of this dtype that is wide enough and fits the GPU's shared memory";
+
+[[noreturn, gnu::cold]] void refuse_device(const DeviceInfo& device) {
+  const int cc = device.compute_capability;
+  throw Unsupported("q is on " + name_of(device.device) + " (" + device.name + ", compute capability " +
+                    std::to_string(cc / 10) + "." + std::to_string(cc % 10) +
+                    "), expected compute capability 8.0 (Ampere) or newer");
+}
+
+/// Says what the device's rows do serve.
+template <class Row>
+[[noreturn, gnu::cold]] void refuse_problem(const char* pass, const Problem& problem, Arch arch,
+                                            std::span<const Row> rows) {
+  std::string served;
+  for (const Row& row : rows) {
+    const std::string dtype = name_of(row.variant.dtype);
+    if (row.variant.arch == arch && served.find(dtype) == served.npos) served += (served.empty() ? "" : " or ") + dtype;
+  }
+  const std::string what = std::string(pass) + " on " + name_of(problem.device);
+  if (served.empty()) throw Unsupported(what + " is not available yet, expected tensors on the CPU");
+  throw Unsupported("q has dtype " + std::string(name_of(problem.dtype)) + " and head dimension " +
+                    std::to_string(problem.wider_head_dim()) + " for the " + what + ", expected " + served +
+                    " and at most 256");
+}
+
+int shared_memory(const ForwardRow& row) {
+  return row.variant.arch == Arch::kCpu ? 0 : forward_shared_memory(row.variant);
+}
+
+int shared_memory(const BackwardRow&) {
+  return 0;
+}
+
+template <class Row>
+struct Choice {
+  const Row& row;
+  const char* why;
+};
+
+template <class Row>
+Choice<Row> choose(const char* pass, const Problem& problem, const DeviceInfo& device, std::span<const Row> rows) {
+  const Arch arch = problem.device.type == DeviceType::kCpu ? Arch::kCpu : Arch::kSm80;
+  if (arch != Arch::kCpu && device.compute_capability < kOldestComputeCapability) refuse_device(device);
+  const char* why = kNarrowest;
+  for (const Row& row : rows) {
+    const Variant& v = row.variant;
+    if (v.arch != arch || v.dtype != problem.dtype || v.head_dim < problem.wider_head_dim()) continue;
+    if (shared_memory(row) <= device.max_shared_memory) return {row, why};
+    why = kSmallerTile;
+  }
+  refuse_problem(pass, problem, arch, rows);
+}
+
+/// Thread blocks for `tiles` work items on a GPU, threads on a CPU.
+int grid_for(const Problem& problem, const DeviceInfo& device, std::int64_t tiles, const Cost& cost) {
+  if (problem.device.type == DeviceType::kCpu) {
+    const std::int64_t useful = std::min(tiles, cost.flops / kFlopsPerThread);
+    return static_cast<int>(std::clamp<std::int64_t>(useful, 1, device.threads));
+  }
+  if (tiles > std::numeric_limits<int>::max())
+    throw Unsupported("q has " + std::to_string(tiles) +
+                      " tiles (batch × heads × blocks of rows), expected below 2^31");
+  return static_cast<int>(tiles);
+}
+
+}  // namespace
+
+ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device) {
+  const auto [row, why] = choose("forward", problem, device, forward_rows());
+  const Variant& v = row.variant;
+  ForwardPlan plan;
+  plan.problem = problem;
+  plan.variant = v;
+  plan.tiles = std::int64_t{problem.batch} * problem.heads_q * ((problem.seqlen_q + v.tile_m - 1) / v.tile_m);
+  plan.grid = grid_for(problem, device, plan.tiles, forward_cost(problem));
+  plan.shared_memory = shared_memory(row);
+  plan.why = why;
+  plan.run = row.run;
+  return plan;
+}
+
+BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
+  const auto [row, why] = choose("backward", problem, device, backward_rows());
+  const Variant& v = row.variant;
+  BackwardPlan plan;
+  plan.problem = problem;
+  plan.variant = v;
+  plan.tiles = std::int64_t{problem.batch} * problem.heads_k * ((problem.seqlen_k + v.tile_n - 1) / v.tile_n);
+  plan.grid = grid_for(problem, device, plan.tiles, backward_cost(problem));
+  plan.why = why;
+  plan.run = row.run;
+  return plan;
+}
+
+}  // namespace flashtile
