@@ -2,6 +2,7 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <string>
 
 #include "bindings.h"
 #include "flashtile/flashtile.h"
@@ -19,10 +20,12 @@ constexpr const char* kBackward = "attention backward";
 constexpr const char* kExplain = "explain";
 
 /// What select may use: the device as the core knows it, with as many CPU threads as the caller grants.
-DeviceInfo device_for(Device device, int num_threads) {
+DeviceInfo device_for(const char* function, Device device, int num_threads) try {
   DeviceInfo info = device_info(device);
   if (device.type == DeviceType::kCpu) info.threads = num_threads;
   return info;
+} catch (const Unsupported& error) {
+  throw Unsupported(std::string(function) + ": " + error.what());
 }
 
 struct Free {
@@ -56,11 +59,19 @@ void forward(handle q, handle k, handle v, handle out, handle lse, handle alibi_
              handle window_left, handle window_right, handle scale, handle softcap, int num_threads) {
   const ForwardTensors tensors = forward_tensors(kForward, q, k, v, alibi_slopes, out, lse);
   const Options options = to_options(kForward, causal, window_left, window_right, scale, softcap);
-  const ForwardPlan plan = plan_forward(kForward, tensors, options, device_for(tensors.q.device, num_threads));
+  const ForwardPlan plan =
+      plan_forward(kForward, tensors, options, device_for(kForward, tensors.q.device, num_threads));
   const Stream stream = current_stream(q, tensors.q.device);
   const auto workspace = allocate_workspace(plan);
   const nb::gil_scoped_release no_gil;
   run_forward(plan, tensors, workspace.get(), stream);
+}
+
+/// Raises what forward would raise, before the caller has any output to offer.
+void check(handle q, handle k, handle v, handle alibi_slopes, handle causal, handle window_left, handle window_right,
+           handle scale, handle softcap) {
+  check_forward(kForward, forward_tensors(kForward, q, k, v, alibi_slopes, nb::none(), nb::none()),
+                to_options(kForward, causal, window_left, window_right, scale, softcap));
 }
 
 void backward(handle dout, handle dlse, handle q, handle k, handle v, handle out, handle lse, handle alibi_slopes,
@@ -76,7 +87,7 @@ void backward(handle dout, handle dlse, handle q, handle k, handle v, handle out
   };
   const Options options = to_options(kBackward, causal, window_left, window_right, scale, softcap);
   const Device device = tensors.forward.q.device;
-  const BackwardPlan plan = plan_backward(kBackward, tensors, options, device_for(device, num_threads));
+  const BackwardPlan plan = plan_backward(kBackward, tensors, options, device_for(kBackward, device, num_threads));
   const Stream stream = current_stream(q, device);
   const auto workspace = allocate_workspace(plan);
   const nb::gil_scoped_release no_gil;
@@ -87,7 +98,8 @@ nb::str explain(handle q, handle k, handle v, handle alibi_slopes, handle causal
                 handle window_right, handle scale, handle softcap, int num_threads) {
   const ForwardTensors tensors = forward_tensors(kExplain, q, k, v, alibi_slopes, nb::none(), nb::none());
   const Options options = to_options(kExplain, causal, window_left, window_right, scale, softcap);
-  const ForwardPlan plan = plan_forward(kExplain, tensors, options, device_for(tensors.q.device, num_threads));
+  const ForwardPlan plan =
+      plan_forward(kExplain, tensors, options, device_for(kExplain, tensors.q.device, num_threads));
   return nb::str(to_string(plan).c_str());
 }
 
@@ -96,6 +108,8 @@ nb::str explain(handle q, handle k, handle v, handle alibi_slopes, handle causal
 void bind_attention(nb::module_& module) {
   module.def("forward", &forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "alibi_slopes"_a, "causal"_a, "window_left"_a,
              "window_right"_a, "scale"_a, "softcap"_a, "num_threads"_a);
+  module.def("check", &check, "q"_a, "k"_a, "v"_a, "alibi_slopes"_a, "causal"_a, "window_left"_a, "window_right"_a,
+             "scale"_a, "softcap"_a);
   module.def("backward", &backward, "dout"_a, "dlse"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "alibi_slopes"_a, "dq"_a,
              "dk"_a, "dv"_a, "causal"_a, "window_left"_a, "window_right"_a, "scale"_a, "softcap"_a, "num_threads"_a);
   module.def("explain", &explain, "q"_a, "k"_a, "v"_a, "alibi_slopes"_a, "causal"_a, "window_left"_a, "window_right"_a,

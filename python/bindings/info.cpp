@@ -16,7 +16,6 @@ nb::list names_of(const Rows& rows) {
 nb::dict info() {
   const DeviceInfo& cpu = device_info({DeviceType::kCpu, 0});
   nb::dict facts;
-  facts["version"] = FLASHTILE_VERSION;
   facts["built_with_cuda"] = built_with_cuda();
   facts["cuda_architectures"] = cuda_architectures();
   facts["cpu"] = cpu.name.c_str();

@@ -1,0 +1,185 @@
+"""Dense attention: defaults, outputs and autograd around the compiled core."""
+
+import torch
+from torch import Tensor, get_num_threads, is_grad_enabled
+from torch.autograd.function import once_differentiable
+
+from . import _C
+
+Window = tuple[int | None, int | None] | None
+_CONTIGUOUS = torch.contiguous_format
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, ``softmax(scale · q kᵀ + mask) v``, without storing the scores.
+
+    For batch b, query head h and query row i, with KV head g = h // (H_q / H_k), diagonal d = i + S_k - S_q::
+
+        s[j]   = scale · q[b, i, h] · k[b, j, g]                       for every visible column j
+        s[j]   = softcap · tanh(s[j] / softcap)                        if softcap > 0
+        s[j]   = s[j] - alibi_slopes[h] · |j - d|                      if alibi_slopes are given
+        out    = Σ_j exp(s[j] - lse) · v[b, j, g],   lse = log Σ_j exp(s[j])
+
+    Column j is visible unless ``causal`` and j > d, or ``window=(left, right)`` and not -left ≤ j - d ≤ right.
+    So the last query row meets the last key: masks are aligned at the bottom right. Masks intersect.
+
+    Args:
+        q: (B, S_q, H_q, D). float16 or bfloat16; on the CPU also float32. D is a multiple of 8, at most 256.
+        k: (B, S_k, H_k, D), of q's dtype and device. H_q is a multiple of H_k.
+        v: (B, S_k, H_k, D_v). D_v obeys the rule for D and may differ from it.
+            q, k and v take any strides with a contiguous last dimension. CUDA kernels read 16 bytes at a time: an
+            operand whose address or strides are no multiples of 16 bytes is copied first.
+        causal: hide columns right of the diagonal.
+        window: (left, right), inclusive distances from the diagonal, in tokens; None on a side: unbounded.
+        scale: factor of the scores, any finite number; by default 1/√D.
+        softcap: bound of the scores, in units of scaled scores; 0: none.
+        alibi_slopes: float32, (H_q) or (B, H_q). Gets no gradient.
+        return_lse: also return lse.
+
+    Returns:
+        out, (B, S_q, H_q, D_v), contiguous, of q's dtype; with ``return_lse`` the pair (out, lse), where lse is the
+        natural logarithm, float32, (B, H_q, S_q). Both are differentiable with respect to q, k and v, once. Sums
+        and softmax statistics are float32. A row that sees no column has out = 0, lse = -inf and gradients 0.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes, strides, devices or option values break the rules above.
+        NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, gradients on
+            CUDA, slopes that require a gradient).
+        RuntimeError: the CUDA runtime failed.
+
+    Example:
+        >>> import torch, flashtile
+        >>> q = torch.randn(2, 100, 8, 64)
+        >>> k, v = torch.randn(2, 2, 120, 2, 64)
+        >>> flashtile.attention(q, k, v, causal=True).shape
+        torch.Size([2, 100, 8, 64])
+        >>> out, lse = flashtile.attention(q, k, v, window=(64, 0), return_lse=True)
+        >>> lse.shape
+        torch.Size([2, 8, 100])
+
+    Sources: online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867); tiling and recomputation,
+    FlashAttention (Dao et al. 2022, arXiv:2205.14135) and FlashAttention-2 (Dao 2023, arXiv:2307.08691); grouped
+    queries, Ainslie et al. 2023 (arXiv:2305.13245); ALiBi, Press et al. 2021 (arXiv:2108.12409); sliding window,
+    Longformer (Beltagy et al. 2020, arXiv:2004.05150); softcap, Gemma 2 (2024, arXiv:2408.00118).
+    """
+    left, right = (None, None) if window is None else _sides("attention", window)
+    options = (causal, left, right, scale, softcap)
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        _C.check(q, k, v, alibi_slopes, *options)  # names the argument that is no tensor
+    if is_grad_enabled():
+        if alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False):
+            raise NotImplementedError(
+                "attention: alibi_slopes requires grad, expected slopes that do not: "
+                "no kernel computes their gradient; nearest supported: alibi_slopes.detach()"
+            )
+        if q.requires_grad or k.requires_grad or v.requires_grad:
+            return _Attention.apply(q, k, v, alibi_slopes, options, return_lse)
+    out, lse = _forward(q, k, v, alibi_slopes, options, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+) -> str:
+    """Says how ``attention`` would compute these arguments: kernel, tile, grid, memory, FLOPs, bytes, and why.
+
+    Takes the arguments of :func:`attention` and raises what it raises; computes nothing.
+
+    >>> import torch, flashtile
+    >>> q = torch.randn(1, 1024, 8, 64)
+    >>> print(flashtile.explain(q, q, q, causal=True))  # doctest: +SKIP
+    """
+    left, right = (None, None) if window is None else _sides("explain", window)
+    options = (causal, left, right, scale, softcap, get_num_threads())
+    try:
+        return _C.explain(q, k, v, alibi_slopes, *options)
+    except _C.Misaligned:
+        return _C.explain(_aligned(q), _aligned(k), _aligned(v), alibi_slopes, *options)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, alibi_slopes, options, return_lse):
+        out, lse = _forward(q, k, v, alibi_slopes, options, True)
+        ctx.save_for_backward(q, k, v, out, lse, alibi_slopes)
+        ctx.options = options
+        if not return_lse:
+            return out
+        ctx.set_materialize_grads(False)  # a loss of one output must not pay for zeros of the other
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse=None):
+        q, k, v, out, lse, alibi_slopes = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else _dense(dout)
+        if dlse is not None:
+            dlse = dlse.contiguous()
+        gradients = [
+            torch.empty_like(x, memory_format=_CONTIGUOUS) if needed else None
+            for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
+        ]
+        _C.backward(dout, dlse, q, k, v, out, lse, alibi_slopes, *gradients, *ctx.options, get_num_threads())
+        return *gradients, None, None, None
+
+
+def _forward(q, k, v, alibi_slopes, options, with_lse):
+    """(out, lse), where lse is None unless it is asked for."""
+    try:
+        if q.shape[-1] == v.shape[-1]:
+            out = torch.empty_like(q, memory_format=_CONTIGUOUS)
+        else:
+            out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        lse = None
+        if with_lse:
+            batch, seqlen_q, heads_q, _ = q.shape
+            lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=q.device)
+    except (IndexError, ValueError):
+        _C.check(q, k, v, alibi_slopes, *options)  # the ranks are wrong: this says which and how
+        raise
+    try:
+        _C.forward(q, k, v, out, lse, alibi_slopes, *options, get_num_threads())
+    except _C.Misaligned:
+        q, k, v = _aligned(q), _aligned(k), _aligned(v)
+        _C.forward(q, k, v, out, lse, alibi_slopes, *options, get_num_threads())
+    return out, lse
+
+
+def _sides(function, window):
+    if isinstance(window, tuple) and len(window) == 2:
+        return window
+    raise TypeError(f"{function}: window is {window!r}, expected None or a tuple (left, right) of int or None")
+
+
+def _aligned(x):
+    """`x`, or a contiguous copy if its address or a stride is no multiple of 16 bytes."""
+    size = x.element_size()
+    if x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:-1]):
+        return x
+    return x.clone(memory_format=_CONTIGUOUS)
+
+
+def _dense(x):
+    """`x` with a contiguous last dimension: autograd expands gradients of sums with stride 0."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,36 @@
+"""What this build holds and what it runs on."""
+
+from importlib.metadata import version
+
+import torch
+
+from . import _C
+
+
+class Info(dict):
+    """A dict that prints as lines for people."""
+
+    def __str__(self) -> str:
+        width = max(map(len, self))
+        return "\n".join(f"{name.replace('_', ' '):{width}}  {self._text(value)}" for name, value in self.items())
+
+    @staticmethod
+    def _text(value: object) -> str:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        if isinstance(value, list):
+            return ", ".join(map(str, value)) or "none"
+        return str(value) or "none"
+
+
+def info() -> Info:
+    """Returns versions, what was compiled, and the devices found, as a dict that prints readably.
+
+    Keys: flashtile, torch (versions), built_with_cuda (bool), cuda_architectures (str), cpu (str), cpu_threads (int),
+    gpus (list of names), forward_kernels and backward_kernels (lists of variant names that this build can run).
+
+    >>> import flashtile
+    >>> print(flashtile.info())  # doctest: +SKIP
+    """
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return Info(flashtile=version("flashtile"), torch=torch.__version__, gpus=gpus, **_C.info())

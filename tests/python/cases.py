@@ -1,0 +1,189 @@
+"""The matrix of cases. Every case runs on the CPU and, where a kernel serves its dtype, on CUDA."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DTYPES = (F32, F16, BF16)
+DEVICES = ("cpu", "cuda")
+DEVICE_PARAMS = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+HEAD_DIMS = (8, 40, 64, 72, 80, 96, 104, 128, 136, 192, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    dtype: torch.dtype = BF16
+    batch: int = 2
+    seqlen_q: int = 65
+    seqlen_k: int = 97
+    heads_q: int = 2
+    heads_k: int = 1
+    head_dim: int = 64
+    head_dim_v: int | None = None  # None: head_dim
+    causal: bool = False
+    window: tuple | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    alibi: str | None = None  # "per head" or "per batch and head"
+    layout: str = "contiguous"
+    magnitude: float = 1.0  # of q's elements
+
+    def __str__(self):
+        return f"{self.name}-{str(self.dtype).removeprefix('torch.')}"
+
+    def tensors(self, device="cpu", requires_grad=False):
+        """q, k, v with seeded values in the case's layout."""
+        generator = torch.Generator().manual_seed(17)
+        head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
+        shapes = (
+            (self.batch, self.seqlen_q, self.heads_q, self.head_dim),
+            (self.batch, self.seqlen_k, self.heads_k, self.head_dim),
+            (self.batch, self.seqlen_k, self.heads_k, head_dim_v),
+        )
+        values = [torch.randn(shape, generator=generator) for shape in shapes]
+        values[0] *= self.magnitude
+        views = [lay_out(x.to(self.dtype).to(device), self.layout) for x in values]
+        return [x.requires_grad_() for x in views] if requires_grad else views
+
+    def options(self, device="cpu"):
+        """The keyword arguments of flashtile.attention and of the reference."""
+        options = dict(causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap)
+        if self.alibi is not None:
+            slopes = 0.5 ** torch.linspace(1, 8, self.heads_q)
+            if self.alibi == "per batch and head":
+                slopes = slopes * torch.linspace(1, 2, self.batch)[:, None]
+            options["alibi_slopes"] = slopes.float().to(device)
+        return options
+
+
+def lay_out(x, layout):
+    """The values of `x` in other strides. Memory around the view is NaN."""
+    if layout == "contiguous":
+        return x
+    batch, seqlen, heads, dim = x.shape
+    nan = {"fill_value": math.nan, "dtype": x.dtype, "device": x.device}
+    if layout == "heads first":  # (B, H, S, D), as many models keep it
+        view = torch.full((batch, heads, seqlen, dim), **nan).transpose(1, 2)
+    elif layout == "sequence first":
+        view = torch.full((seqlen, batch, heads, dim), **nan).transpose(0, 1)
+    elif layout == "gaps":  # in every dimension, 16-byte aligned
+        buffer = torch.full((batch + 2, seqlen + 3, heads + 2, dim + 16), **nan)
+        view = buffer[1 : batch + 1, 2 : seqlen + 2, 1 : heads + 1, 8 : dim + 8]
+    elif layout == "misaligned":  # neither the address nor a stride is a multiple of 16 bytes
+        view = torch.full((batch, seqlen, heads, dim + 3), **nan)[..., 1 : dim + 1]
+    elif layout == "packed":  # one of three slices, as a fused projection of q, k and v leaves it
+        view = torch.full((batch, seqlen, 3, heads, dim), **nan)[:, :, 1]
+    elif layout == "reversed batch":  # strides that grow and shrink: (H, B, S, D)
+        view = torch.full((heads, batch, seqlen, dim), **nan).permute(1, 2, 0, 3)
+    else:
+        raise ValueError(layout)
+    return view.copy_(x)
+
+
+LAYOUTS = ("contiguous", "heads first", "sequence first", "gaps", "misaligned", "packed", "reversed batch")
+
+
+def _cases():
+    """Pairwise rather than the full product: each axis is walked while the others take turns."""
+    cases = []
+
+    def add(name, **fields):
+        fields.setdefault("dtype", DTYPES[len(cases) % 3])
+        cases.append(Case(name, **fields))
+
+    for dim in HEAD_DIMS:
+        for i, dtype in enumerate(DTYPES):
+            add(f"D{dim}", head_dim=dim, dtype=dtype, causal=i % 2 == 0)
+    for dim, dim_v in ((192, 128), (64, 128), (128, 64), (8, 256), (256, 8), (96, 40)):
+        for dtype in DTYPES:
+            add(f"D{dim}_Dv{dim_v}", head_dim=dim, head_dim_v=dim_v, dtype=dtype, causal=dim < dim_v)
+
+    lengths = [(1, 1), (1, 17), (1, 129), (17, 1), (63, 65), (64, 64), (65, 63), (127, 129), (128, 257), (200, 100)]
+    lengths += [(100, 200), (333, 77), (513, 511), (1, 1000), (1025, 1025)]
+    for seqlen_q, seqlen_k in lengths:
+        for causal in (False, True):
+            for dtype in (F32, F16) if causal else (F32, BF16):
+                add(
+                    f"S{seqlen_q}x{seqlen_k}{'_causal' * causal}",
+                    seqlen_q=seqlen_q,
+                    seqlen_k=seqlen_k,
+                    causal=causal,
+                    dtype=dtype,
+                )
+
+    for heads_q, heads_k in ((4, 4), (4, 2), (8, 2), (8, 1), (6, 3), (12, 1), (1, 1)):
+        for dtype in (F32, BF16):
+            add(f"H{heads_q}over{heads_k}", heads_q=heads_q, heads_k=heads_k, dtype=dtype, causal=heads_q > 4)
+
+    windows = [(0, 0), (5, 0), (0, 5), (16, 16), (None, 3), (3, None), (100, None), (None, 0), (None, None), (40, 200)]
+    for i, window in enumerate(windows):
+        for j, (seqlen_q, seqlen_k) in enumerate(((130, 130), (70, 190), (190, 70))):
+            add(
+                f"window{window[0]}_{window[1]}_S{seqlen_q}x{seqlen_k}",
+                window=window,
+                seqlen_q=seqlen_q,
+                seqlen_k=seqlen_k,
+                causal=(i + j) % 4 == 0,
+            )
+
+    for dtype in DTYPES:
+        add("softcap", softcap=5.0, magnitude=4.0, dtype=dtype)
+        add("softcap_causal", softcap=30.0, magnitude=20.0, causal=True, dtype=dtype)
+        add("alibi", alibi="per head", heads_q=4, heads_k=2, dtype=dtype)
+        add("alibi_causal", alibi="per batch and head", heads_q=4, heads_k=2, causal=True, dtype=dtype)
+        add(
+            "everything",
+            alibi="per batch and head",
+            softcap=10.0,
+            window=(50, 7),
+            scale=0.3,
+            head_dim=72,
+            head_dim_v=40,
+            heads_q=6,
+            heads_k=2,
+            layout="gaps",
+            seqlen_q=150,
+            seqlen_k=170,
+            dtype=dtype,
+        )
+        add("alibi_softcap_causal_window", alibi="per head", softcap=3.0, window=(30, None), causal=True, dtype=dtype)
+        add("scale_zero", scale=0.0, dtype=dtype)
+        add("scale_negative", scale=-0.2, causal=True, dtype=dtype)
+        add("scale_large", scale=2.5, dtype=dtype)
+        add("scale_negative_alibi", scale=-0.2, alibi="per head", softcap=4.0, dtype=dtype)
+        add("large_scores", magnitude=100.0, dtype=dtype)
+        add("large_scores_causal", magnitude=100.0, causal=True, head_dim=128, dtype=dtype)
+        add("mostly_blind", seqlen_q=150, seqlen_k=20, causal=True, dtype=dtype)
+        add("blind_window", seqlen_q=150, seqlen_k=20, window=(3, 2), alibi="per head", dtype=dtype)
+        add("long", seqlen_q=1500, seqlen_k=1500, heads_q=1, batch=1, causal=True, dtype=dtype)
+    for layout in LAYOUTS[1:]:
+        for dtype in DTYPES:
+            add(layout.replace(" ", "_"), layout=layout, heads_q=4, heads_k=2, head_dim=72, causal=True, dtype=dtype)
+
+    for name, sizes in {
+        "no_queries": {"seqlen_q": 0},
+        "no_keys": {"seqlen_k": 0},
+        "no_tokens": {"seqlen_q": 0, "seqlen_k": 0},
+        "no_batch": {"batch": 0},
+        "no_heads": {"heads_q": 0},
+    }.items():
+        for dtype in DTYPES:
+            add(name, dtype=dtype, causal=dtype is F16, **sizes)
+    return cases
+
+
+CASES = _cases()
+
+
+def on_devices(cases, devices=DEVICES):
+    """pytest parameters (case, device); CUDA has no float32 kernels."""
+    return [
+        pytest.param(case, device, id=f"{device}-{case}", marks=[pytest.mark.gpu] * (device == "cuda"))
+        for device in devices
+        for case in cases
+        if not (device == "cuda" and case.dtype is F32)
+    ]

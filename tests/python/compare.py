@@ -1,0 +1,46 @@
+"""The accuracy bar: at most twice the error that PyTorch makes with the same formula in the same precision."""
+
+import torch
+
+
+def _where_different(actual, expected):
+    index = tuple((actual != expected).nonzero()[0].tolist())
+    return f"first at {index}, {int((actual != expected).sum())} of {actual.numel()} elements"
+
+
+def assert_same_kind(actual, exact, what="out"):
+    """Shapes agree, and NaN, inf and -inf stand in the same places. Values say nothing before this holds."""
+    assert actual.shape == exact.shape, f"{what} has shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
+    for kind in (torch.isnan, torch.isposinf, torch.isneginf):
+        found, expected = kind(actual), kind(exact)
+        assert torch.equal(found, expected), f"{what}: {kind.__name__} differs, {_where_different(found, expected)}"
+
+
+def assert_accurate(actual, exact, rough, what="out"):
+    """max|actual - exact| <= 2 max|rough - exact| + a rounding of the largest value.
+
+    `exact` is the float64 result and `rough` the same formula computed in the inputs' precision.
+    """
+    assert_same_kind(actual, exact, what)
+    finite = torch.isfinite(exact)
+    if not finite.any():
+        return
+    exact = torch.where(finite, exact, 0).double()
+    error = (torch.where(finite, actual, 0).double() - exact).abs()
+    rough_error = (torch.where(finite, rough, 0).double() - exact).abs().max().item()
+    bar = 2 * rough_error + 2 * torch.finfo(actual.dtype).eps * exact.abs().max().item() + 1e-7
+    worst = error.max().item()
+    if worst <= bar:
+        return
+    index = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    raise AssertionError(
+        f"{what}: error {worst:.3g} at {index} (found {actual[index].item():.6g}, exact {exact[index].item():.6g}) is "
+        f"over the bar {bar:.3g}; the same formula in {actual.dtype} errs by {rough_error:.3g}"
+    )
+
+
+def assert_bitwise(actual, expected, what="out"):
+    """The same bits, NaN payloads and signs of zero aside."""
+    assert_same_kind(actual, expected, what)
+    same = torch.equal(torch.nan_to_num(actual), torch.nan_to_num(expected))
+    assert same, f"{what} differs in its bits, {_where_different(actual, expected)}"

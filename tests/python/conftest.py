@@ -1,0 +1,64 @@
+"""Which tests run here, and the fixtures that they share."""
+
+import contextlib
+
+import pytest
+import torch
+
+import flashtile
+
+
+def _reason_to_skip_gpu():
+    if not torch.cuda.is_available():
+        return "needs a CUDA device, and PyTorch finds none"
+    if not flashtile.info()["built_with_cuda"]:
+        return "this build of flashtile holds no CUDA kernels"
+    return None
+
+
+def pytest_collection_modifyitems(items):
+    reason = _reason_to_skip_gpu()
+    if reason:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@contextlib.contextmanager
+def _nan_in_fresh_memory():
+    """torch.empty and its kin return NaN, so that an output element which no kernel writes shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture
+def attention():
+    """flashtile.attention with poisoned outputs."""
+
+    def poisoned(*args, **kwargs):
+        with _nan_in_fresh_memory():
+            return flashtile.attention(*args, **kwargs)
+
+    return poisoned
+
+
+@pytest.fixture
+def gradients():
+    """Gradients of q, k, v through torch.autograd.grad, with poisoned outputs."""
+
+    def poisoned(outputs, inputs, grad_outputs):
+        with _nan_in_fresh_memory():
+            return torch.autograd.grad(outputs, inputs, grad_outputs)
+
+    return poisoned
+
+
+@pytest.fixture(autouse=True)
+def _no_cuda_error_left_behind(request):
+    yield
+    if request.node.get_closest_marker("gpu"):
+        torch.cuda.synchronize()

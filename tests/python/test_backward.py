@@ -1,0 +1,157 @@
+"""Gradients: against float64 autograd over the matrix of cases, against finite differences, and through autograd's ways."""
+
+import pytest
+import reference
+import torch
+from cases import BF16, CASES, F16, F32, Case, on_devices
+from compare import assert_accurate, assert_bitwise
+
+DEVICES = ("cpu",)  # the CUDA backward kernel does not exist yet
+WHAT = ("dq", "dk", "dv")
+
+
+def reference_gradients(case, dtype, dout, dlse):
+    """Gradients of the formula computed in `dtype`, with autograd."""
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in case.tensors(dout.device))
+    out, lse = reference.attention(q, k, v, dtype=dtype, **case.options(dout.device))
+    # A blind row's lse is -inf whatever q is; autograd must not multiply with it.
+    return torch.autograd.grad([out, lse], [q, k, v], [dout.to(dtype), dlse.to(dtype)])
+
+
+@pytest.mark.parametrize("case, device", on_devices(CASES, DEVICES))
+def test_backward(case, device, attention, gradients):
+    inputs = case.tensors(device, requires_grad=True)
+    out, lse = attention(*inputs, return_lse=True, **case.options(device))
+    generator = torch.Generator().manual_seed(5)
+    dout = torch.randn(out.shape, generator=generator).to(device, case.dtype)
+    dlse = torch.randn(lse.shape, generator=generator).to(device)
+    found = gradients([out, lse], inputs, [dout, dlse])
+    exact = reference_gradients(case, torch.float64, dout, dlse)
+    rough = reference_gradients(case, case.dtype, dout, dlse)
+    for what, x, *values in zip(WHAT, inputs, found, exact, rough, strict=True):
+        assert values[0].dtype is x.dtype
+        assert_accurate(*values, what)
+
+
+SMALL = Case("small", dtype=F32, batch=1, seqlen_q=5, seqlen_k=7, heads_q=2, heads_k=1, head_dim=8)
+GRADCHECK_OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (2, 1)},
+    "softcap": {"softcap": 2.0},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25])},
+    "everything": {"softcap": 2.0, "window": (3, 1), "scale": -0.7, "alibi_slopes": torch.tensor([[0.5, 0.25]])},
+}
+
+
+@pytest.mark.parametrize("name", GRADCHECK_OPTIONS)
+@pytest.mark.filterwarnings("ignore:Input #. requires gradient and is not a double precision")
+def test_gradcheck(name, attention):
+    def function(q, k, v):
+        return attention(q, k, v, return_lse=True, **GRADCHECK_OPTIONS[name])
+
+    # Central differences of float32 values: truncation grows with eps², rounding with 1e-7/eps.
+    inputs = SMALL.tensors(requires_grad=True)
+    assert torch.autograd.gradcheck(function, inputs, eps=1e-2, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", GRADCHECK_OPTIONS)
+def test_gradcheck_of_the_reference(name):
+    inputs = [x.double().requires_grad_() for x in SMALL.tensors()]
+    assert torch.autograd.gradcheck(lambda *x: reference.attention(*x, **GRADCHECK_OPTIONS[name]), inputs)
+
+
+@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)])
+def test_only_needed_gradients(needed, attention):
+    case = Case("partial", dtype=F32, heads_q=4, heads_k=2, causal=True)
+    everything = case.tensors(requires_grad=True)
+    attention(*everything, causal=True).square().sum().backward()
+    some = [x.requires_grad_(i in needed) for i, x in enumerate(case.tensors())]
+    attention(*some, causal=True).square().sum().backward()
+    for i, what in enumerate(WHAT):
+        if i in needed:
+            assert_bitwise(some[i].grad, everything[i].grad, what)
+        else:
+            assert some[i].grad is None, f"{what} was computed though not asked for"
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+def test_one_output_differentiated_at_a_time(dtype, attention, gradients):
+    """dout alone plus dlse alone is dout and dlse together, and a loss without lse never sees it."""
+    case = Case("split", dtype=dtype, window=(9, 3))
+    inputs = case.tensors(requires_grad=True)
+    out, lse = attention(*inputs, window=(9, 3), return_lse=True)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    both = gradients([out, lse], inputs, [dout, dlse])
+    out, lse = attention(*inputs, window=(9, 3), return_lse=True)
+    (only_out,) = [torch.autograd.grad(out, inputs, dout, retain_graph=True)]
+    only_lse = torch.autograd.grad(lse, inputs, dlse, allow_unused=True)
+    plain = gradients(attention(*inputs, window=(9, 3)), inputs, dout)
+    for what, x, a, b, c in zip(WHAT, both, only_out, only_lse, plain, strict=True):
+        torch.testing.assert_close(a + b, x, rtol=0, atol=8 * torch.finfo(dtype).eps * x.abs().max().item())
+        assert_bitwise(a, c, what)
+
+
+def test_gradient_of_a_sum_has_stride_zero(attention):
+    case = Case("sum", dtype=F32)
+    x, y = case.tensors(requires_grad=True), case.tensors(requires_grad=True)
+    out, lse = attention(*x, return_lse=True)
+    (out.sum() + lse.sum()).backward()
+    out, lse = attention(*y, return_lse=True)
+    torch.autograd.backward([out, lse], [torch.ones_like(out), torch.ones_like(lse)])
+    for what, a, b in zip(WHAT, x, y, strict=True):
+        assert_bitwise(a.grad, b.grad, what)
+
+
+def test_gradient_in_another_layout(attention, gradients):
+    """dout may come with any strides: heads first, as after a transpose."""
+    inputs = Case("strides", dtype=F32, heads_q=4, heads_k=2).tensors(requires_grad=True)
+    out = attention(*inputs)
+    dout = torch.randn_like(out)
+    expected = gradients(out, inputs, dout)
+    strided = dout.transpose(1, 2).contiguous().transpose(1, 2)
+    found = gradients(attention(*inputs), inputs, strided)
+    for what, a, b in zip(WHAT, found, expected, strict=True):
+        assert_bitwise(a, b, what)
+
+
+def test_same_tensor_as_q_k_and_v(attention):
+    x = Case("self", dtype=F32, seqlen_q=33, heads_q=2).tensors()[0].requires_grad_()
+    attention(x, x, x, causal=True).square().sum().backward()
+    y = x.detach().double().requires_grad_()
+    reference.attention(y, y, y, causal=True)[0].square().sum().backward()
+    torch.testing.assert_close(x.grad.double(), y.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_backward_repeats_bitwise(attention, gradients):
+    inputs = Case("repeat", dtype=BF16, heads_q=4, heads_k=2, causal=True).tensors(requires_grad=True)
+    out = attention(*inputs, causal=True)
+    dout = torch.randn_like(out)
+    first = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    for _ in range(20):
+        for what, a, b in zip(WHAT, torch.autograd.grad(out, inputs, dout, retain_graph=True), first, strict=True):
+            assert_bitwise(a, b, what)
+
+
+def test_second_derivative_is_refused(attention):
+    inputs = SMALL.tensors(requires_grad=True)
+    (dq,) = torch.autograd.grad(attention(*inputs).square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dq.sum().backward()
+
+
+def test_changing_an_input_before_backward_is_noticed(attention):
+    inputs = SMALL.tensors(requires_grad=True)
+    out = attention(*inputs)
+    with torch.no_grad():
+        inputs[1].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.gpu
+def test_cuda_backward_says_that_it_comes_later(attention):
+    inputs = Case("later", dtype=BF16).tensors("cuda", requires_grad=True)
+    out = attention(*inputs)
+    with pytest.raises(NotImplementedError, match="attention backward: .*cuda.* not available yet"):
+        out.sum().backward()

@@ -1,0 +1,184 @@
+"""What must hold whatever the numbers are; mostly to the bit."""
+
+import math
+
+import pytest
+import torch
+from cases import BF16, DEVICE_PARAMS, F16, F32, Case, on_devices
+from compare import assert_bitwise
+
+LAW_CASES = [
+    Case("full", dtype=F32, heads_q=4, heads_k=2, seqlen_q=70, seqlen_k=150),
+    Case("causal", dtype=BF16, heads_q=4, heads_k=2, causal=True, seqlen_q=150, seqlen_k=150, head_dim=128),
+    Case("window", dtype=F16, heads_q=4, heads_k=1, window=(20, 9), seqlen_q=150, seqlen_k=200, head_dim=72),
+    Case("everything", dtype=BF16, heads_q=6, heads_k=2, window=(90, 30), softcap=8.0, alibi="per head", scale=0.2),
+]
+each_case = pytest.mark.parametrize("case, device", on_devices(LAW_CASES))
+
+
+def run(attention, case, q, k, v, **changes):
+    return attention(q, k, v, return_lse=True, **(case.options(q.device) | changes))
+
+
+def assert_same(found, expected):
+    assert_bitwise(found[0], expected[0], "out")
+    assert_bitwise(found[1], expected[1], "lse")
+
+
+@each_case
+def test_runs_agree_bitwise(case, device, attention):
+    inputs = case.tensors(device)
+    first = run(attention, case, *inputs)
+    for _ in range(20):
+        assert_same(run(attention, case, *inputs), first)
+
+
+@each_case
+def test_gqa_is_repeated_kv(case, device, attention):
+    q, k, v = case.tensors(device)
+    group = case.heads_q // case.heads_k
+    k_repeated, v_repeated = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    assert_same(run(attention, case, q, k_repeated, v_repeated), run(attention, case, q, k, v))
+
+
+@each_case
+def test_a_window_wide_enough_is_none(case, device, attention):
+    inputs = case.tensors(device)
+    none = run(attention, case, *inputs, window=None)
+    total = case.seqlen_q + case.seqlen_k
+    for wide in ((total, total), (2**31 - 1, None), (2**40, 10**30), (None, None)):
+        assert_same(run(attention, case, *inputs, window=wide), none)
+
+
+@each_case
+def test_causal_is_a_window(case, device, attention):
+    inputs = case.tensors(device)
+    causal = run(attention, case, *inputs, window=None, causal=True)
+    assert_same(run(attention, case, *inputs, window=(None, 0), causal=False), causal)
+
+
+@each_case
+def test_masks_intersect(case, device, attention):
+    inputs = case.tensors(device)
+    both = run(attention, case, *inputs, window=(12, 30), causal=True)
+    assert_same(run(attention, case, *inputs, window=(12, 0), causal=False), both)
+
+
+@each_case
+def test_permuting_the_batch_permutes_the_output(case, device, attention):
+    q, k, v = (torch.cat([x, x.flip(0) + 1, x * 2]) for x in case.tensors(device))
+    order = torch.tensor([3, 0, 5, 1, 4, 2], device=device)
+    out, lse = run(attention, case, q, k, v)
+    assert_same(run(attention, case, q[order], k[order], v[order]), (out[order], lse[order]))
+
+
+@each_case
+def test_a_sequence_does_not_see_its_neighbours(case, device, attention):
+    q, k, v = case.tensors(device)
+    out, lse = run(attention, case, q, k, v)
+    assert_same(run(attention, case, q[:1], k[:1], v[:1]), (out[:1], lse[:1]))
+
+
+@each_case
+def test_heads_are_independent(case, device, attention):
+    q, k, v = case.tensors(device)
+    if case.alibi:
+        pytest.skip("slopes belong to heads")
+    group = case.heads_q // case.heads_k
+    out, lse = run(attention, case, q, k, v)
+    assert_same(run(attention, case, q[:, :, :group], k[:, :, :1], v[:, :, :1]), (out[:, :, :group], lse[:, :group]))
+
+
+@each_case
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+def test_values_behind_the_mask_change_nothing(case, device, junk, attention):
+    """Keys that no row sees may hold anything."""
+    q, k, v = case.tensors(device)
+    q = q[:, :60]
+    clean = run(attention, case, q, k, v, window=(10, 0))
+    first_seen = case.seqlen_k - 60 - 10
+    k[:, :first_seen], v[:, :first_seen] = junk, junk
+    assert_same(run(attention, case, q, k, v, window=(10, 0)), clean)
+
+
+@each_case
+@pytest.mark.parametrize("junk", [math.nan, math.inf])
+def test_junk_reaches_only_the_rows_that_see_it(case, device, junk, attention):
+    """Inside a partly masked tile too: a row's result does not depend on columns hidden from it."""
+    q, k, v = case.tensors(device)
+    clean_out, clean_lse = run(attention, case, q, k, v, causal=True)
+    column = case.seqlen_k - 10  # seen by the last ten rows alone
+    k[:, column], v[:, column] = junk, junk
+    out, lse = run(attention, case, q, k, v, causal=True)
+    assert_same((out[:, :-10], lse[:, :, :-10]), (clean_out[:, :-10], clean_lse[:, :, :-10]))
+    assert out[:, -10:].isnan().all()
+
+
+@each_case
+def test_splitting_keys_and_merging_is_not_splitting(case, device, attention):
+    """(out, lse) of two halves of the keys merge into that of the whole; only the full mask splits without offsets."""
+    q, k, v = case.tensors(device)
+    options = dict(window=None, causal=False, alibi_slopes=None)
+    out, lse = run(attention, case, q, k, v, **options)
+    for cut in (0, 1, 64, case.seqlen_k - 1):
+        parts = [run(attention, case, q, k[:, s], v[:, s], **options) for s in (slice(cut), slice(cut, None))]
+        merged_lse = torch.logaddexp(parts[0][1], parts[1][1])
+        weights = [(part[1] - merged_lse).exp().transpose(1, 2)[..., None] for part in parts]
+        merged = sum(w * part[0].float() for w, part in zip(weights, parts, strict=True))
+        torch.testing.assert_close(merged_lse, lse, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(merged, out.float(), rtol=0, atol=2 * torch.finfo(out.dtype).eps * 4)
+
+
+@each_case
+def test_scale_may_move_into_q(case, device, attention):
+    """A power of two changes no digit."""
+    q, k, v = case.tensors(device)
+    scale = 0.25 if case.scale is None else case.scale
+    assert_same(
+        run(attention, case, q * 4, k, v, scale=scale / 4),
+        run(attention, case, q, k, v, scale=scale),
+    )
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_equal_values_come_out_unchanged(device, dtype, attention):
+    """A mean of equal vectors is that vector, whatever the weights."""
+    q, k, v = Case("equal", dtype=dtype, seqlen_q=200, seqlen_k=333, magnitude=3.0).tensors(device)
+    v = v[:, :1].expand_as(v)
+    out = attention(q, k, v).float()
+    expected = v[:, :1].repeat_interleave(2, dim=2).float().expand_as(out)
+    torch.testing.assert_close(out, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_one_visible_key_is_copied(device, attention):
+    """softmax of one score is 1, so out is v to the bit and lse is the score."""
+    q, k, v = Case("diagonal", dtype=F16, seqlen_q=97, seqlen_k=97, heads_q=1).tensors(device)
+    out, lse = attention(q, k, v, window=(0, 0), return_lse=True)
+    assert torch.equal(out, v)
+    torch.testing.assert_close(lse[:, 0], (q.float() * k.float()).sum(-1)[:, :, 0] / 8, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_alibi_of_zero_slope_is_none(device, attention):
+    q, k, v = Case("slopes", dtype=F16, heads_q=4, heads_k=2).tensors(device)
+    slopes = torch.zeros(4, device=device)
+    assert_same(
+        attention(q, k, v, alibi_slopes=slopes, return_lse=True),
+        attention(q, k, v, return_lse=True),
+    )
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_alibi_rows_of_the_batch(device, attention):
+    """(B, H_q) slopes are (H_q) slopes of each batch entry; strides of the slopes are free."""
+    q, k, v = Case("slopes", dtype=F16, heads_q=4, heads_k=2, batch=3).tensors(device)
+    slopes = torch.rand(3, 4, device=device)
+    together = attention(q, k, v, alibi_slopes=slopes, return_lse=True)
+    for i in range(3):
+        alone = attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], alibi_slopes=slopes[i], return_lse=True)
+        assert_same(alone, tuple(x[i : i + 1] for x in together))
+    padded = torch.full((3, 9), math.nan, device=device)
+    padded[:, 2:6] = slopes
+    assert_same(attention(q, k, v, alibi_slopes=padded[:, 2:6], return_lse=True), together)
