@@ -34,7 +34,7 @@ struct BackwardTensors {
   ForwardTensors forward;
   TensorView dout;  // like out
   TensorView dlse;  // like lse; optional
-  TensorView dq;    // like q
+  TensorView dq;    // like q; left out where not wanted, as dk and dv
   TensorView dk;    // like k
   TensorView dv;    // like v
 };
