@@ -1,0 +1,124 @@
+"""One attention problem as a printable value, and random inputs for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import NamedTuple
+
+import torch
+
+SHORT_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+
+class Work(enum.Enum):
+    """Which part of attention one call does."""
+
+    FORWARD = "forward"
+    FORWARD_WITH_GRAD = "forward with grad"  # the same, recorded by autograd
+    BACKWARD = "backward"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str = "bfloat16"
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    work: Work = Work.FORWARD
+
+    @classmethod
+    def square(cls, batch: int, seqlen: int, heads: int, head_dim: int, **options) -> Case:
+        """Self-attention: one sequence length, as many KV heads as query heads, D_v = D."""
+        return cls(batch, seqlen, seqlen, heads, heads, head_dim, head_dim, **options)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def mask_name(self) -> str:
+        names = ["causal"] if self.causal else []
+        if self.window is not None:
+            names.append("window " + ",".join("∞" if side is None else str(side) for side in self.window))
+        return " + ".join(names) or "full"
+
+    @property
+    def shape_name(self) -> str:
+        seqlen = _pair(self.seqlen_q, self.seqlen_k)
+        heads = _pair(self.heads_q, self.heads_k)
+        return f"B{self.batch} S{seqlen} H{heads} D{_pair(self.head_dim, self.head_dim_v)}"
+
+    def __str__(self) -> str:
+        return f"{self.shape_name} {self.mask_name} {SHORT_DTYPES[self.dtype]} {self.work.value}"
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the matmuls by the usual convention: causal counts half, backward 2.5 times the forward."""
+        if self.window is not None:
+            pairs = int(visible(self, torch.device("cpu")).sum())
+        else:
+            pairs = self.seqlen_q * self.seqlen_k / (2 if self.causal else 1)
+        forward = 2 * self.batch * self.heads_q * pairs * (self.head_dim + self.head_dim_v)
+        return forward * (2.5 if self.work is Work.BACKWARD else 1)
+
+    @property
+    def is_square_band(self) -> bool:
+        """Whether SDPA can express the mask itself; its is_causal is aligned to the top left."""
+        return self.window is None and (not self.causal or self.seqlen_q == self.seqlen_k)
+
+
+class Inputs(NamedTuple):
+    """Tensors of a case; dout is the gradient that arrives at the output."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+
+    def one_kv_head(self) -> Inputs:
+        """The last KV head of the last batch entry with the query heads that read it: a problem of its own."""
+        group = self.q.shape[2] // self.k.shape[2]
+        return Inputs(self.q[-1:, :, -group:], self.k[-1:, :, -1:], self.v[-1:, :, -1:], self.dout[-1:, :, -group:])
+
+
+def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(seqlen: int, heads: int, head_dim: int) -> torch.Tensor:
+        shape = (case.batch, seqlen, heads, head_dim)
+        return torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
+
+    return Inputs(
+        normal(case.seqlen_q, case.heads_q, case.head_dim),
+        normal(case.seqlen_k, case.heads_k, case.head_dim),
+        normal(case.seqlen_k, case.heads_k, case.head_dim_v),
+        normal(case.seqlen_q, case.heads_q, case.head_dim_v),
+    )
+
+
+def visible(case: Case, device: torch.device, begin: int = 0, end: int | None = None) -> torch.Tensor:
+    """True where query rows [begin, end) see a key: the contract's mask, written out."""
+    end = case.seqlen_q if end is None else end
+    rows = torch.arange(begin, end, device=device)[:, None]
+    columns = torch.arange(case.seqlen_k, device=device)[None, :]
+    distance = columns - (rows + case.seqlen_k - case.seqlen_q)
+    keep = torch.ones_like(distance, dtype=torch.bool)
+    if case.causal:
+        keep &= distance <= 0
+    left, right = case.window or (None, None)
+    if left is not None:
+        keep &= distance >= -left
+    if right is not None:
+        keep &= distance <= right
+    return keep
+
+
+def _pair(first: int, second: int) -> str:
+    return str(first) if first == second else f"{first}/{second}"

@@ -1,0 +1,92 @@
+"""`flashtile bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from flashtile.bench import machine, report, suites, timing
+from flashtile.bench.cases import Case
+from flashtile.bench.peers import OURS
+from flashtile.bench.run import Cell, run_cases, run_host_cases
+
+
+def measure(
+    suite: str | None,
+    *,
+    dtype: str = "bfloat16",
+    full: bool = False,
+    quick: bool = False,
+    json_path: Path | None = None,
+    attention: Callable[..., torch.Tensor] | None = None,
+    cases: Sequence[Case] | None = None,
+) -> int:
+    """Runs a suite and returns the exit status: 0 where flashtile was right everywhere.
+
+    `attention` stands in for flashtile's, `cases` for the suite's.
+    """
+    if attention is None:
+        from flashtile import attention
+    has_cuda = torch.cuda.is_available()
+    suite = suite or ("forward" if has_cuda else "cpu")
+    console = wide_console()
+    if suite in ("forward", "backward") and not has_cuda:
+        console.print(f"bench: suite {suite} needs a CUDA device, and torch sees none; try --suite cpu")
+        return 2
+    device = torch.device("cuda" if has_cuda and suite != "cpu" else "cpu")
+    if cases is None:
+        choose = suites.quick if quick else suites.cases
+        options = {} if quick else {"full": full}
+        cases = choose(suite, dtype=dtype, device_type=device.type, **options)
+
+    facts = machine.describe(device)
+    console.print(f"{facts['device']}, torch {facts['torch']}, flashtile {facts['flashtile']} {facts['commit']}")
+    run = run_host_cases if suite == "host" else run_cases
+    cells: list[Cell] = []
+    with Progress(console=console) as progress:
+        cells += progress.track(
+            run(cases, device, _effort(suite, device, quick), attention), len(cases), description=suite
+        )
+    if device.type == "cuda":
+        facts["readings_after"] = machine.gpu_readings(device)
+
+    record = report.to_record(suite, facts, cells)
+    show(console, record)
+    if json_path:
+        report.write(json_path, record)
+        console.print(f"stored in {json_path}")
+    return 1 if any(entry.wrong for cell in cells for entry in cell.entries if entry.name == OURS) else 0
+
+
+def show(console: Console, record: report.Record) -> None:
+    console.print(report.table(record))
+    for line in report.summary_lines(record) + report.remarks(record):
+        console.print(line)
+
+
+def show_stored(paths: Sequence[Path], page: Path | None) -> int:
+    """Prints stored runs as Markdown, or puts them between the result marks of `page`."""
+    text = "\n\n".join(report.markdown(report.read(path)) for path in paths)
+    if page is None:
+        print(text)
+    else:
+        report.replace_between_marks(page, text)
+    return 0
+
+
+def wide_console() -> Console:
+    """A console that leaves tables whole where its output is not a terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
+
+
+def _effort(suite: str, device: torch.device, quick: bool) -> timing.Effort:
+    if quick:
+        return timing.QUICK_EFFORT
+    if suite == "host":
+        return timing.HOST_EFFORT
+    return timing.CUDA_EFFORT if device.type == "cuda" else timing.CPU_EFFORT

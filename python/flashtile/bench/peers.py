@@ -1,0 +1,80 @@
+"""Who is timed: flashtile, and PyTorch's kernels one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flashtile.bench.cases import Case, Inputs, Work
+from flashtile.bench.oracle import Attention, attention_sdpa
+
+OURS = "flashtile"
+Setting = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """An attention and the setting that it runs in."""
+
+    name: str
+    attention: Attention
+    setting: Setting = contextlib.nullcontext
+
+
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """A call with its inputs bound, to be timed inside its setting."""
+
+    name: str
+    call: Callable[[], object]
+    setting: Setting = contextlib.nullcontext
+
+
+def peers_of(device_type: str, attention: Callable[..., torch.Tensor]) -> list[Peer]:
+    """`attention`, which has flashtile's signature, and PyTorch's kernels on this kind of device."""
+
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
+        return attention(q, k, v, causal=case.causal, window=case.window)
+
+    if device_type == "cuda":
+        theirs = [Peer(name, attention_sdpa, setting) for name, setting in _cuda_settings().items()]
+    else:
+        theirs = [Peer("SDPA", attention_sdpa)]
+    return [Peer(OURS, ours), *theirs]
+
+
+def contestant(peer: Peer, inputs: Inputs, case: Case) -> Contestant:
+    """Binds a peer to its inputs. A backward call differentiates a graph that is made here, once."""
+    q, k, v, dout = inputs
+    if case.work is Work.FORWARD:
+        return Contestant(peer.name, lambda: peer.attention(q, k, v, case), peer.setting)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    with peer.setting():
+        out = peer.attention(*leaves, case)
+    return Contestant(peer.name, lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), peer.setting)
+
+
+def host_contestants(attention: Callable[..., torch.Tensor], inputs: Inputs, case: Case) -> list[Contestant]:
+    """The bare calls: no wrapper around them, and SDPA's transposed views made beforehand."""
+    q, k, v = (t.detach().requires_grad_(case.work is Work.FORWARD_WITH_GRAD) for t in inputs[:3])
+    heads_first = [t.transpose(1, 2) for t in (q, k, v)]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    settings = {"SDPA": contextlib.nullcontext}
+    if q.is_cuda:
+        settings["SDPA FA2"] = _cuda_settings()["SDPA FA2"]
+    theirs = [Contestant(name, lambda: sdpa(*heads_first), setting) for name, setting in settings.items()]
+    return [Contestant(OURS, lambda: attention(q, k, v)), *theirs]
+
+
+def _cuda_settings() -> dict[str, Setting]:
+    backends = {
+        "SDPA FA2": SDPBackend.FLASH_ATTENTION,
+        "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
+        "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
+    return {name: lambda backend=backend: sdpa_kernel(backend) for name, backend in backends.items()}

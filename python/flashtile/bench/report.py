@@ -1,0 +1,179 @@
+"""A run as a plain record, stored as JSON; the tables for people and for the README are drawn from the record."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from flashtile.bench.peers import OURS
+from flashtile.bench.run import Cell, Entry, summary
+
+Record = dict[str, Any]
+
+FORMAT = 1  # of the record; raise it when a field changes its meaning
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+
+
+def to_record(suite: str, machine: dict[str, object], cells: Sequence[Cell]) -> Record:
+    return {
+        "format": FORMAT,
+        "suite": suite,
+        "machine": machine,
+        "summary": summary(cells),
+        "cells": [_cell_record(cell) for cell in cells],
+    }
+
+
+def write(path: Path, record: Record) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+
+
+def read(path: Path) -> Record:
+    record = json.loads(path.read_text())
+    if record.get("format") != FORMAT:
+        raise ValueError(f"bench: {path} has format {record.get('format')}, expected {FORMAT}")
+    return record
+
+
+def table(record: Record) -> Table:
+    """For the terminal."""
+    grid = Grid(record)
+    result = Table(title=grid.title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    for index, heading in enumerate(grid.header):
+        result.add_column(heading, justify="left" if index < grid.words else "right", no_wrap=True)
+    for row in grid.rows:
+        result.add_row(*row)
+    return result
+
+
+def markdown(record: Record) -> str:
+    """For the README: a sentence on where the numbers come from, the table, the summary."""
+    grid = Grid(record)
+    ruler = "|" + "---|" * grid.words + "---:|" * (len(grid.header) - grid.words)
+    lines = [f"| {' | '.join(row)} |" for row in [grid.header, *grid.rows]]
+    summary = [f"- {line}" for line in summary_lines(record)]
+    return "\n".join([f"{grid.title}. {_source(record)}", "", lines[0], ruler, *lines[1:], "", *summary])
+
+
+def summary_lines(record: Record) -> list[str]:
+    return [
+        f"against {name}: geometric mean {of['geomean']:.2f}×, minimum {of['min']:.2f}×, {of['cells']} cells"
+        for name, of in record["summary"].items()
+    ]
+
+
+def remarks(record: Record) -> list[str]:
+    """What was refused, and what was found wrong."""
+    lines = []
+    for cell in record["cells"]:
+        for name, result in cell["results"].items():
+            if "refusal" in result:
+                lines.append(f"{name} did not run {cell['name']}: {result['refusal']}")
+            lines += [
+                f"{name} is WRONG on {cell['name']}: {tensor} is off by {error['found']:.2e}, "
+                f"expected at most {error['allowed']:.2e}"
+                for tensor, error in result["errors"].items()
+                if not error["ok"]
+            ]
+    return lines
+
+
+def replace_between_marks(page: Path, text: str) -> None:
+    """Puts `text` between the result marks of a page."""
+    before, begin, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"bench: {page} has no {BEGIN} … {END}")
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+class Grid:
+    """A record as a title, a header and rows of text; the first `words` columns are not numbers."""
+
+    def __init__(self, record: Record) -> None:
+        cells = record["cells"]
+        names = list(dict.fromkeys(name for cell in cells for name in cell["results"]))
+        peers = [name for name in names if name != OURS]
+        # What all cells share is said once, in the title.
+        columns = [key for key in ("dtype", "work") if len({cell["case"][key] for cell in cells}) > 1]
+        shared = [cells[0]["case"][key] for key in ("dtype", "work") if key not in columns] if cells else []
+        measure, unit = _measure(record)
+
+        self.title = ", ".join([f"suite {record['suite']}", *shared, f"{unit}, median ± spread"])
+        self.words = 2 + len(columns)
+        self.header = ["shape", "mask", *columns, *names, *(f"/ {name}" for name in peers)]
+        self.rows = [
+            [cell["shape"], cell["mask"]]
+            + [cell["case"][key] for key in columns]
+            + [_value(cell["results"].get(name), measure) for name in names]
+            + [f"{cell['ratios'][name]:.2f}×" if name in cell["ratios"] else "—" for name in peers]
+            for cell in cells
+        ]
+
+
+def _measure(record: Record) -> tuple[Any, str]:
+    """How a result becomes a number, and the unit: microseconds of the host, else a rate of a readable size."""
+    if record["suite"] == "host":
+        return lambda result: result["median_us"], "µs of host time a call"
+    rates = [result["tflops"] for cell in record["cells"] for result in cell["results"].values() if "tflops" in result]
+    if max(rates, default=0) >= 5:
+        return lambda result: result["tflops"], "TFLOP/s"
+    return lambda result: result["tflops"] * 1e3, "GFLOP/s"
+
+
+def _value(result: Record | None, measure: Any) -> str:
+    if result is None or "refusal" in result:
+        return "—"
+    if "median_us" not in result:
+        return "wrong"
+    number = measure(result)
+    spread = (result["high_us"] - result["low_us"]) / 2 / result["median_us"]
+    return f"{number:.0f} ±{spread:.0%}" if number >= 100 else f"{number:.1f} ±{spread:.0%}"
+
+
+def _cell_record(cell: Cell) -> Record:
+    return {
+        "name": str(cell.case),
+        "shape": cell.case.shape_name,
+        "mask": cell.case.mask_name,
+        "case": dataclasses.asdict(cell.case) | {"work": cell.case.work.value},
+        "flops": cell.case.flops,
+        "results": {entry.name: _entry_record(entry, cell.case.flops) for entry in cell.entries},
+        "ratios": cell.ratios(),
+    }
+
+
+def _entry_record(entry: Entry, flops: float) -> Record:
+    errors = {
+        verdict.name: {"found": verdict.error, "allowed": verdict.allowed, "ok": verdict.ok}
+        for verdict in entry.verdicts
+    }
+    result: Record = {"errors": errors}
+    if entry.refusal:
+        result["refusal"] = entry.refusal
+    if timing := entry.timing:
+        result |= {
+            "median_us": timing.median * 1e6,
+            "low_us": timing.low * 1e6,
+            "high_us": timing.high * 1e6,
+            "rounds": timing.rounds,
+            "tflops": flops / timing.median / 1e12,
+        }
+    return result
+
+
+def _source(record: Record) -> str:
+    machine = record["machine"]
+    versions = f"torch {machine['torch']}" + (f", cuDNN {machine['cudnn']}" if machine.get("cudnn") else "")
+    commit = machine["commit"][:12] or "an unknown commit"
+    return (
+        f"Measured on {machine['device']} on {machine['date'][:10]} in interleaved rounds, flashtile "
+        f"{machine['flashtile']} at {commit}, {versions}; `/ peer` is the peer's time over flashtile's."
+    )

@@ -1,0 +1,104 @@
+"""Runs a suite: checks every contestant, then times those that are right."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from flashtile.bench.cases import Case, Inputs, Work, make_inputs
+from flashtile.bench.oracle import GRADIENTS, Oracle, Verdict, results
+from flashtile.bench.peers import OURS, Contestant, Peer, contestant, host_contestants, peers_of
+from flashtile.bench.timing import Effort, Timing, time_device, time_host
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What one contestant did in one cell: its time, or why there is none."""
+
+    name: str
+    timing: Timing | None = None
+    verdicts: Sequence[Verdict] = ()
+    refusal: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        return not all(verdict.ok for verdict in self.verdicts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    case: Case
+    entries: Sequence[Entry]
+
+    def ratios(self) -> dict[str, float]:
+        """Each peer's time over flashtile's: above 1, flashtile is faster."""
+        times = {entry.name: entry.timing.median for entry in self.entries if entry.timing}
+        ours = times.pop(OURS, None)
+        return {} if ours is None else {name: theirs / ours for name, theirs in times.items()}
+
+
+def run_cases(
+    cases: Sequence[Case], device: torch.device, effort: Effort, attention: Callable[..., torch.Tensor]
+) -> Iterator[Cell]:
+    """Yields one cell per case, as it is done."""
+    for case in cases:
+        inputs = make_inputs(case, device)
+        yield Cell(case, _run_device_cell(peers_of(device.type, attention), inputs, case, effort))
+
+
+def run_host_cases(
+    cases: Sequence[Case], device: torch.device, effort: Effort, attention: Callable[..., torch.Tensor]
+) -> Iterator[Cell]:
+    for case in cases:
+        contestants = host_contestants(attention, make_inputs(case, device), case)
+        timings = time_host(contestants, device, effort)
+        entries = [Entry(who.name, timing) for who, timing in zip(contestants, timings, strict=True)]
+        yield Cell(case, entries)
+
+
+def summary(cells: Sequence[Cell]) -> dict[str, dict[str, float]]:
+    """Geometric mean and minimum of the ratio to each peer, over the cells that have one."""
+    columns: dict[str, list[float]] = {}
+    for cell in cells:
+        for name, ratio in cell.ratios().items():
+            columns.setdefault(name, []).append(ratio)
+    return {
+        name: {"geomean": math.exp(sum(map(math.log, column)) / len(column)), "min": min(column), "cells": len(column)}
+        for name, column in columns.items()
+    }
+
+
+def _run_device_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, effort: Effort) -> list[Entry]:
+    group = case.heads_q // case.heads_k
+    slice_case = dataclasses.replace(case, batch=1, heads_q=group, heads_k=1)
+    oracle = Oracle(inputs.one_kv_head(), slice_case, gradients=case.work is Work.BACKWARD)
+
+    entries: dict[str, Entry] = {}
+    ready: list[Contestant] = []
+    for peer in peers:
+        try:
+            with peer.setting():
+                found = results(peer.attention, inputs, case, gradients=case.work is Work.BACKWARD)
+        except RuntimeError as refusal:
+            # What a kernel does not serve it refuses with a RuntimeError, flashtile with the subclass below.
+            if peer.name == OURS and not isinstance(refusal, NotImplementedError):
+                raise
+            entries[peer.name] = Entry(peer.name, refusal=str(refusal).strip().splitlines()[0])
+            continue
+        entry = Entry(peer.name, verdicts=oracle.judge(_one_kv_head(found, group)))
+        entries[peer.name] = entry
+        if not entry.wrong:
+            ready.append(contestant(peer, inputs, case))
+    if ready:
+        for who, timing in zip(ready, time_device(ready, inputs.q.device, effort), strict=True):
+            entries[who.name] = dataclasses.replace(entries[who.name], timing=timing)
+    return list(entries.values())
+
+
+def _one_kv_head(found: dict[str, torch.Tensor], group: int) -> dict[str, torch.Tensor]:
+    """The part of each result that belongs to the problem of Inputs.one_kv_head."""
+    heads = {name: 1 if name in GRADIENTS[1:] else group for name in found}
+    return {name: tensor[-1:, :, -heads[name] :] for name, tensor in found.items()}

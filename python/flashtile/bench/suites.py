@@ -1,0 +1,72 @@
+"""The shapes that are timed, suite by suite."""
+
+from __future__ import annotations
+
+import itertools
+
+from flashtile.bench.cases import Case, Work
+
+TOKENS = 16384
+HIDDEN = 2048
+NAMES = ("forward", "backward", "host", "cpu")
+TRAINING = (Work.FORWARD, Work.BACKWARD)
+
+
+def cases(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda", full: bool = False) -> list[Case]:
+    """The cases of one suite. `full` adds the lengths in between; `dtype` is ignored by "cpu", which times two."""
+    if name in ("forward", "backward"):
+        return _gpu(Work(name), dtype, full)
+    if name == "host":
+        return _host(dtype, device_type)
+    if name == "cpu":
+        return _cpu()
+    raise ValueError(f"bench: suite is {name!r}, expected one of {', '.join(NAMES)}")
+
+
+def quick(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda") -> list[Case]:
+    """A few small cases that show in seconds that everything runs; their ratios say little."""
+    if name == "host":
+        return _host(dtype, device_type)
+    if name == "cpu":
+        dtype = "float32"
+    works = TRAINING if name == "cpu" else (Work(name),)
+    return [
+        Case.square(1, 256, 2, 64, dtype=dtype, causal=causal, work=work)
+        for work, causal in itertools.product(works, (False, True))
+    ]
+
+
+def demo(device_type: str) -> list[Case]:
+    """What `flashtile demo` times: a few seconds' worth on this device."""
+    if device_type == "cuda":
+        return [
+            Case.square(TOKENS // seqlen, seqlen, HIDDEN // head_dim, head_dim, causal=causal)
+            for head_dim, seqlen, causal in itertools.product((64, 128), (2048, 8192), (False, True))
+        ]
+    return [
+        Case.square(2, 1024, 4, head_dim, dtype=dtype, causal=True, work=work)
+        for head_dim, dtype, work in itertools.product((64, 128), ("float32", "bfloat16"), TRAINING)
+    ]
+
+
+def _gpu(work: Work, dtype: str, full: bool) -> list[Case]:
+    seqlens = (512, 1024, 2048, 4096, 8192, 16384) if full else (512, 2048, 16384)
+    return [
+        Case.square(TOKENS // seqlen, seqlen, HIDDEN // head_dim, head_dim, dtype=dtype, causal=causal, work=work)
+        for head_dim, seqlen, causal in itertools.product((64, 128, 256), seqlens, (False, True))
+    ]
+
+
+def _host(dtype: str, device_type: str) -> list[Case]:
+    # A CPU call returns when the work is done, so only a problem of one token shows the cost of the call itself.
+    seqlen = 128 if device_type == "cuda" else 1
+    return [Case.square(1, seqlen, 16, 128, dtype=dtype, work=work) for work in (Work.FORWARD, Work.FORWARD_WITH_GRAD)]
+
+
+def _cpu() -> list[Case]:
+    return [
+        Case.square(2, 2048, 8, head_dim, dtype=dtype, causal=causal, work=work)
+        for work, head_dim, dtype, causal in itertools.product(
+            TRAINING, (64, 128), ("float32", "bfloat16"), (False, True)
+        )
+    ]

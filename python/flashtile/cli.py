@@ -1,0 +1,93 @@
+"""The command line: info, explain, demo, bench."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    return options.command(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="flashtile", description="Exact attention for PyTorch.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    info = commands.add_parser("info", help="what this build holds and what it runs on")
+    info.set_defaults(command=_info)
+
+    explain = commands.add_parser("explain", help="which kernel serves a problem, and why")
+    for name in ("B", "S_q", "S_k", "H_q", "H_k", "D"):
+        explain.add_argument(name, type=int)
+    explain.add_argument("--D_v", type=int, help="head dimension of V (default: D)")
+    explain.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
+    explain.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    explain.add_argument("--causal", action="store_true")
+    explain.set_defaults(command=_explain)
+
+    demo = commands.add_parser("demo", help="is it exact, is it fast, does a model train the same with it?")
+    demo.add_argument("--seconds", type=float, default=60, help="of training, both runs together (default: 60)")
+    demo.add_argument("--output", type=Path, default=Path("demo.png"), help="where the loss curves are drawn")
+    demo.set_defaults(command=_demo)
+
+    bench = commands.add_parser("bench", help="time flashtile against PyTorch's attention")
+    bench.add_argument(
+        "--suite", choices=("forward", "backward", "host", "cpu"), help="default: forward, or cpu without CUDA"
+    )
+    bench.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16"), help="of the GPU suites")
+    bench.add_argument("--full", action="store_true", help="also the lengths between 512, 2048 and 16384")
+    bench.add_argument("--quick", action="store_true", help="a few small cases: does everything run?")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="store the results")
+    bench.add_argument("--markdown", type=Path, nargs="+", metavar="FILE", help="measure nothing; print stored results")
+    bench.add_argument(
+        "--into", type=Path, metavar="PAGE", help="with --markdown: put them between the page's result marks"
+    )
+    bench.set_defaults(command=_bench)
+    return parser
+
+
+def _info(options: argparse.Namespace) -> int:
+    import flashtile
+
+    for name, value in flashtile.info().items():
+        print(f"{name}: {', '.join(map(str, value)) if isinstance(value, list | tuple) else value}")
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    import torch
+
+    import flashtile
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    settings = {"dtype": getattr(torch, options.dtype), "device": device}
+    q = torch.empty(options.B, options.S_q, options.H_q, options.D, **settings)
+    k = torch.empty(options.B, options.S_k, options.H_k, options.D, **settings)
+    v = torch.empty(options.B, options.S_k, options.H_k, options.D_v or options.D, **settings)
+    print(flashtile.explain(q, k, v, causal=options.causal))
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print("flashtile demo draws with matplotlib: pip install 'flashtile[demo]'", file=sys.stderr)
+        return 2
+    from flashtile import demo
+
+    return demo.run(options.seconds, options.output)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from flashtile.bench import command
+
+    if options.markdown:
+        return command.show_stored(options.markdown, options.into)
+    return command.measure(
+        options.suite, dtype=options.dtype, full=options.full, quick=options.quick, json_path=options.json
+    )

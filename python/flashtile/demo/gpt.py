@@ -1,0 +1,88 @@
+"""A small byte-level GPT, in one page. The attention is given to it, so that two of them can be compared."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+# causal attention over (B, S, H, D)
+CausalAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    vocabulary: int = 256  # one token per byte
+    context: int = 256
+    layers: int = 2
+    heads: int = 4
+    head_dim: int = 32
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: Config, attention: CausalAttention) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.attention = attention
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.to_qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.from_heads = nn.Linear(config.width, config.width, bias=False)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp = nn.Sequential(
+            nn.Linear(config.width, 4 * config.width, bias=False),
+            nn.GELU(),
+            nn.Linear(4 * config.width, config.width, bias=False),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.to_qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        x = x + self.from_heads(self.attention(q, k, v).flatten(2))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, config: Config, attention: CausalAttention) -> None:
+        super().__init__()
+        self.config = config
+        self.bytes = nn.Embedding(config.vocabulary, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.Sequential(*(Block(config, attention) for _ in range(config.layers)))
+        self.norm = nn.LayerNorm(config.width)
+        self.to_logits = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.apply(_initialize)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(B, S) bytes → (B, S, vocabulary) logits of the byte that follows each."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.bytes(tokens) + self.positions(positions)
+        return self.to_logits(self.norm(self.blocks(x)))
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy in nats of predicting tokens[:, 1:] from what stands before them."""
+        logits = self(tokens[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    @torch.no_grad()
+    def generate(self, prompt: bytes, count: int, temperature: float = 0.7, seed: int = 0) -> bytes:
+        device = self.to_logits.weight.device
+        generator = torch.Generator(device).manual_seed(seed)
+        tokens = torch.tensor([list(prompt)], device=device)
+        for _ in range(count):
+            logits = self(tokens[:, -self.config.context :])[:, -1]
+            chances = (logits / temperature).softmax(-1)
+            tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], dim=1)
+        return bytes(tokens[0].tolist())
+
+
+def _initialize(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
