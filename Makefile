@@ -1,0 +1,84 @@
+# The commands of a day's work; `make` alone lists them. They need Python >= 3.10 with its headers, and g++: cmake,
+# ninja, PyTorch and all else come into .venv.
+#
+#   make test CUDA=OFF        the CPU kernels alone         make test CUDA=PYPI   with an nvcc from PyPI
+#   make demo PYTHON=python3.12   another Python            make test STRICT=ON   warnings and spills are errors
+
+PYTHON ?= python3
+CUDA ?= AUTO
+STRICT ?= OFF
+# On a machine with a GPU, PyTorch is the newest with CUDA; elsewhere the pinned one, which is small.
+CONSTRAINTS ?= $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
+
+VENV := .venv
+BIN := $(VENV)/bin
+BUILD := build/wheel
+PIP := $(BIN)/pip install --disable-pip-version-check
+CXX_FILES = $(shell find include cpp python/bindings tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+SOURCES := $(shell find CMakeLists.txt pyproject.toml cmake third_party include cpp python tests/cpp -type f \
+             -not -name '*.pyc')
+# Changes with the options, so that another choice of them builds anew.
+OPTIONS := build/options-$(CUDA)-$(STRICT)
+
+.PHONY: help demo test test-gpu build lint format clean
+
+help:
+	@echo 'make demo      build, install, then: exactness, speed, and a small GPT trained with flashtile and with SDPA'
+	@echo 'make test      build, then ctest and pytest; needs no GPU'
+	@echo 'make test-gpu  the same on a machine with a GPU, and fails where there is none'
+	@echo 'make build     build the wheel and install it into $(VENV)'
+	@echo 'make lint      check the format and the lint of C++ and Python'
+	@echo 'make format    put them right'
+	@echo 'make clean     remove $(VENV) and build/'
+
+demo: build
+	$(BIN)/flashtile demo
+
+test: build/tests
+	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --parallel 2
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-gpu: build/tests
+	@$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "no CUDA device"'
+	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --parallel 2
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+build: build/installed
+
+# The build tree stays, so this compiles what has changed and nothing else. -v shows the compilation's progress.
+build/installed: $(VENV)/ready $(SOURCES) $(OPTIONS)
+	$(PIP) -v $(CONSTRAINTS) --no-build-isolation --check-build-dependencies \
+	  -C build-dir=$(BUILD) -C cmake.define.FLASHTILE_CUDA=$(CUDA) -C cmake.define.FLASHTILE_STRICT=$(STRICT) \
+	  '.[test,plot]'
+	@touch $@
+
+build/tests: build/installed
+	$(BIN)/cmake -D FLASHTILE_TESTS=ON $(BUILD)
+	$(BIN)/cmake --build $(BUILD)
+	@touch $@
+
+$(OPTIONS):
+	@mkdir -p build && rm -f build/options-* && touch $@
+
+$(VENV)/ready: $(VENV)/tools constraints-cpu.txt pyproject.toml
+	$(PIP) --quiet $(CONSTRAINTS) --group build
+	@touch $@
+
+$(VENV)/tools: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --quiet --upgrade 'pip>=25.1'
+	$(PIP) --quiet --group lint
+	@touch $@
+
+lint: $(VENV)/tools
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: $(VENV)/tools
+	$(BIN)/clang-format -i $(CXX_FILES)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist
