@@ -1,0 +1,213 @@
+// Backward attention on one tile. P is computed again from Q, K and lse:
+//
+//   dV += P^T·dO     dP = dO·V^T     dS = P∘(dP − delta)∘(softcap's slope)     dK += dS^T·Q     dQ += dS·K
+//
+// The accumulators hold gradients with respect to scale·Q·K^T; the caller multiplies dQ and dK with the scale.
+#pragma once
+
+#include "flashtile/math/softmax.h"
+#include "pack.h"
+#include "scores.h"
+
+namespace flashtile::cpu {
+namespace {
+
+template <class T>
+void load_queries(const Sizes& sizes, const BackwardBuffers& to, int queries, HeadRows q, HeadRows dout) {
+  constexpr Product kProduct = kProductOf<T>;
+  const auto load_side = [&](HeadRows source, int width, float* rows, float* transposed, float* steps) {
+    const int stride = summed_stride<kProduct>(width);
+    load_rows<T>(rows, source, queries, width, sizes.tile_m);
+    transpose_words(transposed, sizes.tile_m, rows, stride, sizes.tile_m, stride);
+    steps_of<kProduct>(steps, rows, sizes.tile_m, width);
+  };
+  load_side(q, sizes.head_dim, to.queries, to.queries_transposed, to.query_steps);
+  load_side(dout, sizes.head_dim_v, to.dout, to.dout_transposed, to.dout_steps);
+}
+
+template <class T>
+void load_keys(const Sizes& sizes, const BackwardBuffers& to, int keys, HeadRows k, HeadRows v) {
+  constexpr Product kProduct = kProductOf<T>;
+  const int padded_keys = round_up(keys, 2);
+  load_rows<T>(to.keys, k, keys, sizes.head_dim, padded_keys);
+  load_rows<T>(to.values, v, keys, sizes.head_dim_v, padded_keys);
+  steps_of<kProduct>(to.key_steps, to.keys, padded_keys, sizes.head_dim);
+}
+
+struct Gradient {
+  Vec p;
+  Vec ds;
+};
+
+/// P and dS of one register of queries; kMapped: the scores need a map beyond a factor.
+template <bool kMapped>
+FLASHTILE_INLINE Gradient score_gradient(const BackwardTile& t, int key, int query) {
+  const std::int64_t at = static_cast<std::int64_t>(key) * t.sizes.tile_m + query;
+  Vec x = load(t.buffers.scores + at);
+  Vec slope = splat(1.0f);
+  if constexpr (kMapped) {
+    if (t.scores.inner != 0) {
+      x = tanh(t.scores.inner * x);
+      slope = 1.0f - x * x;
+    }
+    x = t.scores.outer_log2 * x;
+    if (t.scores.slope_log2 != 0) x -= t.scores.slope_log2 * distances(t.tile, key, query);
+    x -= load(t.lse_log2 + query);
+  } else {
+    x = t.scores.outer_log2 * x - load(t.lse_log2 + query);
+  }
+  const Vec p = exp2(x);
+  Vec ds = p * (load(t.buffers.dprobabilities + at) - load(t.delta + query));
+  if constexpr (kMapped) ds *= slope;
+  if (t.tile.visible.queries_of_key == nullptr) return {p, ds};
+  const IntVec seen = lanes_in(t.tile.visible.queries_of_key[key], query);
+  return {seen ? p : Vec{}, seen ? ds : Vec{}};
+}
+
+/// P^T and dS^T of the tile, each in the orders in which the matmuls read it: two keys × two registers at a time.
+template <Product kProduct, bool kMapped>
+void score_gradients(const BackwardTile& t) {
+  const BackwardBuffers& to = t.buffers;
+  const int stride = t.sizes.tile_m;
+  for (int key = 0; key < t.tile.keys; key += 2) {
+    for (int query = 0; query < t.tile.queries; query += 2 * kLanes) {
+      Gradient g[2][2];
+      for (int i = 0; i < 2; ++i) {
+        for (int j = 0; j < 2; ++j) {
+          g[i][j] = key + i < t.tile.keys ? score_gradient<kMapped>(t, key + i, query + j * kLanes) : Gradient{};
+        }
+      }
+      for (int i = 0; i < 2; ++i) {
+        if constexpr (kProduct == Product::kPairs) {
+          const std::int64_t at = (static_cast<std::int64_t>(key + i) * stride + query) / 2;
+          store(to.probabilities + at, narrow(g[i][0].p, g[i][1].p));
+          store(to.dscores + at, narrow(g[i][0].ds, g[i][1].ds));
+          const std::int64_t step_at = static_cast<std::int64_t>(key) / 2 * stride + query + i * kLanes;
+          store(to.dscore_steps + step_at, interleave_halves(narrow(g[0][i].ds, g[1][i].ds)));
+        } else {
+          for (int j = 0; j < 2; ++j) {
+            const std::int64_t at = static_cast<std::int64_t>(key + i) * stride + query + j * kLanes;
+            store(to.scores + at, g[i][j].p);
+            store(to.dprobabilities + at, g[i][j].ds);
+          }
+        }
+      }
+    }
+  }
+}
+
+/// S^T or dP^T = left·right, over `width`.
+template <Product kProduct>
+void multiply_transposed(const BackwardTile& t, float* target, const float* left, const float* right, int width) {
+  contract<kProduct, Order::kRows>({.a = left,
+                                    .a_stride = summed_stride<kProduct>(width),
+                                    .b = right,
+                                    .b_stride = t.sizes.tile_m,
+                                    .c = target,
+                                    .c_stride = t.sizes.tile_m,
+                                    .rows = t.tile.keys,
+                                    .columns = t.tile.queries,
+                                    .steps = width,
+                                    .accumulate = false,
+                                    .columns_of_row = t.tile.visible.queries_of_key});
+}
+
+/// dK += dS^T·Q or dV += P^T·dO.
+template <Product kProduct>
+void add_key_gradient(const BackwardTile& t, float* target, const float* left, const float* right, int width) {
+  contract_visible<kProduct, Order::kRows>({.a = left,
+                                            .a_stride = t.sizes.tile_m / elements_per_step(kProduct),
+                                            .b = right,
+                                            .b_stride = column_stride(width),
+                                            .c = target,
+                                            .c_stride = column_stride(width),
+                                            .rows = t.tile.keys,
+                                            .columns = width,
+                                            .steps = t.tile.queries,
+                                            .steps_of_row = t.tile.visible.queries_of_key},
+                                           t.buffers.shield);
+}
+
+/// dQ += dS·K.
+template <Product kProduct>
+void add_query_gradient(const BackwardTile& t, const float* dscore_steps, const float* keys) {
+  contract_visible<kProduct, Order::kSteps>({.a = dscore_steps,
+                                             .a_stride = t.sizes.tile_m,
+                                             .b = keys,
+                                             .b_stride = column_stride(t.sizes.head_dim),
+                                             .c = t.dq,
+                                             .c_stride = column_stride(t.sizes.head_dim),
+                                             .rows = t.tile.queries,
+                                             .columns = t.sizes.head_dim,
+                                             .steps = t.tile.keys,
+                                             .steps_of_row = t.tile.visible.keys_of_query},
+                                            t.buffers.shield);
+}
+
+template <class T>
+void backward_tile(const BackwardTile& t) {
+  constexpr Product kProduct = kProductOf<T>;
+  constexpr bool kPairs = kProduct == Product::kPairs;
+  const BackwardBuffers& at = t.buffers;
+  const int width = t.sizes.head_dim, width_v = t.sizes.head_dim_v;
+  multiply_transposed<kProduct>(t, at.scores, at.keys, at.queries_transposed, width);
+  if (t.wanted.dq || t.wanted.dk) {
+    multiply_transposed<kProduct>(t, at.dprobabilities, at.values, at.dout_transposed, width_v);
+  }
+  if (needs_map(t.scores)) {
+    score_gradients<kProduct, true>(t);
+  } else {
+    score_gradients<kProduct, false>(t);
+  }
+  if (t.wanted.dv) {
+    add_key_gradient<kProduct>(t, at.dv, kPairs ? at.probabilities : at.scores, kPairs ? at.dout_steps : at.dout,
+                               width_v);
+  }
+  if (t.wanted.dk) {
+    add_key_gradient<kProduct>(t, at.dk, kPairs ? at.dscores : at.dprobabilities, kPairs ? at.query_steps : at.queries,
+                               width);
+  }
+  if (t.wanted.dq) {
+    add_query_gradient<kProduct>(t, kPairs ? at.dscore_steps : at.dprobabilities, kPairs ? at.key_steps : at.keys);
+  }
+}
+
+/// A square of the caller's elements with a register for each column; 0 past the last row and column.
+template <class T>
+FLASHTILE_INLINE void load_columns(Vec (&square)[kLanes], HeadRows source, int row, int rows, int column, int columns) {
+  for (int i = 0; i < kLanes; ++i) {
+    float values[kLanes] = {};
+    if (row + i < rows) {
+      const T* const from = static_cast<const T*>(source.data) + (row + i) * source.stride + column;
+      for (int j = 0; j < min(kLanes, columns - column); ++j) values[j] = widen(from[j]);
+    }
+    square[i] = load(values);
+  }
+  transpose(square);
+}
+
+/// Sums in the order in which block() sums dO·V: where a row sees one key only, dP − delta is exactly 0.
+template <class T>
+void row_dots(float* sums, HeadRows a, HeadRows b, int rows, int columns) {
+  for (int row = 0; row < rows; row += kLanes) {
+    Vec sum{};
+    for (int column = 0; column < columns; column += kLanes) {
+      Vec x[kLanes], y[kLanes];
+      load_columns<T>(x, a, row, rows, column, columns);
+      load_columns<T>(y, b, row, rows, column, columns);
+      for (int i = 0; i < kLanes; ++i) sum = sum + x[i] * y[i];
+    }
+    for (int i = 0; i < min(kLanes, rows - row); ++i) sums[row + i] = sum[i];
+  }
+}
+
+template <class T>
+void store_rows(HeadRows target, const float* source, int rows, int columns, float factor) {
+  for (int row = 0; row < rows; ++row) {
+    store_row(static_cast<T*>(target.data) + row * target.stride, source + row * column_stride(columns), columns,
+              factor);
+  }
+}
+
+}  // namespace
+}  // namespace flashtile::cpu

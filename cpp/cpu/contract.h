@@ -1,0 +1,181 @@
+// Matrix products on packed panels: C (rows, columns) = C·factor + A (rows, steps) · B (steps, columns), where
+// `steps` is the index that is summed over.
+//
+// A step is one 32-bit word of A for each row and one row of words of B. For float32 arithmetic it is one element;
+// with bfloat16 dot products (Product::kPairs) it is two neighbours along the summed index.
+#pragma once
+
+#include <cstring>
+
+#include "flashtile/math/mask.h"
+#include "simd.h"
+
+namespace flashtile::cpu {
+namespace {
+
+enum class Product { kFloats, kPairs };
+
+constexpr int elements_per_step(Product product) {
+  return product == Product::kPairs ? 2 : 1;
+}
+
+/// How A lies in memory: a row's steps side by side, or a step's rows side by side.
+enum class Order { kRows, kSteps };
+
+// A block of C stays in registers: rows × vectors accumulators, and one row of vectors of B.
+constexpr int kBlockVectors = kRegisters == 32 ? 4 : 2;
+constexpr int kBlockRows = 6;
+constexpr int kPanel = kBlockVectors * kLanes;
+
+struct Contraction {
+  const float* a;
+  int a_stride;  // of rows, or of steps: see Order
+  const float* b;
+  int b_stride;
+  float* c;
+  int c_stride;
+  int rows;
+  int columns;
+  int steps;                      // in elements of the summed index
+  const float* factor = nullptr;  // per row of C; null: 1
+  bool accumulate = true;         // false: C is 0 before
+
+  // For edge tiles, both growing with the row; null: everything.
+  const Range* columns_of_row = nullptr;  // elsewhere C may be left as it is
+  const Range* steps_of_row = nullptr;    // elsewhere A is 0
+};
+
+FLASHTILE_INLINE int min(int a, int b) {
+  return a < b ? a : b;
+}
+
+template <Product kProduct, Order kOrder, int kRows, int kVectors>
+void block(const Contraction& t, int row, int column, Range steps, const float* b) {
+  Vec c[kRows][kVectors];
+  float* const target = t.c + static_cast<std::int64_t>(row) * t.c_stride + column;
+  for (int i = 0; i < kRows; ++i) {
+    for (int j = 0; j < kVectors; ++j) {
+      c[i][j] = t.accumulate ? load(target + i * t.c_stride + j * kLanes) : Vec{};
+      if (t.factor != nullptr) c[i][j] *= t.factor[row + i];
+    }
+  }
+  const std::int64_t a_row = kOrder == Order::kRows ? t.a_stride : 1;
+  const std::int64_t a_step = kOrder == Order::kRows ? 1 : t.a_stride;
+  const float* a = t.a + row * a_row + steps.begin * a_step;
+  b += static_cast<std::int64_t>(steps.begin) * t.b_stride + column;
+  for (int step = steps.begin; step < steps.end; ++step, a += a_step, b += t.b_stride) {
+    Vec b_row[kVectors];
+    for (int j = 0; j < kVectors; ++j) b_row[j] = load(b + j * kLanes);
+    for (int i = 0; i < kRows; ++i) {
+      const Vec word = splat(a[i * a_row]);
+      for (int j = 0; j < kVectors; ++j) {
+        c[i][j] = kProduct == Product::kPairs ? dot_pairs(c[i][j], word, b_row[j]) : c[i][j] + word * b_row[j];
+      }
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    for (int j = 0; j < kVectors; ++j) store(target + i * t.c_stride + j * kLanes, c[i][j]);
+  }
+}
+
+using Block = void (*)(const Contraction&, int row, int column, Range steps, const float* b);
+
+/// The block of `rows` × `vectors`: one of the compiled sizes.
+template <Product kProduct, Order kOrder, int kRows = kBlockRows, int kVectors = kBlockVectors>
+Block find_block(int rows, int vectors) {
+  if constexpr (kVectors > 1) {
+    if (vectors < kVectors) return find_block<kProduct, kOrder, kRows, kVectors - 1>(rows, vectors);
+  }
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return find_block<kProduct, kOrder, kRows - 1, kVectors>(rows, vectors);
+  }
+  return block<kProduct, kOrder, kRows, kVectors>;
+}
+
+/// Columns are written up to the next multiple of kLanes.
+template <Product kProduct, Order kOrder>
+void contract(const Contraction& t) {
+  constexpr int kPerStep = elements_per_step(kProduct);
+  for (int column = 0; column < t.columns; column += kPanel) {
+    const int vectors = min(kBlockVectors, (t.columns - column + kLanes - 1) / kLanes);
+    for (int row = 0; row < t.rows; row += kBlockRows) {
+      const int rows = min(kBlockRows, t.rows - row);
+      if (t.columns_of_row != nullptr) {
+        const int begin = t.columns_of_row[row].begin, end = t.columns_of_row[row + rows - 1].end;
+        if (end <= column || begin >= column + kPanel) continue;
+      }
+      Range steps{0, (t.steps + kPerStep - 1) / kPerStep};
+      if (t.steps_of_row != nullptr) {
+        steps.begin = t.steps_of_row[row].begin / kPerStep;
+        steps.end = (t.steps_of_row[row + rows - 1].end + kPerStep - 1) / kPerStep;
+      }
+      find_block<kProduct, kOrder>(rows, vectors)(t, row, column, steps, t.b);
+    }
+  }
+}
+
+/// The rows of B as one row of C may see them: 0 outside of `visible`.
+template <Product kProduct>
+void copy_visible(float* target, const Contraction& t, Range visible) {
+  constexpr int kPerStep = elements_per_step(kProduct);
+  for (int step = 0; step * kPerStep < t.steps; ++step) {
+    const float* from = t.b + static_cast<std::int64_t>(step) * t.b_stride;
+    float* to = target + static_cast<std::int64_t>(step) * t.b_stride;
+    const int first = step * kPerStep, last = first + kPerStep - 1;
+    const bool low = visible.begin <= first && first < visible.end;
+    const bool high = visible.begin <= last && last < visible.end;
+    // The low half of a word is the first element of a pair.
+    const std::uint32_t keep = kPerStep == 1 ? (low ? ~0u : 0u) : (low ? 0x0000ffffu : 0u) | (high ? 0xffff0000u : 0u);
+    for (int i = 0; i < t.columns; ++i) {
+      std::uint32_t word;
+      std::memcpy(&word, from + i, 4);
+      word &= keep;
+      std::memcpy(to + i, &word, 4);
+    }
+  }
+}
+
+/// contract for an edge tile whose B holds NaN or infinity: a row of C must not even multiply what it does not see
+/// by 0. `shield` has room for B. The result is, bit for bit, that of contract where the hidden rows of B are finite.
+template <Product kProduct, Order kOrder>
+void contract_shielded(const Contraction& t, float* shield) {
+  for (int row = 0; row < t.rows; ++row) {
+    copy_visible<kProduct>(shield, t, t.steps_of_row[row]);
+    Contraction one = t;
+    one.a += static_cast<std::int64_t>(row) * (kOrder == Order::kRows ? t.a_stride : 1);
+    one.b = shield;
+    one.c += static_cast<std::int64_t>(row) * t.c_stride;
+    one.rows = 1;
+    if (t.factor != nullptr) one.factor += row;
+    one.steps_of_row += row;
+    contract<kProduct, kOrder>(one);
+  }
+}
+
+/// Whether no word (or half of one) is NaN or infinite.
+template <Product kProduct>
+bool all_finite(const float* words, std::int64_t count) {
+  std::uint32_t found = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    std::uint32_t word;
+    std::memcpy(&word, words + i, 4);
+    found |= (word & 0x7f800000u) == 0x7f800000u;
+    if (kProduct == Product::kPairs) found |= (word & 0x7f80u) == 0x7f80u;
+  }
+  return found == 0;
+}
+
+/// contract, or contract_shielded where an edge tile needs it. B has t.b_stride words a step.
+template <Product kProduct, Order kOrder>
+void contract_visible(const Contraction& t, float* shield) {
+  const std::int64_t b_words =
+      static_cast<std::int64_t>((t.steps + elements_per_step(kProduct) - 1) / elements_per_step(kProduct)) * t.b_stride;
+  if (t.steps_of_row == nullptr || all_finite<kProduct>(t.b, b_words)) {
+    contract<kProduct, kOrder>(t);
+  } else {
+    contract_shielded<kProduct, kOrder>(t, shield);
+  }
+}
+
+}  // namespace
+}  // namespace flashtile::cpu

@@ -1,0 +1,29 @@
+// The CPU backend: attention in tiles, vectorised for the instruction set it finds, on as many threads as the plan's
+// grid says.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "flashtile/plan.h"
+
+namespace flashtile::cpu {
+
+void run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace, Stream stream);
+void run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace, Stream stream);
+
+/// Memory that a run on `threads` threads needs, in all.
+std::int64_t forward_workspace_bytes(const Problem& problem, const Variant& variant, int threads);
+std::int64_t backward_workspace_bytes(const Problem& problem, const Variant& variant, int threads);
+
+enum class InstructionSet : std::uint8_t { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
+
+const char* name_of(InstructionSet set);
+
+/// Those that were compiled and that this processor has, the fastest last. The last is used unless a test asks for
+/// another.
+std::span<const InstructionSet> instruction_sets();
+InstructionSet instruction_set();
+void use_instruction_set(InstructionSet set);
+
+}  // namespace flashtile::cpu

@@ -1,0 +1,138 @@
+// Forward attention of one block of queries, one tile of keys at a time: S^T = K·Q^T, online softmax, O += P·V.
+#pragma once
+
+#include <cmath>
+
+#include "flashtile/math/softmax.h"
+#include "flashtile/math/state.h"
+#include "pack.h"
+#include "scores.h"
+
+namespace flashtile::cpu {
+namespace {
+
+template <class T>
+void forward_begin(const ForwardBlock& block) {
+  constexpr Product kProduct = kProductOf<T>;
+  const Sizes& sizes = block.sizes;
+  const ForwardBuffers& to = block.buffers;
+  load_rows<T>(to.queries, block.q, block.queries, sizes.head_dim, sizes.tile_m);
+  const int stride = summed_stride<kProduct>(sizes.head_dim);
+  transpose_words(to.queries_transposed, sizes.tile_m, to.queries, stride, sizes.tile_m, stride);
+  std::memset(to.out, 0, sizeof(float) * sizes.tile_m * column_stride(sizes.head_dim_v));
+  for (int i = 0; i < sizes.tile_m; ++i) {
+    to.reference_log2[i] = -kInfinity;
+    to.sum[i] = 0;
+  }
+}
+
+/// RowState::rebase and the tile's P^T, for kVectors registers of queries from `column` on.
+template <Product kProduct, int kVectors>
+void online_softmax(const ForwardBlock& block, int column, int keys, float scale_log2) {
+  const ForwardBuffers& to = block.buffers;
+  const int stride = block.sizes.tile_m;
+  float* const scores = to.scores + column;
+  Vec top[kVectors], reference[kVectors], sum[kVectors];
+  for (int j = 0; j < kVectors; ++j) top[j] = splat(-kInfinity);
+  for (int key = 0; key < keys; ++key) {
+    for (int j = 0; j < kVectors; ++j) top[j] = max_or_second(load(scores + key * stride + j * kLanes), top[j]);
+  }
+  for (int j = 0; j < kVectors; ++j) {
+    const int i = column + j * kLanes;
+    const Vec old = load(to.reference_log2 + i);
+    const Vec next = max_or_second(top[j] * scale_log2, old);
+    store(to.reference_log2 + i, next);
+    reference[j] = next == -kInfinity ? Vec{} : next;  // nothing seen yet: keeps −inf − −inf out
+    const Vec rescale = exp2(old - reference[j]);
+    store(to.rescale + i, rescale);
+    store(to.sum + i, load(to.sum + i) * rescale);
+    sum[j] = Vec{};
+  }
+  const auto probability = [&](int key, int j) {
+    const Vec p = exp2(load(scores + key * stride + j * kLanes) * scale_log2 - reference[j]);
+    sum[j] += p;
+    return p;
+  };
+  if constexpr (kProduct == Product::kFloats) {
+    for (int key = 0; key < keys; ++key) {
+      for (int j = 0; j < kVectors; ++j) store(scores + key * stride + j * kLanes, probability(key, j));
+    }
+  } else {
+    for (int key = 0; key < keys; key += 2) {
+      for (int j = 0; j < kVectors; ++j) {
+        const Vec low = probability(key, j);
+        const Vec high = key + 1 < keys ? probability(key + 1, j) : Vec{};
+        store(to.probabilities + key / 2 * stride + column + j * kLanes, interleave_halves(narrow(low, high)));
+      }
+    }
+  }
+  for (int j = 0; j < kVectors; ++j) {
+    float* const total = to.sum + column + j * kLanes;
+    store(total, load(total) + sum[j]);
+  }
+}
+
+template <class T>
+void forward_tile(const ForwardBlock& block, const Tile& tile, HeadRows k, HeadRows v) {
+  constexpr Product kProduct = kProductOf<T>;
+  const Sizes& sizes = block.sizes;
+  const ForwardBuffers& at = block.buffers;
+  const int padded_keys = round_up(tile.keys, 2);
+  load_rows<T>(at.keys, k, tile.keys, sizes.head_dim, tile.keys);
+  load_rows<T>(at.values, v, tile.keys, sizes.head_dim_v, padded_keys);
+  const float* const values = steps_of<kProduct>(at.value_steps, at.values, padded_keys, sizes.head_dim_v);
+
+  contract<kProduct, Order::kRows>({.a = at.keys,
+                                    .a_stride = summed_stride<kProduct>(sizes.head_dim),
+                                    .b = at.queries_transposed,
+                                    .b_stride = sizes.tile_m,
+                                    .c = at.scores,
+                                    .c_stride = sizes.tile_m,
+                                    .rows = tile.keys,
+                                    .columns = block.queries,
+                                    .steps = sizes.head_dim,
+                                    .accumulate = false,
+                                    .columns_of_row = tile.visible.queries_of_key});
+
+  const bool mapped = needs_map(block.scores);
+  if (mapped) map_scores(block.scores, tile, at.scores, sizes.tile_m);
+  if (tile.visible.queries_of_key != nullptr) hide(tile, at.scores, sizes.tile_m);
+  const float scale_log2 = mapped ? 1.0f : block.scores.outer_log2;
+  int column = 0;
+  for (; column + kSoftmaxVectors * kLanes <= block.queries; column += kSoftmaxVectors * kLanes) {
+    online_softmax<kProduct, kSoftmaxVectors>(block, column, tile.keys, scale_log2);
+  }
+  for (; column < block.queries; column += kLanes) {
+    online_softmax<kProduct, 1>(block, column, tile.keys, scale_log2);
+  }
+
+  contract_visible<kProduct, Order::kSteps>({.a = kProduct == Product::kPairs ? at.probabilities : at.scores,
+                                             .a_stride = sizes.tile_m,
+                                             .b = values,
+                                             .b_stride = column_stride(sizes.head_dim_v),
+                                             .c = at.out,
+                                             .c_stride = column_stride(sizes.head_dim_v),
+                                             .rows = block.queries,
+                                             .columns = sizes.head_dim_v,
+                                             .steps = tile.keys,
+                                             .factor = at.rescale,
+                                             .steps_of_row = tile.visible.keys_of_query},
+                                            at.shield);
+}
+
+template <class T>
+void forward_end(const ForwardBlock& block) {
+  const ForwardBuffers& from = block.buffers;
+  const int width = block.sizes.head_dim_v, stride = column_stride(width);
+  for (int row = 0; row < block.queries; ++row) {
+    const float sum = from.sum[row];
+    store_row(static_cast<T*>(block.out.data) + row * block.out.stride, from.out + row * stride, width,
+              sum == 0 ? 0.0f : 1.0f / sum);
+    if (block.lse != nullptr) {
+      block.lse[row] = sum == 0 ? -kInfinity : (from.reference_log2[row] + log2f(sum)) * kLn2;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flashtile::cpu

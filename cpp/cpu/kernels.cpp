@@ -1,0 +1,29 @@
+// The tile arithmetic of the CPU backend, compiled once per instruction set: FLASHTILE_CPU_KERNELS names the function
+// that hands it out.
+#include "backward_tile.h"
+#include "forward_tile.h"
+
+namespace flashtile::cpu {
+namespace {
+
+template <class T>
+constexpr Kernels kKernels{.forward_begin = forward_begin<T>,
+                           .forward_tile = forward_tile<T>,
+                           .forward_end = forward_end<T>,
+                           .load_queries = load_queries<T>,
+                           .load_keys = load_keys<T>,
+                           .backward_tile = backward_tile<T>,
+                           .row_dots = row_dots<T>,
+                           .store_rows = store_rows<T>};
+
+}  // namespace
+
+const Kernels& FLASHTILE_CPU_KERNELS(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat16: return kKernels<Half>;
+    case DType::kBFloat16: return kKernels<BFloat16>;
+    default: return kKernels<float>;
+  }
+}
+
+}  // namespace flashtile::cpu

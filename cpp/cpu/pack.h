@@ -1,0 +1,144 @@
+// From the caller's rows to the layouts that contract.h reads, and back: conversion, pairing, transposition.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "contract.h"
+#include "kernels.h"
+#include "simd.h"
+
+namespace flashtile::cpu {
+namespace {
+
+struct Half {
+  std::uint16_t bits;
+};
+struct BFloat16 {
+  std::uint16_t bits;
+};
+
+constexpr int round_up(int x, int multiple) {
+  return (x + multiple - 1) / multiple * multiple;
+}
+
+FLASHTILE_INLINE std::uint32_t bits_of(float x) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+FLASHTILE_INLINE float float_of(std::uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+FLASHTILE_INLINE float widen(float x) {
+  return x;
+}
+FLASHTILE_INLINE float widen(BFloat16 x) {
+  return float_of(static_cast<std::uint32_t>(x.bits) << 16);
+}
+FLASHTILE_INLINE float widen(Half x) {
+  const std::uint32_t magnitude = x.bits & 0x7fffu, sign = (x.bits & 0x8000u) << 16;
+  // 2^112 moves the exponent from half's bias to float's, subnormals included; infinity and NaN keep theirs full.
+  const float finite = float_of(magnitude << 13) * 0x1p112f;
+  const std::uint32_t special = (magnitude << 13) | 0x7f800000u;
+  return float_of((magnitude >= 0x7c00u ? special : bits_of(finite)) | sign);
+}
+
+FLASHTILE_INLINE void round_to(float& target, float x) {
+  target = x;
+}
+FLASHTILE_INLINE void round_to(BFloat16& target, float x) {
+  const std::uint32_t bits = bits_of(x);
+  const std::uint32_t nearest_even = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  target.bits = static_cast<std::uint16_t>(x != x ? 0x7fc0u : nearest_even);
+}
+FLASHTILE_INLINE void round_to(Half& target, float x) {
+  const std::uint32_t bits = bits_of(x), magnitude = bits & 0x7fffffffu;
+  // Normal results: rebias by −112 and round to nearest even; a carry into the exponent is right, up to infinity.
+  const std::uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  // Subnormal results: adding ½ leaves the multiple of 2^−24 in the low bits, rounded by the addition.
+  const std::uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+  std::uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
+  half = magnitude >= 0x47800000u ? 0x7c00u : half;
+  half = magnitude > 0x7f800000u ? 0x7e00u : half;
+  target.bits = static_cast<std::uint16_t>(half | (bits >> 16 & 0x8000u));
+}
+
+/// The layouts of one dtype: pairs where the instruction set multiplies them, else floats.
+template <class T>
+constexpr Product kProductOf = Product::kFloats;
+template <>
+constexpr Product kProductOf<BFloat16> = kHasPairs ? Product::kPairs : Product::kFloats;
+
+/// Words from row to row: of a row of `width` elements that are summed over, and of one whose columns stay apart.
+template <Product kProduct>
+constexpr int summed_stride(int width) {
+  return round_up(width / elements_per_step(kProduct), kLanePadding);
+}
+constexpr int column_stride(int width) {
+  return round_up(width, kLanePadding);
+}
+
+/// `rows` rows as words, side by side along the row; zeros up to the stride and up to `padded_rows`.
+template <class T>
+void load_rows(float* target, HeadRows source, int rows, int width, int padded_rows) {
+  constexpr Product kProduct = kProductOf<T>;
+  const int stride = summed_stride<kProduct>(width), words = width / elements_per_step(kProduct);
+  for (int row = 0; row < padded_rows; ++row, target += stride) {
+    const bool real = row < rows;
+    if (real) {
+      const T* const from = static_cast<const T*>(source.data) + row * source.stride;
+      if constexpr (kProduct == Product::kPairs) {
+        std::memcpy(target, from, static_cast<std::size_t>(width) * sizeof(T));
+      } else {
+        for (int i = 0; i < width; ++i) target[i] = widen(from[i]);
+      }
+    }
+    for (int i = real ? words : 0; i < stride; ++i) target[i] = 0;
+  }
+}
+
+/// (rows, words) to (words, rows); `rows` and `words` are padded to kLanes.
+FLASHTILE_INLINE void transpose_words(float* target, int target_stride, const float* source, int source_stride,
+                                      int rows, int words) {
+  for (int row = 0; row < rows; row += kLanes) {
+    for (int word = 0; word < words; word += kLanes) {
+      Vec square[kLanes];
+      for (int i = 0; i < kLanes; ++i) square[i] = load(source + (row + i) * source_stride + word);
+      transpose(square);
+      for (int i = 0; i < kLanes; ++i) store(target + (word + i) * target_stride + row, square[i]);
+    }
+  }
+}
+
+/// Rows in the order that a matmul sums over them: for floats `rows` itself, for pairs each word holds one column of
+/// two neighbouring rows.
+template <Product kProduct>
+const float* steps_of(float* target, const float* source, int rows, int width) {
+  if constexpr (kProduct == Product::kFloats) return source;
+  const int source_stride = summed_stride<kProduct>(width), target_stride = column_stride(width);
+  for (int row = 0; row < rows; row += 2) {
+    const float* const low = source + row * source_stride;
+    const float* const high = low + source_stride;
+    float* const to = target + row / 2 * target_stride;
+    for (int word = 0; 2 * word < width; ++word) {
+      const std::uint32_t a = bits_of(low[word]), b = bits_of(high[word]);
+      const std::uint64_t both = ((b & 0xffff0000ull) << 32) | ((a & 0xffff0000ull) << 16) | (b << 16) | (a & 0xffffu);
+      std::memcpy(to + 2 * word, &both, 8);
+    }
+    for (int i = width; i < target_stride; ++i) to[i] = 0;
+  }
+  return target;
+}
+
+/// target = factor · source, rounded to T.
+template <class T>
+FLASHTILE_INLINE void store_row(T* target, const float* source, int width, float factor) {
+  for (int i = 0; i < width; ++i) round_to(target[i], factor * source[i]);
+}
+
+}  // namespace
+}  // namespace flashtile::cpu

@@ -1,0 +1,173 @@
+// A SIMD register of floats, as wide as the instruction set that the including file is compiled for.
+//
+// kernels.cpp is compiled once per instruction set, each time in another namespace. Everything it uses has internal
+// linkage, because the linker keeps one copy of an inline function and it may keep the one of the wrong set.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
+namespace flashtile::cpu {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+constexpr int kRegisters = 32;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+constexpr int kRegisters = 16;
+#elif defined(__x86_64__)
+constexpr int kLanes = 4;
+constexpr int kRegisters = 16;
+#else
+constexpr int kLanes = 4;
+constexpr int kRegisters = 32;
+#endif
+
+#define FLASHTILE_INLINE static inline __attribute__((always_inline))
+
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef std::int32_t IntVec __attribute__((vector_size(4 * kLanes)));
+// The same register in memory, at any address and over any type.
+typedef float LooseVec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+
+FLASHTILE_INLINE Vec load(const float* p) {
+  return *reinterpret_cast<const LooseVec*>(p);
+}
+FLASHTILE_INLINE void store(float* p, Vec v) {
+  *reinterpret_cast<LooseVec*>(p) = v;
+}
+FLASHTILE_INLINE Vec splat(float x) {
+  return x - Vec{};  // x − 0 is x for every x, −0 and NaN too
+}
+FLASHTILE_INLINE IntVec iota() {
+  IntVec v;
+  for (int i = 0; i < kLanes; ++i) v[i] = i;
+  return v;
+}
+FLASHTILE_INLINE Vec abs(Vec x) {
+  return (Vec)((IntVec)x & 0x7fffffff);
+}
+
+/// a where it is the greater, else b: also where a is NaN.
+FLASHTILE_INLINE Vec max_or_second(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+/// 2^x within 1 ulp for x ≤ 127; results below 2^−126 may be 0, 2^−inf is, and NaN stays NaN.
+FLASHTILE_INLINE Vec exp2(Vec x) {
+#if defined(__AVX512F__)
+  x = max_or_second(splat(-200.0f), x);  // keeps −inf − −inf out of the fraction
+  const Vec whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  // Adding 1.5 · 2^23 leaves the nearest whole number in the low bits.
+  const Vec shifted = x + 12582912.0f;
+  const Vec whole = shifted - 12582912.0f;
+#endif
+  const Vec r = x - whole;  // in [−½, ½]
+  // Minimax polynomial for 2^r with constant term 1: relative error 2e-9, below float's.
+  Vec p = splat(1.5353362e-4f);
+  p = p * r + 1.3398875e-3f;
+  p = p * r + 9.61843692e-3f;
+  p = p * r + 5.55033237e-2f;
+  p = p * r + 2.40226477e-1f;
+  p = p * r + 6.93147182e-1f;
+  p = p * r + 1.0f;
+#if defined(__AVX512F__)
+  return _mm512_scalef_ps(p, whole);
+#else
+  const Vec power = (Vec)(((IntVec)shifted << 23) + 0x3f800000);
+  return x < -126.0f ? Vec{} : p * power;
+#endif
+}
+
+/// tanh within 2 ulp.
+FLASHTILE_INLINE Vec tanh(Vec x) {
+  const Vec y = abs(x);
+  // Minimax polynomial for (tanh(y) − y) / y³, y < 0.625: relative error of tanh 4e-9.
+  const Vec z = y * y;
+  Vec p = splat(-5.70498547e-3f);
+  p = p * z + 2.06390861e-2f;
+  p = p * z - 5.37397154e-2f;
+  p = p * z + 1.33314416e-1f;
+  p = p * z - 3.33332807e-1f;
+  const Vec small = y + y * z * p;
+  const Vec capped = y > 20.0f ? splat(20.0f) : y;  // tanh(20) is 1 in float; NaN passes
+  const Vec large = 1.0f - 2.0f / (exp2(capped * 2.88539008f) + 1.0f);
+  const Vec magnitude = y < 0.625f ? small : large;
+  return (Vec)((IntVec)magnitude | ((IntVec)x & (IntVec)splat(-0.0f)));
+}
+
+#if defined(__clang__)
+#define FLASHTILE_ZIP_LOW(a, b) __builtin_shufflevector(a, b, FLASHTILE_ZIP_LOW_LANES)
+#define FLASHTILE_ZIP_HIGH(a, b) __builtin_shufflevector(a, b, FLASHTILE_ZIP_HIGH_LANES)
+#else
+#define FLASHTILE_ZIP_LOW(a, b) __builtin_shuffle(a, b, IntVec{FLASHTILE_ZIP_LOW_LANES})
+#define FLASHTILE_ZIP_HIGH(a, b) __builtin_shuffle(a, b, IntVec{FLASHTILE_ZIP_HIGH_LANES})
+#endif
+#if defined(__AVX512F__)
+#define FLASHTILE_ZIP_LOW_LANES 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define FLASHTILE_ZIP_HIGH_LANES 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif defined(__AVX2__)
+#define FLASHTILE_ZIP_LOW_LANES 0, 8, 1, 9, 2, 10, 3, 11
+#define FLASHTILE_ZIP_HIGH_LANES 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define FLASHTILE_ZIP_LOW_LANES 0, 4, 1, 5
+#define FLASHTILE_ZIP_HIGH_LANES 2, 6, 3, 7
+#endif
+
+/// Transposes a square of kLanes registers: each stage interleaves row i with row i + kLanes / 2.
+FLASHTILE_INLINE void transpose(Vec (&rows)[kLanes]) {
+#pragma GCC unroll 4
+  for (int stage = 1; stage < kLanes; stage *= 2) {
+    Vec next[kLanes];
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes / 2; ++i) {
+      next[2 * i] = FLASHTILE_ZIP_LOW(rows[i], rows[i + kLanes / 2]);
+      next[2 * i + 1] = FLASHTILE_ZIP_HIGH(rows[i], rows[i + kLanes / 2]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) rows[i] = next[i];
+  }
+}
+
+#if defined(__AVX512BF16__)
+constexpr bool kHasPairs = true;
+
+/// acc + a.low · b.low + a.high · b.high, a register holding two bfloat16 in each 32-bit lane.
+FLASHTILE_INLINE Vec dot_pairs(Vec acc, Vec a, Vec b) {
+  return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+}
+
+/// 32 consecutive bfloat16 out of two registers of floats.
+FLASHTILE_INLINE Vec narrow(Vec first, Vec second) {
+  return (Vec)_mm512_cvtne2ps_pbh(second, first);
+}
+
+/// The 32 halves of `v` in the order 0, 16, 1, 17, …: turns narrow(low, high) into lanes (low, high).
+FLASHTILE_INLINE Vec interleave_halves(Vec v) {
+  const IntVec order = iota() | ((iota() + 16) << 16);
+  return (Vec)_mm512_permutexvar_epi16((__m512i)order, (__m512i)v);
+}
+#else
+constexpr bool kHasPairs = false;
+FLASHTILE_INLINE Vec dot_pairs(Vec acc, Vec, Vec) {
+  return acc;
+}
+FLASHTILE_INLINE Vec narrow(Vec first, Vec) {
+  return first;
+}
+FLASHTILE_INLINE Vec interleave_halves(Vec v) {
+  return v;
+}
+#endif
+
+}  // namespace
+}  // namespace flashtile::cpu
