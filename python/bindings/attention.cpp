@@ -13,7 +13,6 @@ namespace flashtile::bindings {
 namespace {
 
 using nb::handle;
-using nb::literals::operator""_a;
 
 constexpr const char* kForward = "attention";
 constexpr const char* kBackward = "attention backward";
@@ -106,14 +105,18 @@ nb::str explain(handle q, handle k, handle v, handle alibi_slopes, handle causal
 }  // namespace
 
 void bind_attention(nb::module_& module) {
-  module.def("forward", &forward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "alibi_slopes"_a, "causal"_a, "window_left"_a,
-             "window_right"_a, "scale"_a, "softcap"_a, "num_threads"_a);
-  module.def("check", &check, "q"_a, "k"_a, "v"_a, "alibi_slopes"_a, "causal"_a, "window_left"_a, "window_right"_a,
-             "scale"_a, "softcap"_a);
-  module.def("backward", &backward, "dout"_a, "dlse"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "alibi_slopes"_a, "dq"_a,
-             "dk"_a, "dv"_a, "causal"_a, "window_left"_a, "window_right"_a, "scale"_a, "softcap"_a, "num_threads"_a);
-  module.def("explain", &explain, "q"_a, "k"_a, "v"_a, "alibi_slopes"_a, "causal"_a, "window_left"_a, "window_right"_a,
-             "scale"_a, "softcap"_a, "num_threads"_a);
+  // Every object goes to the conversions of tensor.h and options.h, None too: their messages name the argument.
+  const auto any = [](const char* name) { return nb::arg(name).none(); };
+  const auto num_threads = nb::arg("num_threads");
+  module.def("forward", &forward, any("q"), any("k"), any("v"), any("out"), any("lse"), any("alibi_slopes"),
+             any("causal"), any("window_left"), any("window_right"), any("scale"), any("softcap"), num_threads);
+  module.def("check", &check, any("q"), any("k"), any("v"), any("alibi_slopes"), any("causal"), any("window_left"),
+             any("window_right"), any("scale"), any("softcap"));
+  module.def("backward", &backward, any("dout"), any("dlse"), any("q"), any("k"), any("v"), any("out"), any("lse"),
+             any("alibi_slopes"), any("dq"), any("dk"), any("dv"), any("causal"), any("window_left"),
+             any("window_right"), any("scale"), any("softcap"), num_threads);
+  module.def("explain", &explain, any("q"), any("k"), any("v"), any("alibi_slopes"), any("causal"), any("window_left"),
+             any("window_right"), any("scale"), any("softcap"), num_threads);
 }
 
 }  // namespace flashtile::bindings

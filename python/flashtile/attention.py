@@ -8,6 +8,7 @@ from . import _C
 
 Window = tuple[int | None, int | None] | None
 _CONTIGUOUS = torch.contiguous_format
+_under_functorch = torch._C._are_functorch_transforms_active
 
 
 def attention(
@@ -85,7 +86,8 @@ def attention(
                 "no kernel computes their gradient; nearest supported: alibi_slopes.detach()"
             )
         if q.requires_grad or k.requires_grad or v.requires_grad:
-            return _Attention.apply(q, k, v, alibi_slopes, options, return_lse)
+            apply = _Attention.apply if _under_functorch() else _apply
+            return apply(q, k, v, alibi_slopes, options, return_lse)
     out, lse = _forward(q, k, v, alibi_slopes, options, return_lse)
     return (out, lse) if return_lse else out
 
@@ -144,17 +146,16 @@ class _Attention(torch.autograd.Function):
         return *gradients, None, None, None
 
 
+# Function.apply without its Python half, which serves functorch and takes 3 µs of the 12 of a call with gradients.
+_apply = super(torch.autograd.Function, _Attention).apply
+
+
 def _forward(q, k, v, alibi_slopes, options, with_lse):
     """(out, lse), where lse is None unless it is asked for."""
     try:
-        if q.shape[-1] == v.shape[-1]:
-            out = torch.empty_like(q, memory_format=_CONTIGUOUS)
-        else:
-            out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        lse = None
-        if with_lse:
-            batch, seqlen_q, heads_q, _ = q.shape
-            lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=q.device)
+        batch, seqlen_q, heads_q, _ = q.shape
+        out = q.new_empty(batch, seqlen_q, heads_q, v.shape[3])
+        lse = q.new_empty(batch, heads_q, seqlen_q, dtype=torch.float32) if with_lse else None
     except (IndexError, ValueError):
         _C.check(q, k, v, alibi_slopes, *options)  # the ranks are wrong: this says which and how
         raise
