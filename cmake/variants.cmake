@@ -5,6 +5,9 @@
 set(FLASHTILE_GENCODE_sm80 arch=compute_80,code=[sm_80,sm_90,compute_80])
 set(FLASHTILE_CUDA_ARCHITECTURES "sm_80, sm_90, compute_80")
 
+# What FLASHTILE_STRICT adds to every row that is not marked `may spill`.
+set(FLASHTILE_NO_SPILLS -Xptxas=--warn-on-spills,--warning-as-error)
+
 # Reads the rows `MACRO(arch, dtype, head_dim, M, N, stages, warps)` of `table` and generates a file from `template`
 # for each CUDA row. Appends the files to `out_sources`; those of rows that end in `// may spill: why` have the
 # source property FLASHTILE_MAY_SPILL.
@@ -38,7 +41,7 @@ function(flashtile_variant_sources table template out_sources)
   set(${out_sources} ${sources} PARENT_SCOPE)
 endfunction()
 
-# The object library `target` of all CUDA kernels.
+# The library `target` of all CUDA kernels.
 function(flashtile_add_kernels target)
   set(variants ${CMAKE_CURRENT_SOURCE_DIR}/cpp/variants)
   flashtile_variant_sources(${variants}/forward.def ${variants}/variant.cu.in sources)
@@ -53,7 +56,6 @@ function(flashtile_add_kernels target)
   )
   # The host side of the core calls the CUDA runtime: the headers are public, the library is linked statically.
   target_include_directories(${target} SYSTEM PUBLIC ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
-  # Host names of one unit must not meet those of another: the rows share templates, never objects.
   target_compile_options(${target} PRIVATE --expt-relaxed-constexpr --compress-mode=size)
   set_target_properties(${target} PROPERTIES CUDA_STANDARD 20 CUDA_ARCHITECTURES OFF JOB_POOL_COMPILE nvcc)
 
@@ -61,7 +63,7 @@ function(flashtile_add_kernels target)
     foreach(source IN LISTS sources)
       get_source_file_property(may_spill ${source} FLASHTILE_MAY_SPILL)
       if(NOT may_spill)
-        set_property(SOURCE ${source} APPEND PROPERTY COMPILE_OPTIONS -Xptxas=--warn-on-spills,--warning-as-error)
+        set_property(SOURCE ${source} APPEND PROPERTY COMPILE_OPTIONS ${FLASHTILE_NO_SPILLS})
       endif()
     endforeach()
   endif()

@@ -1,5 +1,6 @@
 // Is it legal? Every rule of the contract about arguments stands here, and a call that keeps them all pays only for
 // comparisons of integers: messages are built when one is broken.
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
 
@@ -73,13 +74,12 @@ struct Operand {
 
   const Operand& is_aligned() const {
     if (view.device.type != DeviceType::kCuda || view.empty()) return *this;
-    auto bits = reinterpret_cast<std::uintptr_t>(view.data);
+    if (reinterpret_cast<std::uintptr_t>(view.data) % kAlignment != 0)
+      refuse<Misaligned>("is at an address that is not a multiple of 16 bytes", "one on CUDA");
     for (int i = 0; i < view.rank - 1; ++i)
-      if (view.shape[i] > 1) bits |= static_cast<std::uintptr_t>(view.strides[i] * bytes_of(view.dtype));
-    if (bits % kAlignment != 0)
-      refuse<Misaligned>("has an address or strides " + shape_string(view.strides.data(), view.rank) +
-                             " that are not multiples of 16 bytes",
-                         "16-byte alignment on CUDA");
+      if (view.shape[i] > 1 && view.strides[i] * bytes_of(view.dtype) % kAlignment != 0)
+        refuse<Misaligned>("has strides " + shape_string(view.strides.data(), view.rank),
+                           "multiples of 16 bytes on CUDA");
     return *this;
   }
 
@@ -107,10 +107,13 @@ void check_sizes(const Operand& operand) {
       operand.refuse_shape(std::string("sizes ") + operand.sizes + " below 2^30");
 }
 
-void check_heads(const char* function, Size heads_q, Size heads_k) {
-  if (heads_k < 1 || heads_q % heads_k != 0)
-    refuse<InvalidArgument>(function, "q", "has H_q = " + std::to_string(heads_q) + " heads",
-                            "a multiple of H_k = " + std::to_string(heads_k) + ", at least 1, of k");
+void check_heads(const Operand& q, const Operand& k) {
+  const Size heads_q = q.view.shape[2];
+  const Size heads_k = k.view.shape[2];
+  if (heads_k < 1) k.refuse_shape("at least one head");
+  if (heads_q % heads_k != 0)
+    q.refuse("has H_q = " + std::to_string(heads_q) + " heads",
+             "a multiple of H_k = " + std::to_string(heads_k) + " of k");
 }
 
 void check_alibi_slopes(const char* function, const ForwardTensors& t) {
@@ -146,7 +149,7 @@ int window_distance(const char* function, const char* side, const std::optional<
 float finite(const char* function, const char* name, double value) {
   const auto narrowed = static_cast<float>(value);
   if (!std::isfinite(narrowed))
-    refuse<InvalidArgument>(function, name, "is " + std::to_string(value), "a finite float32 number");
+    refuse<InvalidArgument>(function, name, "is " + number_string(value), "a finite float32 number");
   return narrowed;
 }
 
@@ -170,7 +173,7 @@ Problem check_forward(const char* function, const ForwardTensors& t, const Optio
   v.has_shape({batch, seqlen_k, heads_k, head_dim_v});
   check_sizes(q);
   check_sizes(k);
-  check_heads(function, heads_q, heads_k);
+  check_heads(q, k);
   check_head_dim(q, "D");
   check_head_dim(v, "D_v");
   q.is_matrix_like(t.q);
@@ -197,7 +200,7 @@ Problem check_forward(const char* function, const ForwardTensors& t, const Optio
       options.scale ? finite(function, "scale", *options.scale) : 1.0f / std::sqrt(static_cast<float>(head_dim));
   problem.softcap = finite(function, "softcap", options.softcap);
   if (problem.softcap < 0)
-    refuse<InvalidArgument>(function, "softcap", "is " + std::to_string(options.softcap), "a number of at least 0");
+    refuse<InvalidArgument>(function, "softcap", "is " + number_string(options.softcap), "a number of at least 0");
   problem.alibi = t.alibi_slopes.given();
   return problem;
 }

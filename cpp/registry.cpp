@@ -4,14 +4,7 @@
 
 #include <array>
 
-#if __has_include("cpu/cpu.h")
 #include "cpu/cpu.h"
-#else
-namespace flashtile::cpu {
-constexpr ForwardKernel forward = nullptr;
-constexpr BackwardKernel backward = nullptr;
-}  // namespace flashtile::cpu
-#endif
 
 #define FLASHTILE_NAME(arch, dtype, head_dim, m, n, stages, warps) \
   arch##_##dtype##_d##head_dim##_m##m##_n##n##_s##stages##_w##warps
@@ -21,8 +14,8 @@ constexpr BackwardKernel backward = nullptr;
 
 // What to declare and what to list, by the first column.
 #define FLASHTILE_DECLARE_cpu(...)
-#define FLASHTILE_FORWARD_cpu(...) cpu::forward
-#define FLASHTILE_BACKWARD_cpu(...) cpu::backward
+#define FLASHTILE_FORWARD_cpu(...) &cpu::run_forward
+#define FLASHTILE_BACKWARD_cpu(...) &cpu::run_backward
 #ifdef FLASHTILE_WITH_CUDA
 #define FLASHTILE_DECLARE_sm80(...) \
   void FLASHTILE_LAUNCH_FORWARD(__VA_ARGS__)(const ForwardPlan&, const ForwardTensors&, void* workspace, Stream);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "cpu/cpu.h"
 #include "flashtile/flashtile.h"
 
 namespace flashtile {
@@ -22,20 +23,24 @@ constexpr const char* kSmallerTile = "the first row of this dtype that is wide e
                     "), expected compute capability 8.0 (Ampere) or newer");
 }
 
-/// Says what the device's rows do serve.
+/// Says what the rows of `arch` do serve.
 template <class Row>
 [[noreturn, gnu::cold]] void refuse_problem(const char* pass, const Problem& problem, Arch arch,
                                             std::span<const Row> rows) {
-  std::string served;
+  std::string dtypes;
+  int widest = 0;
   for (const Row& row : rows) {
+    if (row.variant.arch != arch) continue;
     const std::string dtype = name_of(row.variant.dtype);
-    if (row.variant.arch == arch && served.find(dtype) == served.npos) served += (served.empty() ? "" : " or ") + dtype;
+    if (dtypes.find(dtype) == dtypes.npos) dtypes += (dtypes.empty() ? "" : " or ") + dtype;
+    if (row.variant.dtype == problem.dtype) widest = std::max(widest, row.variant.head_dim);
   }
-  const std::string what = std::string(pass) + " on " + name_of(problem.device);
-  if (served.empty()) throw Unsupported(what + " is not available yet, expected tensors on the CPU");
-  throw Unsupported("q has dtype " + std::string(name_of(problem.dtype)) + " and head dimension " +
-                    std::to_string(problem.wider_head_dim()) + " for the " + what + ", expected " + served +
-                    " and at most 256");
+  const std::string place = " on " + name_of(problem.device);
+  if (dtypes.empty()) throw Unsupported("the " + std::string(pass) + place + " does not exist yet, expected cpu");
+  if (widest == 0)
+    throw Unsupported("q has dtype " + std::string(name_of(problem.dtype)) + place + ", expected " + dtypes);
+  throw Unsupported("q or v has head dimension " + std::to_string(problem.wider_head_dim()) + place +
+                    ", expected at most " + std::to_string(widest) + " (less where shared memory is short)");
 }
 
 int shared_memory(const ForwardRow& row) {
@@ -74,7 +79,7 @@ int grid_for(const Problem& problem, const DeviceInfo& device, std::int64_t tile
   }
   if (tiles > std::numeric_limits<int>::max())
     throw Unsupported("q has " + std::to_string(tiles) +
-                      " tiles (batch × heads × blocks of rows), expected below 2^31");
+                      " tiles (batch × heads × blocks of rows), expected fewer than 2^31");
   return static_cast<int>(tiles);
 }
 
@@ -89,6 +94,7 @@ ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device) {
   plan.tiles = std::int64_t{problem.batch} * problem.heads_q * ((problem.seqlen_q + v.tile_m - 1) / v.tile_m);
   plan.grid = grid_for(problem, device, plan.tiles, forward_cost(problem));
   plan.shared_memory = shared_memory(row);
+  if (v.arch == Arch::kCpu) plan.workspace_bytes = cpu::forward_workspace_bytes(problem, v, plan.grid);
   plan.why = why;
   plan.run = row.run;
   return plan;
@@ -102,6 +108,7 @@ BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
   plan.variant = v;
   plan.tiles = std::int64_t{problem.batch} * problem.heads_k * ((problem.seqlen_k + v.tile_n - 1) / v.tile_n);
   plan.grid = grid_for(problem, device, plan.tiles, backward_cost(problem));
+  if (v.arch == Arch::kCpu) plan.workspace_bytes = cpu::backward_workspace_bytes(problem, v, plan.grid);
   plan.why = why;
   plan.run = row.run;
   return plan;

@@ -1,0 +1,323 @@
+// Each rule about arguments, broken one at a time: the right exception, with the function, the argument, what was
+// found and what was expected.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <string>
+
+#include "flashtile/flashtile.h"
+
+namespace flashtile {
+namespace {
+
+alignas(16) char memory[64];  // never read: check looks at addresses only
+
+TensorView tensor(std::initializer_list<std::int64_t> shape, DType dtype = DType::kFloat16, Device device = {}) {
+  TensorView view;
+  view.data = memory;
+  view.dtype = dtype;
+  view.device = device;
+  view.rank = static_cast<int>(shape.size());
+  std::copy(shape.begin(), shape.end(), view.shape.begin());
+  std::int64_t stride = 1;
+  for (int i = view.rank - 1; i >= 0; stride *= view.shape[i--]) view.strides[i] = stride;
+  return view;
+}
+
+constexpr Device kGpu{DeviceType::kCuda, 0};
+
+struct Call {
+  BackwardTensors tensors;
+  Options options;
+  ForwardTensors& forward = tensors.forward;
+};
+
+/// B = 2, S_q = 90, S_k = 100, H_q = 8, H_k = 4, D = 64, D_v = 32.
+void with_call(Device device, const std::function<void(Call&)>& body) {
+  const DType dtype = DType::kFloat16;
+  Call call;
+  ForwardTensors& f = call.forward;
+  f.q = tensor({2, 90, 8, 64}, dtype, device);
+  f.k = tensor({2, 100, 4, 64}, dtype, device);
+  f.v = tensor({2, 100, 4, 32}, dtype, device);
+  f.alibi_slopes = tensor({8}, DType::kFloat32, device);
+  f.out = tensor({2, 90, 8, 32}, dtype, device);
+  f.lse = tensor({2, 8, 90}, DType::kFloat32, device);
+  call.tensors.dout = f.out;
+  call.tensors.dlse = f.lse;
+  call.tensors.dq = f.q;
+  call.tensors.dk = f.k;
+  call.tensors.dv = f.v;
+  body(call);
+}
+
+template <class Check>
+std::string kind_and_message(Check&& check) {
+  try {
+    check();
+  } catch (const InvalidType& error) {
+    return std::string("InvalidType: ") + error.what();
+  } catch (const InvalidArgument& error) {
+    return std::string("InvalidArgument: ") + error.what();
+  } catch (const Misaligned& error) {
+    return std::string("Misaligned: ") + error.what();
+  } catch (const Unsupported& error) {
+    return std::string("Unsupported: ") + error.what();
+  }
+  return "accepted";
+}
+
+std::string forward(const std::function<void(Call&)>& change, Device device = {}) {
+  std::string result;
+  with_call(device, [&](Call& call) {
+    change(call);
+    result = kind_and_message([&] { check_forward("attention", call.forward, call.options); });
+  });
+  return result;
+}
+
+std::string backward(const std::function<void(Call&)>& change, Device device = {}) {
+  std::string result;
+  with_call(device, [&](Call& call) {
+    change(call);
+    result = kind_and_message([&] { check_backward("attention", call.tensors, call.options); });
+  });
+  return result;
+}
+
+Problem accepted(const std::function<void(Call&)>& change) {
+  Problem problem;
+  with_call({}, [&](Call& call) {
+    change(call);
+    problem = check_forward("attention", call.forward, call.options);
+  });
+  return problem;
+}
+
+TEST(Check, ALegalCallBecomesItsProblem) {
+  const Problem p = accepted([](Call&) {});
+  const Problem expected{.batch = 2,
+                         .seqlen_q = 90,
+                         .seqlen_k = 100,
+                         .heads_q = 8,
+                         .heads_k = 4,
+                         .head_dim = 64,
+                         .head_dim_v = 32,
+                         .dtype = DType::kFloat16,
+                         .device = {},
+                         .band = Band::full(),
+                         .scale = 0.125f,
+                         .softcap = 0,
+                         .alibi = true};
+  EXPECT_EQ(p, expected);
+  EXPECT_EQ(backward([](Call&) {}), "accepted");
+  EXPECT_EQ(backward([](Call&) {}, kGpu), "accepted");
+}
+
+TEST(Check, OutputsSlopesAndDlseAreOptional) {
+  EXPECT_EQ(forward([](Call& c) { c.forward.out = c.forward.lse = c.forward.alibi_slopes = {}; }), "accepted");
+  EXPECT_FALSE(accepted([](Call& c) { c.forward.alibi_slopes = {}; }).alibi);
+  EXPECT_EQ(backward([](Call& c) { c.tensors.dlse = {}; }), "accepted");
+}
+
+TEST(Check, OptionsBecomeABand) {
+  EXPECT_EQ(accepted([](Call& c) { c.options.causal = true; }).band, Band::causal());
+  EXPECT_EQ(accepted([](Call& c) { c.options.window_left = 7; }).band, (Band{7, Band::kUnbounded}));
+  EXPECT_EQ(accepted([](Call& c) { c.options = {.causal = true, .window_left = 7, .window_right = 9}; }).band,
+            (Band{7, 0}));
+  EXPECT_EQ(accepted([](Call& c) { c.options.window_right = std::int64_t{1} << 40; }).band, Band::full());
+  EXPECT_EQ(accepted([](Call& c) { c.options.scale = -2.0; }).scale, -2.0f);
+}
+
+TEST(Check, EmptyTensorsAreLegal) {
+  EXPECT_EQ(forward([](Call& c) {
+              c.forward.q = tensor({2, 0, 8, 64});
+              c.forward.out = tensor({2, 0, 8, 32});
+              c.forward.lse = tensor({2, 8, 0}, DType::kFloat32);
+            }),
+            "accepted");
+  EXPECT_EQ(forward([](Call& c) {
+              c.forward.k = tensor({2, 0, 4, 64});
+              c.forward.v = tensor({2, 0, 4, 32});
+            }),
+            "accepted");
+}
+
+TEST(Check, Rank) {
+  EXPECT_EQ(forward([](Call& c) { c.forward.q = tensor({90, 8, 64}); }),
+            "InvalidArgument: attention: q has shape (90, 8, 64), expected 4 dimensions = (B, S_q, H_q, D)");
+  EXPECT_EQ(forward([](Call& c) { c.forward.v = tensor({2, 100}); }),
+            "InvalidArgument: attention: v has shape (2, 100), expected 4 dimensions = (B, S_k, H_k, D_v)");
+}
+
+TEST(Check, MissingTensor) {
+  EXPECT_EQ(forward([](Call& c) { c.forward.k = {}; }),
+            "InvalidType: attention: k is missing, expected a tensor (B, S_k, H_k, D)");
+  EXPECT_EQ(backward([](Call& c) { c.tensors.dout = {}; }),
+            "InvalidType: attention: dout is missing, expected a tensor (B, S_q, H_q, D_v)");
+}
+
+TEST(Check, Shapes) {
+  EXPECT_EQ(forward([](Call& c) { c.forward.k.shape[0] = 3; }),
+            "InvalidArgument: attention: k has shape (3, 100, 4, 64), expected (2, 100, 4, 64) = (B, S_k, H_k, D)");
+  EXPECT_EQ(forward([](Call& c) { c.forward.k.shape[3] = 72; }),
+            "InvalidArgument: attention: k has shape (2, 100, 4, 72), expected (2, 100, 4, 64) = (B, S_k, H_k, D)");
+  EXPECT_EQ(forward([](Call& c) { c.forward.v.shape[2] = 8; }),
+            "InvalidArgument: attention: v has shape (2, 100, 8, 32), expected (2, 100, 4, 32) = (B, S_k, H_k, D_v)");
+  EXPECT_EQ(forward([](Call& c) { c.forward.v.shape[1] = 99; }),
+            "InvalidArgument: attention: v has shape (2, 99, 4, 32), expected (2, 100, 4, 32) = (B, S_k, H_k, D_v)");
+}
+
+TEST(Check, DTypes) {
+  EXPECT_EQ(forward([](Call& c) { c.forward.q.dtype = DType::kOther; }),
+            "InvalidType: attention: q has a dtype that is not supported, expected float32, float16 or bfloat16");
+  EXPECT_EQ(forward([](Call& c) { c.forward.k.dtype = DType::kBFloat16; }),
+            "InvalidType: attention: k has dtype bfloat16, expected float16, as q");
+  EXPECT_EQ(forward([](Call& c) { c.forward.v.dtype = DType::kFloat32; }),
+            "InvalidType: attention: v has dtype float32, expected float16, as q");
+}
+
+TEST(Check, Devices) {
+  EXPECT_EQ(forward([](Call& c) { c.forward.v.device = kGpu; }),
+            "InvalidArgument: attention: v is on cuda:0, expected cpu, as q");
+  EXPECT_EQ(forward([](Call& c) { c.forward.k.device.index = 1; }, kGpu),
+            "InvalidArgument: attention: k is on cuda:1, expected cuda:0, as q");
+}
+
+TEST(Check, Heads) {
+  EXPECT_EQ(forward([](Call& c) { c.forward.q.shape[2] = 7; }),
+            "InvalidArgument: attention: q has H_q = 7 heads, expected a multiple of H_k = 4 of k");
+  EXPECT_EQ(forward([](Call& c) { c.forward.k.shape[2] = c.forward.v.shape[2] = 0; }),
+            "InvalidArgument: attention: k has shape (2, 100, 0, 64), expected at least one head");
+}
+
+TEST(Check, HeadDimensions) {
+  for (const int d : {0, 4, 100, 264, 512}) {
+    const std::string size = std::to_string(d);
+    EXPECT_EQ(forward([&](Call& c) { c.forward.q.shape[3] = c.forward.k.shape[3] = d; }),
+              "InvalidArgument: attention: q has shape (2, 90, 8, " + size +
+                  "), expected D to be a multiple of 8 from 8 to 256");
+    EXPECT_EQ(forward([&](Call& c) { c.forward.v.shape[3] = d; }),
+              "InvalidArgument: attention: v has shape (2, 100, 4, " + size +
+                  "), expected D_v to be a multiple of 8 from 8 to 256");
+  }
+}
+
+TEST(Check, Lengths) {
+  EXPECT_EQ(forward([](Call& c) { c.forward.q.shape[1] = 1 << 30; }),
+            "InvalidArgument: attention: q has shape (2, 1073741824, 8, 64), expected sizes (B, S_q, H_q, D) below "
+            "2^30");
+}
+
+TEST(Check, LastDimensionIsContiguous) {
+  EXPECT_EQ(forward([](Call& c) { c.forward.k.strides = {51200, 512, 128, 2}; }),
+            "InvalidArgument: attention: k has stride 2 in its last dimension, expected 1");
+  EXPECT_EQ(forward([](Call& c) { c.forward.k.strides = {0, 64, 6400, 1}; }), "accepted");  // any others are legal
+  EXPECT_EQ(forward([](Call& c) {
+              c.forward.q = tensor({2, 90, 1, 64});
+              c.forward.k = tensor({2, 100, 1, 64});
+              c.forward.v = tensor({2, 100, 1, 32});
+              c.forward.out = c.forward.lse = {};
+              c.forward.alibi_slopes = tensor({1}, DType::kFloat32);
+              c.forward.alibi_slopes.strides[0] = 17;  // of one element: no stride at all
+            }),
+            "accepted");
+}
+
+TEST(Check, Windows) {
+  EXPECT_EQ(forward([](Call& c) { c.options.window_left = -1; }),
+            "InvalidArgument: attention: window has left = -1, expected None or a distance of at least 0");
+  EXPECT_EQ(forward([](Call& c) { c.options.window_right = -5; }),
+            "InvalidArgument: attention: window has right = -5, expected None or a distance of at least 0");
+}
+
+TEST(Check, Numbers) {
+  EXPECT_EQ(forward([](Call& c) { c.options.scale = std::nan(""); }),
+            "InvalidArgument: attention: scale is nan, expected a finite float32 number");
+  EXPECT_EQ(forward([](Call& c) { c.options.scale = INFINITY; }),
+            "InvalidArgument: attention: scale is inf, expected a finite float32 number");
+  EXPECT_EQ(forward([](Call& c) { c.options.scale = 1e39; }),
+            "InvalidArgument: attention: scale is 1e+39, expected a finite float32 number");
+  EXPECT_EQ(forward([](Call& c) { c.options.softcap = std::nan(""); }),
+            "InvalidArgument: attention: softcap is nan, expected a finite float32 number");
+  EXPECT_EQ(forward([](Call& c) { c.options.softcap = -0.5; }),
+            "InvalidArgument: attention: softcap is -0.5, expected a number of at least 0");
+}
+
+TEST(Check, AlibiSlopes) {
+  EXPECT_EQ(forward([](Call& c) { c.forward.alibi_slopes = tensor({2, 8}, DType::kFloat32); }), "accepted");
+  EXPECT_EQ(forward([](Call& c) { c.forward.alibi_slopes = tensor({4}, DType::kFloat32); }),
+            "InvalidArgument: attention: alibi_slopes has shape (4,), expected (8,) = (H_q)");
+  EXPECT_EQ(forward([](Call& c) { c.forward.alibi_slopes = tensor({3, 8}, DType::kFloat32); }),
+            "InvalidArgument: attention: alibi_slopes has shape (3, 8), expected (2, 8) = (B, H_q)");
+  EXPECT_EQ(forward([](Call& c) { c.forward.alibi_slopes.dtype = DType::kFloat16; }),
+            "InvalidType: attention: alibi_slopes has dtype float16, expected float32");
+  EXPECT_EQ(forward([](Call& c) { c.forward.alibi_slopes.device = {}; }, kGpu),
+            "InvalidArgument: attention: alibi_slopes is on cpu, expected cuda:0, as q");
+}
+
+TEST(Check, OutAndLse) {
+  EXPECT_EQ(forward([](Call& c) { c.forward.out = c.forward.q; }),
+            "InvalidArgument: attention: out has shape (2, 90, 8, 64), expected (2, 90, 8, 32) = (B, S_q, H_q, D_v)");
+  EXPECT_EQ(forward([](Call& c) { c.forward.lse = tensor({2, 90, 8}, DType::kFloat32); }),
+            "InvalidArgument: attention: lse has shape (2, 90, 8), expected (2, 8, 90) = (B, H_q, S_q)");
+  EXPECT_EQ(forward([](Call& c) { c.forward.lse.dtype = DType::kFloat16; }),
+            "InvalidType: attention: lse has dtype float16, expected float32");
+  EXPECT_EQ(forward([](Call& c) { c.forward.lse.strides = {720, 1, 8}; }),
+            "InvalidArgument: attention: lse has strides (720, 1, 8), expected a contiguous tensor");
+}
+
+TEST(Check, GradientsLookLikeTheirTensors) {
+  EXPECT_EQ(backward([](Call& c) { c.tensors.dq.shape[1] = 91; }),
+            "InvalidArgument: attention: dq has shape (2, 91, 8, 64), expected (2, 90, 8, 64) = (B, S_q, H_q, D)");
+  EXPECT_EQ(backward([](Call& c) { c.tensors.dk.dtype = DType::kFloat32; }),
+            "InvalidType: attention: dk has dtype float32, expected float16, as q");
+  EXPECT_EQ(backward([](Call& c) { c.tensors.dv.strides[3] = 2; }),
+            "InvalidArgument: attention: dv has stride 2 in its last dimension, expected 1");
+  EXPECT_EQ(backward([](Call& c) { c.tensors.dlse.shape[2] = 1; }),
+            "InvalidArgument: attention: dlse has shape (2, 8, 1), expected (2, 8, 90) = (B, H_q, S_q)");
+  EXPECT_EQ(backward([](Call& c) { c.tensors.dout.device = kGpu; }),
+            "InvalidArgument: attention: dout is on cuda:0, expected cpu, as q");
+}
+
+TEST(Check, AlignmentOnCudaAlone) {
+  const auto shift = [](Call& c) { c.forward.k.data = memory + 2; };
+  EXPECT_EQ(forward(shift), "accepted");
+  EXPECT_EQ(forward(shift, kGpu),
+            "Misaligned: attention: k is at an address that is not a multiple of 16 bytes, expected one on CUDA");
+  EXPECT_EQ(forward([](Call& c) { c.forward.q.strides[1] = 516; }, kGpu),
+            "Misaligned: attention: q has strides (46080, 516, 64, 1), expected multiples of 16 bytes on CUDA");
+  EXPECT_EQ(backward([](Call& c) { c.tensors.dv.strides[0] += 1; }, kGpu),
+            "Misaligned: attention: dv has strides (12801, 128, 32, 1), expected multiples of 16 bytes on CUDA");
+}
+
+TEST(Check, StridesOfOneElementNeedNoAlignment) {
+  EXPECT_EQ(forward(
+                [](Call& c) {
+                  c.forward.q = tensor({1, 90, 8, 64}, DType::kFloat16, kGpu);
+                  c.forward.k = tensor({1, 100, 4, 64}, DType::kFloat16, kGpu);
+                  c.forward.v = tensor({1, 100, 4, 32}, DType::kFloat16, kGpu);
+                  c.forward.out = c.forward.lse = {};
+                  c.forward.q.strides[0] = 3;
+                },
+                kGpu),
+            "accepted");
+}
+
+TEST(Plan, NamesTheFunctionWhenSelectRefuses) {
+  with_call(kGpu, [](Call& call) {
+    const DeviceInfo old_gpu{.device = kGpu, .name = "Tesla T4", .compute_capability = 75};
+    EXPECT_EQ(kind_and_message([&] { plan_forward("attention", call.forward, call.options, old_gpu); }),
+              "Unsupported: attention: q is on cuda:0 (Tesla T4, compute capability 7.5), expected compute capability "
+              "8.0 (Ampere) or newer");
+    EXPECT_EQ(kind_and_message([&] {
+                plan_backward("attention backward", call.tensors, call.options, old_gpu);
+              }).substr(0, 32),
+              "Unsupported: attention backward:");
+  });
+}
+
+}  // namespace
+}  // namespace flashtile

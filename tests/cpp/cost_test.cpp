@@ -1,0 +1,54 @@
+#include <gtest/gtest.h>
+
+#include "flashtile/plan.h"
+
+namespace flashtile {
+namespace {
+
+TEST(Cost, VisibleElementsCountWhatTheMaskKeeps) {
+  Problem problem;
+  for (problem.seqlen_q = 0; problem.seqlen_q <= 9; ++problem.seqlen_q) {
+    for (problem.seqlen_k = 0; problem.seqlen_k <= 9; ++problem.seqlen_k) {
+      for (const int left : {0, 1, 3, 20, Band::kUnbounded}) {
+        for (const int right : {0, 1, 3, 20, Band::kUnbounded}) {
+          problem.band = {left, right};
+          std::int64_t kept = 0;
+          for (int i = 0; i < problem.seqlen_q; ++i)
+            for (int j = 0; j < problem.seqlen_k; ++j) kept += problem.band.keep(i, j, problem.lengths());
+          ASSERT_EQ(problem.visible_elements(), kept)
+              << problem.seqlen_q << " × " << problem.seqlen_k << ", window " << left << ", " << right;
+        }
+      }
+    }
+  }
+}
+
+TEST(Cost, VisibleElementsOfTheLargestProblem) {
+  constexpr std::int64_t kMost = (1 << 30) - 1;
+  Problem problem;
+  problem.seqlen_q = problem.seqlen_k = static_cast<int>(kMost);
+  EXPECT_EQ(problem.visible_elements(), kMost * kMost);
+  problem.band = Band::causal();
+  EXPECT_EQ(problem.visible_elements(), kMost * (kMost + 1) / 2);
+}
+
+TEST(Cost, CountsMatmulsAndTraffic) {
+  Problem problem;
+  problem.batch = 2;
+  problem.seqlen_q = 128;
+  problem.seqlen_k = 256;
+  problem.heads_q = 4;
+  problem.heads_k = 2;
+  problem.head_dim = 64;
+  problem.head_dim_v = 32;
+  problem.dtype = DType::kBFloat16;
+  const std::int64_t pairs = 2 * 4 * 128 * 256;
+  EXPECT_EQ(forward_cost(problem).flops, 2 * pairs * (64 + 32));
+  EXPECT_EQ(backward_cost(problem).flops, 2 * pairs * (3 * 64 + 2 * 32));
+  const std::int64_t q = 2 * 128 * 4 * 64, k = 2 * 256 * 2 * 64, v = 2 * 256 * 2 * 32, out = 2 * 128 * 4 * 32;
+  EXPECT_EQ(forward_cost(problem).bytes, 2 * (q + k + v + out) + 4 * 2 * 128 * 4);
+  EXPECT_GT(backward_cost(problem).bytes, forward_cost(problem).bytes);
+}
+
+}  // namespace
+}  // namespace flashtile

@@ -1,0 +1,101 @@
+"""Holds the direction of includes: each room of the C++ library knows the rooms below it, never those above or beside.
+
+python include_direction.py ROOT    lists what breaks the rule in the repository at ROOT, and fails if anything does
+python include_direction.py --self-test ROOT    plants violations in a copy and fails unless each is found
+"""
+
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+# Bottom first. Rooms of one line stand side by side and may not know each other; a room is a folder of
+# include/flashtile or one of its headers.
+LEVELS = [
+    {"macros", "error", "cuda_error", "tensor_view"},
+    {"variant", "sequence", "barrier"},
+    {"math", "load"},
+    {"problem"},
+    {"plan"},
+    {"params", "registry"},
+    {"flashtile"},
+    {"scheduler", "mainloop", "epilogue"},
+    {"kernel"},
+]
+LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+# Within the lowest line, errors of CUDA are errors.
+NEIGHBOURS = {("cuda_error", "error")}
+# Who besides the library itself may include what: (folder, pattern of allowed project includes).
+USERS = [
+    ("python/bindings", r"flashtile/(flashtile|error|plan|problem|registry|tensor_view|variant)\.h"),
+    ("cpp/cpu", r"flashtile/(?!kernel/|mainloop/|epilogue/|scheduler/).*"),
+]
+
+INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+
+def room_of(path: str) -> str:
+    """The room of "flashtile/math/mask.h" is math, that of "flashtile/plan.h" is plan."""
+    return path.removeprefix("flashtile/").split("/")[0].removesuffix(".h")
+
+
+def project_includes(file: Path) -> list[str]:
+    return [path for path in INCLUDE.findall(file.read_text()) if path.startswith("flashtile/")]
+
+
+def violations(root: Path) -> list[str]:
+    found = []
+    library = root / "include" / "flashtile"
+    for file in sorted(library.rglob("*.h")):
+        room = room_of(f"flashtile/{file.relative_to(library)}")
+        if room not in LEVEL_OF:
+            found.append(f"{file.relative_to(root)}: the room {room} has no level")
+            continue
+        for path in project_includes(file):
+            other = room_of(path)
+            if other == room or (room, other) in NEIGHBOURS:
+                continue
+            if other not in LEVEL_OF or LEVEL_OF[other] >= LEVEL_OF[room]:
+                found.append(f"{file.relative_to(root)}: {room} includes {path}, which is not below it")
+    for folder, allowed in USERS:
+        for file in sorted((root / folder).glob("*.*")):
+            for path in project_includes(file) if file.suffix in {".h", ".cpp"} else []:
+                if not re.fullmatch(allowed, path):
+                    found.append(f"{file.relative_to(root)}: {folder} may not include {path}")
+    return found
+
+
+def self_test(root: Path) -> list[str]:
+    """What goes unnoticed of the violations planted in a copy of the tree."""
+    planted = {
+        "include/flashtile/math/mask.h": "flashtile/plan.h",
+        "include/flashtile/tensor_view.h": "flashtile/problem.h",
+        "include/flashtile/mainloop/planted.h": "flashtile/kernel/planted.h",
+        "include/flashtile/epilogue/planted.h": "flashtile/mainloop/planted.h",
+        "include/flashtile/unheard_of/planted.h": "flashtile/error.h",
+        "python/bindings/planted.cpp": "flashtile/mainloop/planted.h",
+    }
+    unnoticed = []
+    for path, include in planted.items():
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder)
+            for part in ("include", "cpp", "python/bindings"):
+                shutil.copytree(root / part, copy / part)
+            file = copy / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text((file.read_text() if file.exists() else "") + f'#include "{include}"\n')
+            if not any(violation.startswith(path) for violation in violations(copy)):
+                unnoticed.append(f"{path} including {include}")
+    return unnoticed
+
+
+def main() -> int:
+    root = Path(sys.argv[-1])
+    problems = self_test(root) if "--self-test" in sys.argv else violations(root)
+    print("\n".join(problems) or "no violation")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

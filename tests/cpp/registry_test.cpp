@@ -1,0 +1,193 @@
+// The variant tables and select agree: every supported problem has a row, and every row has a problem.
+#include "flashtile/registry.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+#include <string>
+#include <vector>
+
+#include "flashtile/flashtile.h"
+
+namespace flashtile {
+namespace {
+
+constexpr int kKiB = 1024;
+
+DeviceInfo cpu(int threads = 4) {
+  return {.name = "a CPU", .threads = threads};
+}
+
+DeviceInfo gpu(int compute_capability, int shared_memory_kib) {
+  return {.device = {DeviceType::kCuda, 0},
+          .name = "a GPU",
+          .compute_capability = compute_capability,
+          .multiprocessors = 100,
+          .max_shared_memory = shared_memory_kib * kKiB};
+}
+
+/// One device of every kind that users have: the CUDA programming guide's table of shared memory per block.
+std::vector<DeviceInfo> devices() {
+  return {cpu(), gpu(80, 163), gpu(86, 99), gpu(87, 163), gpu(89, 99), gpu(90, 227), gpu(100, 227), gpu(120, 99)};
+}
+
+std::vector<DType> dtypes_of(const DeviceInfo& device) {
+  if (device.device.type == DeviceType::kCpu) return {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+  return {DType::kFloat16, DType::kBFloat16};
+}
+
+Problem problem_on(const DeviceInfo& device, DType dtype, int head_dim, int head_dim_v, int seqlen) {
+  return {.batch = 2,
+          .seqlen_q = seqlen,
+          .seqlen_k = seqlen,
+          .heads_q = 8,
+          .heads_k = 2,
+          .head_dim = head_dim,
+          .head_dim_v = head_dim_v,
+          .dtype = dtype,
+          .device = device.device,
+          .scale = 1};
+}
+
+/// Calls `visit(problem, device)` for every kind of problem that is documented as supported.
+template <class Visit>
+void for_each_supported(Visit&& visit) {
+  for (const DeviceInfo& device : devices())
+    for (const DType dtype : dtypes_of(device))
+      for (int d = 8; d <= 256; d += 8)
+        for (int d_v = 8; d_v <= 256; d_v += 8)
+          for (const int seqlen : {1, 130, 5000}) visit(problem_on(device, dtype, d, d_v, seqlen), device);
+}
+
+TEST(Registry, EverySupportedProblemHasARowThatFits) {
+  for_each_supported([](const Problem& problem, const DeviceInfo& device) {
+    const ForwardPlan plan = select_forward(problem, device);
+    ASSERT_EQ(plan.variant.dtype, problem.dtype);
+    ASSERT_GE(plan.variant.head_dim, problem.wider_head_dim());
+    ASSERT_LE(plan.shared_memory, device.max_shared_memory) << to_string(plan);
+    ASSERT_GE(plan.grid, 1);
+    ASSERT_STRNE(plan.why, "");
+    if (device.device.type != DeviceType::kCpu) return;
+    ASSERT_NE(plan.run, nullptr);
+    ASSERT_NE(select_backward(problem, device).run, nullptr);
+  });
+}
+
+TEST(Registry, EveryRowIsReached) {
+  std::set<std::string> reached;
+  for_each_supported([&](const Problem& problem, const DeviceInfo& device) {
+    reached.insert("forward " + name_of(select_forward(problem, device).variant));
+    if (device.device.type == DeviceType::kCpu)
+      reached.insert("backward " + name_of(select_backward(problem, device).variant));
+  });
+  for (const ForwardRow& row : forward_rows())
+    EXPECT_TRUE(reached.contains("forward " + name_of(row.variant))) << name_of(row.variant);
+  for (const BackwardRow& row : backward_rows())
+    EXPECT_TRUE(reached.contains("backward " + name_of(row.variant))) << name_of(row.variant);
+}
+
+TEST(Registry, RowsAreDistinct) {
+  std::set<std::string> names;
+  for (const ForwardRow& row : forward_rows()) EXPECT_TRUE(names.insert(name_of(row.variant)).second);
+}
+
+TEST(Registry, KernelsAreThereAsTheBuildSays) {
+  for (const ForwardRow& row : forward_rows())
+    EXPECT_EQ(row.run != nullptr, row.variant.arch == Arch::kCpu || built_with_cuda()) << name_of(row.variant);
+}
+
+TEST(Registry, NamesSayEveryField) {
+  const Variant variant{Arch::kSm80, DType::kBFloat16, 128, 64, 32, 2, 4};
+  EXPECT_EQ(name_of(variant), "sm80_bf16_d128_m64_n32_s2_w4");
+}
+
+TEST(Select, GridHasATilePerBlockOfRows) {
+  const DeviceInfo device = gpu(90, 227);
+  const ForwardPlan plan = select_forward(problem_on(device, DType::kFloat16, 64, 64, 1000), device);
+  const int blocks = (1000 + plan.variant.tile_m - 1) / plan.variant.tile_m;
+  EXPECT_EQ(plan.tiles, 2 * 8 * blocks);
+  EXPECT_EQ(plan.grid, plan.tiles);
+}
+
+TEST(Select, SmallWorkWakesFewThreads) {
+  const DeviceInfo device = cpu(64);
+  const ForwardPlan tiny = select_forward(problem_on(device, DType::kFloat32, 8, 8, 1), device);
+  EXPECT_EQ(tiny.grid, 1);
+  const ForwardPlan large = select_forward(problem_on(device, DType::kFloat32, 128, 128, 4096), device);
+  EXPECT_EQ(large.grid, 64);
+}
+
+TEST(Select, EmptyProblemsAreLegal) {
+  for (const DeviceInfo& device : devices()) {
+    Problem problem = problem_on(device, DType::kFloat16, 64, 64, 0);
+    EXPECT_EQ(select_forward(problem, device).tiles, 0);
+    problem.seqlen_q = 10;
+    EXPECT_GT(select_forward(problem, device).tiles, 0);  // rows that see nothing are written all the same
+  }
+}
+
+std::string refusal(const Problem& problem, const DeviceInfo& device) {
+  try {
+    select_forward(problem, device);
+  } catch (const Unsupported& error) {
+    return error.what();
+  }
+  return "none";
+}
+
+TEST(Select, RefusesAnOldGpu) {
+  const DeviceInfo device = gpu(75, 64);
+  EXPECT_EQ(refusal(problem_on(device, DType::kFloat16, 64, 64, 100), device),
+            "q is on cuda:0 (a GPU, compute capability 7.5), expected compute capability 8.0 (Ampere) or newer");
+}
+
+TEST(Select, RefusesFloat32OnCudaAndNamesTheNearest) {
+  const DeviceInfo device = gpu(90, 227);
+  EXPECT_EQ(refusal(problem_on(device, DType::kFloat32, 64, 64, 100), device),
+            "q has dtype float32 on cuda:0, expected float16 or bfloat16");
+}
+
+TEST(Select, RefusesAGridBeyondTheHardware) {
+  const DeviceInfo device = gpu(90, 227);
+  Problem problem = problem_on(device, DType::kFloat16, 64, 64, 1 << 20);
+  problem.batch = 1 << 20;
+  EXPECT_NE(refusal(problem, device).find("expected fewer than 2^31"), std::string::npos);
+}
+
+TEST(Select, RefusesTheCudaBackwardUntilItExists) {
+  const DeviceInfo device = gpu(90, 227);
+  for (const BackwardRow& row : backward_rows())
+    if (row.variant.arch != Arch::kCpu) GTEST_SKIP() << "there is one now";
+  EXPECT_THROW(select_backward(problem_on(device, DType::kFloat16, 64, 64, 100), device), Unsupported);
+}
+
+TEST(Plan, PrintsWhatWasDecided) {
+  const DeviceInfo device = gpu(90, 227);
+  const ForwardPlan plan = select_forward(problem_on(device, DType::kFloat16, 64, 64, 1000), device);
+  const std::string text = to_string(plan);
+  for (const std::string& part : {std::string("S_q=1000"), name_of(plan.variant), std::string(plan.why),
+                                  std::to_string(plan.grid), std::to_string(plan.shared_memory)})
+    EXPECT_NE(text.find(part), std::string::npos) << part << "\nin\n" << text;
+}
+
+TEST(Run, AKernelThatIsNotInTheBuildIsRefused) {
+  const DeviceInfo device = gpu(90, 227);
+  ForwardPlan plan = select_forward(problem_on(device, DType::kFloat16, 64, 64, 1000), device);
+  plan.run = nullptr;
+  ForwardTensors tensors;
+  tensors.out.rank = 4;
+  tensors.out.shape = {2, 1000, 8, 64};
+  EXPECT_THROW(run_forward(plan, tensors, nullptr, nullptr), Unsupported);
+  tensors.out.shape = {2, 0, 8, 64};
+  EXPECT_NO_THROW(run_forward(plan, tensors, nullptr, nullptr));  // nothing to write
+}
+
+TEST(DeviceInfo, KnowsTheCpu) {
+  const DeviceInfo& info = device_info({DeviceType::kCpu, 0});
+  EXPECT_FALSE(info.name.empty());
+  EXPECT_GE(info.threads, 1);
+  EXPECT_THROW(device_info({DeviceType::kOther, 0}), Unsupported);
+}
+
+}  // namespace
+}  // namespace flashtile
