@@ -16,16 +16,30 @@ struct Variant {
   int head_dim;  // the largest D and D_v that it serves
   int tile_m;    // query rows of a tile
   int tile_n;    // keys of a tile
-  int stages;    // K (and V) tiles in shared memory at a time
+  int stages;    // tiles of K and V in shared memory at a time, both together
   int warps;
 
   constexpr int threads() const { return warps * 32; }
   constexpr bool operator==(const Variant&) const = default;
 };
 
+/// Bytes of shared memory of a CUDA forward kernel: the tile of Q, and the ring of K and V tiles.
+constexpr int forward_shared_memory(const Variant& v) {
+  return bytes_of(v.dtype) * v.head_dim * (v.tile_m + v.stages * v.tile_n);
+}
+
 constexpr const char* name_of(Arch arch) {
   return arch == Arch::kCpu ? "cpu" : "sm80";
 }
+
+/// The words of the variant tables.
+namespace table {
+inline constexpr Arch cpu = Arch::kCpu;
+inline constexpr Arch sm80 = Arch::kSm80;
+inline constexpr DType f32 = DType::kFloat32;
+inline constexpr DType f16 = DType::kFloat16;
+inline constexpr DType bf16 = DType::kBFloat16;
+}  // namespace table
 
 /// "sm80_bf16_d128_m128_n64_s2_w4"
 std::string name_of(const Variant& variant);

@@ -22,7 +22,8 @@ struct ScoreMap {
   float inner = 0;  // 0: no softcap
 
   static ScoreMap of(float scale, float softcap) {
-    if (softcap > 0) return {softcap * kLog2e, scale / softcap};
+    // With a scale of 0, or next to it, tanh is linear.
+    if (softcap > 0 && scale / softcap != 0) return {softcap * kLog2e, scale / softcap};
     return {scale * kLog2e, 0};
   }
 

@@ -17,16 +17,15 @@ struct RowState {
   float reference_log2 = -kInfinity;
   float sum = 0;
 
-  /// Natural-log lse; −inf for a row that saw nothing.
-  FLASHTILE_HOST_DEVICE float lse() const { return sum > 0 ? (reference_log2 + log2f(sum)) * kLn2 : -kInfinity; }
+  /// Natural-log lse; −inf for a row that saw nothing. A NaN among the scores makes it NaN.
+  FLASHTILE_HOST_DEVICE float lse() const { return sum == 0 ? -kInfinity : (reference_log2 + log2f(sum)) * kLn2; }
 
   /// What the accumulated output is multiplied with at the end: 0 for a row that saw nothing.
-  FLASHTILE_HOST_DEVICE float normaliser() const { return sum > 0 ? 1.0f / sum : 0.0f; }
+  FLASHTILE_HOST_DEVICE float normaliser() const { return sum == 0 ? 0.0f : 1.0f / sum; }
 
   /// Moves to a new reference; returns the factor for everything accumulated under the old one.
   FLASHTILE_HOST_DEVICE float rebase(float new_reference_log2) {
-    const float factor =
-        reference_log2 == new_reference_log2 ? 1.0f : (sum > 0 ? exp2f(reference_log2 - new_reference_log2) : 0.0f);
+    const float factor = reference_log2 == new_reference_log2 ? 1.0f : exp2f(reference_log2 - new_reference_log2);
     reference_log2 = new_reference_log2;
     sum *= factor;
     return factor;

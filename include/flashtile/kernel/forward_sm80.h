@@ -1,0 +1,52 @@
+// The forward kernel for Ampere and later: one thread block per tile of query rows.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cute/tensor.hpp>
+
+#include "flashtile/cuda_error.h"
+#include "flashtile/epilogue/final.h"
+#include "flashtile/kernel/params.h"
+#include "flashtile/mainloop/forward_sm80.h"
+
+namespace flashtile {
+
+/// `Row` is a type with a `static constexpr Variant kVariant`: nvcc's host stubs cannot spell a class-type template
+/// argument of a kernel.
+template <class Row>
+__global__ void __launch_bounds__(Row::kVariant.threads()) forward_sm80(const __grid_constant__ ForwardParams params) {
+  using namespace cute;
+  using Mainloop = ForwardMainloopSm80<Row::kVariant>;
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
+  const int thread = threadIdx.x;
+  const TileCoord tile = params.scheduler.tile(blockIdx.x);
+
+  const int first_row = tile.m_block * Mainloop::kM;
+  const Range rows = {first_row, min(first_row + Mainloop::kM, params.lengths.q)};
+  const TileRanges key_tiles = params.band.tiles(rows, Mainloop::kN, params.lengths);
+
+  // An increasing linear score map is folded into the exponent; any other is applied to each score first.
+  const bool folded = params.score_map.order_preserving() && params.alibi_slopes == nullptr;
+  typename Mainloop::Softmax softmax(folded ? params.score_map.outer_log2 : 1.0f);
+  Tensor tOrO = partition_fragment_C(typename Mainloop::TiledMma{},
+                                     Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDim>>{});  // (mma, m, head_dim)
+  clear(tOrO);
+  if (!key_tiles.visible.empty()) Mainloop{params, shared, tile, key_tiles, thread}.run(tOrO, softmax, folded);
+  FinalEpilogue<Mainloop>::store(params, tile, tOrO, softmax, shared.q, thread);
+}
+
+template <class Row>
+void launch_forward_sm80(const ForwardPlan& plan, const ForwardTensors& tensors, Stream stream) {
+  using Storage = typename ForwardMainloopSm80<Row::kVariant>::SharedStorage;
+  static_assert(sizeof(Storage) == forward_shared_memory(Row::kVariant));
+  static std::atomic<std::uint64_t> devices_prepared{0};
+  const auto kernel = forward_sm80<Row>;
+  allow_shared_memory(kernel, plan.shared_memory, plan.problem.device.index, devices_prepared);
+  kernel<<<plan.grid, Row::kVariant.threads(), plan.shared_memory, static_cast<cudaStream_t>(stream)>>>(
+      ForwardParams::of(plan, tensors));
+  throw_on_error(cudaGetLastError(), "launch of the forward kernel");
+}
+
+}  // namespace flashtile

@@ -1,0 +1,69 @@
+// What a forward kernel is launched with: pointers, strides and run-time options, flattened from plan and tensors.
+#pragma once
+
+#include <cstdint>
+
+#include "flashtile/math/mask.h"
+#include "flashtile/math/softmax.h"
+#include "flashtile/plan.h"
+#include "flashtile/scheduler/single.h"
+
+namespace flashtile {
+
+/// Strides in elements of a (B, S, H, D) tensor whose last dimension is contiguous.
+struct Strides {
+  std::int64_t batch = 0;
+  std::int64_t row = 0;
+  std::int64_t head = 0;
+
+  static Strides of(const TensorView& t) { return {t.strides[0], t.strides[1], t.strides[2]}; }
+};
+
+struct ForwardParams {
+  const void* q;              // (B, S_q, H_q, D)
+  const void* k;              // (B, S_k, H_k, D)
+  const void* v;              // (B, S_k, H_k, D_v)
+  void* out;                  // (B, S_q, H_q, D_v)
+  float* lse;                 // (B, H_q, S_q) contiguous, or null
+  const float* alibi_slopes;  // one per (batch, query head), or null
+  Strides q_strides, k_strides, v_strides, out_strides;
+  std::int64_t alibi_batch_stride, alibi_head_stride;
+  Lengths lengths;
+  Band band;
+  ScoreMap score_map;
+  int heads;     // query heads
+  int group;     // query heads per KV head
+  int head_dim;  // of Q and K
+  int head_dim_v;
+  SingleTileScheduler scheduler;
+
+  static ForwardParams of(const ForwardPlan& plan, const ForwardTensors& t) {
+    const Problem& p = plan.problem;
+    const TensorView& slopes = t.alibi_slopes;
+    const int m_blocks = (p.seqlen_q + plan.variant.tile_m - 1) / plan.variant.tile_m;
+    return {
+        .q = t.q.data,
+        .k = t.k.data,
+        .v = t.v.data,
+        .out = t.out.data,
+        .lse = t.lse.given() ? static_cast<float*>(t.lse.data) : nullptr,
+        .alibi_slopes = slopes.given() ? static_cast<const float*>(slopes.data) : nullptr,
+        .q_strides = Strides::of(t.q),
+        .k_strides = Strides::of(t.k),
+        .v_strides = Strides::of(t.v),
+        .out_strides = Strides::of(t.out),
+        .alibi_batch_stride = slopes.rank == 2 ? slopes.strides[0] : 0,
+        .alibi_head_stride = slopes.given() ? slopes.strides[slopes.rank - 1] : 0,
+        .lengths = p.lengths(),
+        .band = p.band,
+        .score_map = ScoreMap::of(p.scale, p.softcap),
+        .heads = p.heads_q,
+        .group = p.group(),
+        .head_dim = p.head_dim,
+        .head_dim_v = p.head_dim_v,
+        .scheduler = {p.heads_q, m_blocks},
+    };
+  }
+};
+
+}  // namespace flashtile

@@ -1,0 +1,248 @@
+// One tile of query rows against all keys it sees, on mma.sync tensor cores (FlashAttention-2, Dao 2023).
+//
+// Split-Q: each warp owns whole rows of Q, so that softmax and P·V need no traffic between warps. K and V tiles pass
+// through a ring of shared-memory stages filled by cp.async; scores stay in registers, where they become the A operand
+// of P·V.
+#pragma once
+
+#include <cutlass/numeric_conversion.h>
+
+#include <cute/tensor.hpp>
+
+#include "flashtile/kernel/params.h"
+#include "flashtile/load/cp_async.h"
+#include "flashtile/math/online_softmax.h"
+#include "flashtile/variant.h"
+
+namespace flashtile {
+
+template <Variant kV>
+struct ForwardMainloopSm80 {
+  static constexpr int kM = kV.tile_m;
+  static constexpr int kN = kV.tile_n;
+  static constexpr int kHeadDim = kV.head_dim;
+  static constexpr int kStages = kV.stages;
+  static constexpr int kThreads = kV.threads();
+  static_assert(kM % (16 * kV.warps) == 0 && kN % 16 == 0 && kHeadDim % 32 == 0 && kStages >= 2);
+
+  using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
+  using MmaAtom = std::conditional_t<kV.dtype == DType::kFloat16, cute::SM80_16x8x16_F32F16F16F32_TN,
+                                     cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+  using TiledMma =
+      cute::TiledMMA<cute::MMA_Atom<MmaAtom>, cute::Layout<cute::Shape<cute::Int<kV.warps>, cute::_1, cute::_1>>,
+                     cute::Tile<cute::Int<16 * kV.warps>, cute::_16, cute::_16>>;
+
+  // Rows of 128 bytes (64 where the head dimension is no multiple of 64) with their 16-byte chunks swizzled, so that
+  // the eight rows of one ldmatrix lie in different banks.
+  static constexpr int kAtomColumns = kHeadDim % 64 == 0 ? 64 : 32;
+  using SmemAtom = decltype(cute::composition(
+      cute::Swizzle<kAtomColumns == 64 ? 3 : 2, 3, 3>{},
+      cute::Layout<cute::Shape<cute::_8, cute::Int<kAtomColumns>>, cute::Stride<cute::Int<kAtomColumns>, cute::_1>>{}));
+  using SmemLayoutQ = decltype(cute::tile_to_shape(SmemAtom{}, cute::Shape<cute::Int<kM>, cute::Int<kHeadDim>>{}));
+  using SmemLayoutKV = decltype(cute::tile_to_shape(SmemAtom{}, cute::Shape<cute::Int<kN>, cute::Int<kHeadDim>>{}));
+  using SmemLayoutVt = decltype(cute::composition(
+      SmemLayoutKV{},
+      cute::Layout<cute::Shape<cute::Int<kHeadDim>, cute::Int<kN>>, cute::Stride<cute::Int<kN>, cute::_1>>{}));
+  using VtFragmentLayout = cute::Layout<cute::Shape<cute::Int<kHeadDim>, cute::Int<kN>>>;  // shape alone matters
+  using Load = CpAsyncTile<Element, kAtomColumns, kThreads>;
+
+  static_assert(kM % Load::kRowsPerPass == 0 && kN % Load::kRowsPerPass == 0);
+
+  struct SharedStorage {
+    alignas(128) Element q[kM * kHeadDim];
+    alignas(128) Element ring[kStages][kN * kHeadDim];
+  };
+
+  // With four stages, one barrier serves K and V of a key tile; with fewer, each has its own.
+  static constexpr int kStepsPerBarrier = kStages >= 4 ? 2 : 1;
+
+  static constexpr int kRowsPerThread = kM / (8 * kV.warps);
+  using Softmax = OnlineSoftmax<kRowsPerThread>;
+
+  // Where registers allow, Q is read from shared memory once, not again for every key tile.
+  static constexpr bool kKeepQ = kHeadDim <= 64;
+
+  ForwardParams const& params;
+  SharedStorage& shared;
+  TileCoord tile;
+  TileRanges key_tiles;
+  int thread;
+
+  CUTE_DEVICE void load_q() const {
+    using namespace cute;
+    const int row = tile.m_block * kM;
+    Load::load(head_tile<kM, kHeadDim, Element>(params.q, params.q_strides, tile.batch, tile.head, row),
+               make_tensor(make_smem_ptr(shared.q), SmemLayoutQ{}), params.lengths.q - row, params.head_dim, thread);
+  }
+
+  // K and V tiles alternate through the ring: step 0 from a key tile is its K, step 1 its V, step 2 the next tile's K.
+  static constexpr int kStepK = 0;
+  static constexpr int kStepV = 1;
+
+  template <int kStep>
+  CUTE_DEVICE Element* stage(int n_block) const {
+    return shared.ring[(2 * (n_block - key_tiles.visible.begin) + kStep) % kStages];
+  }
+
+  template <int kStep>
+  CUTE_DEVICE void load_step(int n_block) const {
+    using namespace cute;
+    constexpr bool kIsK = kStep % 2 == kStepK;
+    const int block = n_block + kStep / 2;
+    if (block < key_tiles.visible.end) {
+      Load::load(
+          head_tile<kN, kHeadDim, Element>(kIsK ? params.k : params.v, kIsK ? params.k_strides : params.v_strides,
+                                           tile.batch, tile.head / params.group, block * kN),
+          make_tensor(make_smem_ptr(stage<kStep>(n_block)), SmemLayoutKV{}), params.lengths.k - block * kN,
+          kIsK ? params.head_dim : params.head_dim_v, thread);
+    }
+    cp_async_fence();
+  }
+
+  /// The memory of K or V of a key tile, once it has landed. Every kStepsPerBarrier steps, waits for that many tiles
+  /// and refills as many stages.
+  template <int kStep>
+  CUTE_DEVICE Element* acquire(int n_block) const {
+    using namespace cute;
+    if constexpr (kStep % kStepsPerBarrier == 0) {
+      cp_async_wait<kStages - 2 * kStepsPerBarrier>();
+      __syncthreads();  // the tiles are visible to every warp, and no warp still reads those of the steps before
+      for_each(make_int_sequence<kStepsPerBarrier>{},
+               [&](auto i) { load_step<kStep + kStages - kStepsPerBarrier + i>(n_block); });
+    }
+    return stage<kStep>(n_block);
+  }
+
+  /// Applies a score map that cannot be folded into the exponent. `scores` is (row, column), `coord` its place.
+  template <class Scores, class Coord>
+  CUTE_DEVICE void map_scores(Scores& scores, Coord const& coord, int n_block) const {
+    using namespace cute;
+    const ScoreMap map = params.score_map;
+    if (map.capped()) {
+      CUTE_UNROLL
+      for (int i = 0; i < size(scores); ++i) scores(i) = tanhf(map.inner * scores(i));
+    }
+    const float slope_log2 =
+        params.alibi_slopes
+            ? kLog2e *
+                  params.alibi_slopes[tile.batch * params.alibi_batch_stride + tile.head * params.alibi_head_stride]
+            : 0.0f;
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(scores); ++r) {
+      const int to_diagonal = n_block * kN - params.lengths.diagonal(tile.m_block * kM + get<0>(coord(r, 0)));
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) {
+        const float distance = fabsf(float(to_diagonal + get<1>(coord(r, c))));
+        scores(r, c) = map.outer_log2 * scores(r, c) - slope_log2 * distance;
+      }
+    }
+  }
+
+  /// Hides what the band does not show of an edge tile.
+  template <class Scores, class Coord>
+  CUTE_DEVICE void mask_scores(Scores& scores, Coord const& coord, int n_block) const {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(scores); ++r) {
+      const Range visible = params.band.columns(tile.m_block * kM + get<0>(coord(r, 0)), params.lengths);
+      const int first_column = n_block * kN + get<1>(coord(r, 0));
+      const int begin = visible.begin - first_column;
+      const int end = visible.end - first_column;
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) {
+        const int column = get<1>(coord(Int<0>{}, c)) - get<1>(coord(Int<0>{}, Int<0>{}));
+        if (column < begin || column >= end) scores(r, c) = -kInfinity;
+      }
+    }
+  }
+
+  /// Accumulates P·V of all visible keys into `tOrO` (mma, m, head_dim) and their weights into the softmax state.
+  template <class Accumulator>
+  CUTE_DEVICE void run(Accumulator& tOrO, Softmax& softmax, bool folded) const {
+    using namespace cute;
+    TiledMma mma;
+    auto mma_thread = mma.get_slice(thread);
+    auto copy_q = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, mma);
+    auto copy_k = make_tiled_copy_B(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, mma);
+    auto copy_v = make_tiled_copy_B(Copy_Atom<SM75_U16x8_LDSM_T, Element>{}, mma);
+    auto copy_q_thread = copy_q.get_slice(thread);
+    auto copy_k_thread = copy_k.get_slice(thread);
+    auto copy_v_thread = copy_v.get_slice(thread);
+
+    Tensor sQ = make_tensor(make_smem_ptr(shared.q), SmemLayoutQ{});  // (M, head_dim)
+    Tensor tSsQ = copy_q_thread.partition_S(sQ);                      // (copy, m, k)
+    Tensor tSrQ = mma_thread.partition_fragment_A(sQ);                // (mma, m, k)
+    Tensor tSrQ_copy = copy_q_thread.retile_D(tSrQ);                  // (copy, m, k)
+    Tensor cS = make_identity_tensor(Shape<Int<kM>, Int<kN>>{});      // (M, N)
+    Tensor tScS = rows_and_columns(mma_thread.partition_C(cS));       // (row, column)
+    Tensor rows_of_o = rows_and_columns(tOrO);                        // (row, head_dim)
+
+    load_q();
+    for_each(make_int_sequence<kStages - kStepsPerBarrier>{},
+             [&](auto step) { load_step<step>(key_tiles.visible.begin); });
+
+    CUTE_NO_UNROLL
+    for (int n_block = key_tiles.visible.begin; n_block < key_tiles.visible.end; ++n_block) {
+      Tensor sK = make_tensor(make_smem_ptr(acquire<kStepK>(n_block)), SmemLayoutKV{});  // (N, head_dim)
+      if (kKeepQ && n_block == key_tiles.visible.begin) copy(copy_q, tSsQ, tSrQ_copy);
+      Tensor tSsK = copy_k_thread.partition_S(sK);         // (copy, n, k)
+      Tensor tSrK = mma_thread.partition_fragment_B(sK);   // (mma, n, k)
+      Tensor tSrK_copy = copy_k_thread.retile_D(tSrK);     // (copy, n, k)
+      Tensor tSrS = partition_fragment_C(mma, shape(cS));  // (mma, m, n)
+      clear(tSrS);
+      CUTE_UNROLL
+      for (int k = 0; k < size<2>(tSrQ); ++k) {
+        if (!kKeepQ) copy(copy_q, tSsQ(_, _, k), tSrQ_copy(_, _, k));
+        copy(copy_k, tSsK(_, _, k), tSrK_copy(_, _, k));
+        gemm(mma, tSrQ(_, _, k), tSrK(_, _, k), tSrS);
+      }
+
+      Tensor scores = rows_and_columns(tSrS);  // (row, column)
+      const bool edge = !key_tiles.interior.contains(n_block);
+      if (edge || !folded) [[unlikely]] {
+        if (!folded) map_scores(scores, tScS, n_block);
+        if (edge) mask_scores(scores, tScS, n_block);
+      }
+      softmax.fit(scores, [&](int r, float factor) {
+        CUTE_UNROLL
+        for (int c = 0; c < size<1>(rows_of_o); ++c) rows_of_o(r, c) *= factor;
+      });
+
+      Tensor sVt = make_tensor(make_smem_ptr(acquire<kStepV>(n_block)), SmemLayoutVt{});  // (head_dim, N)
+      Tensor tOsV = copy_v_thread.partition_S(sVt);                                       // (copy, head_dim, k)
+      Tensor tOrV = mma_thread.partition_fragment_B(make_tensor(sVt.data(), VtFragmentLayout{}));  // (mma, head_dim, k)
+      Tensor tOrV_copy = copy_v_thread.retile_D(tOrV);  // (copy, head_dim, k)
+      CUTE_UNROLL
+      for (int k = 0; k < size<2>(tOrV); ++k) {
+        copy(copy_v, tOsV(_, _, k), tOrV_copy(_, _, k));
+        Tensor tSrS_k = n16_block(tSrS, k);  // (mma, m, 2)
+        softmax.exponentiate(rows_and_columns(tSrS_k));
+        gemm(mma, as_operand_a(tSrS_k), tOrV(_, _, k), tOrO);
+      }
+    }
+  }
+
+  /// Two neighbouring n8 blocks of an accumulator (mma, m, n).
+  template <class Accumulator>
+  CUTE_DEVICE static auto n16_block(Accumulator& acc, int k) {
+    using namespace cute;
+    return logical_divide(acc, Shape<Underscore, Underscore, _2>{})(_, _, make_coord(_, k));
+  }
+
+  /// float32 accumulators ((2, 2), m, 2) of one n16 block as the A operand ((2, 2, 2), m) in Element.
+  template <class Accumulator>
+  CUTE_DEVICE static auto as_operand_a(Accumulator const& acc) {
+    using namespace cute;
+    Tensor rounded = make_fragment_like<Element>(acc);
+    CUTE_UNROLL
+    for (int i = 0; i < size(acc); i += 2) {
+      const auto pair = cutlass::NumericArrayConverter<Element, float, 2>::convert({acc(i), acc(i + 1)});
+      rounded(i) = pair[0];
+      rounded(i + 1) = pair[1];
+    }
+    auto l = rounded.layout();
+    return make_tensor(rounded.data(), make_layout(make_layout(get<0>(l), get<2>(l)), get<1>(l)));
+  }
+};
+
+}  // namespace flashtile
