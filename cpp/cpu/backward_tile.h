@@ -172,14 +172,20 @@ void backward_tile(const BackwardTile& t) {
   }
 }
 
-/// A square of the caller's elements with a register for each column; 0 past the last row and column.
+/// A square of the caller's elements as words, a register for each column of words; 0 past the last row and column.
 template <class T>
-FLASHTILE_INLINE void load_columns(Vec (&square)[kLanes], HeadRows source, int row, int rows, int column, int columns) {
+FLASHTILE_INLINE void load_columns(Vec (&square)[kLanes], HeadRows source, int row, int rows, int word, int words) {
+  constexpr int kPerWord = elements_per_step(kProductOf<T>);
   for (int i = 0; i < kLanes; ++i) {
     float values[kLanes] = {};
     if (row + i < rows) {
-      const T* const from = static_cast<const T*>(source.data) + (row + i) * source.stride + column;
-      for (int j = 0; j < min(kLanes, columns - column); ++j) values[j] = widen(from[j]);
+      const T* const from = static_cast<const T*>(source.data) + (row + i) * source.stride + word * kPerWord;
+      const int count = min(kLanes, words - word);
+      if constexpr (kPerWord == 2) {
+        std::memcpy(values, from, sizeof(float) * count);
+      } else {
+        for (int j = 0; j < count; ++j) values[j] = widen(from[j]);
+      }
     }
     square[i] = load(values);
   }
@@ -189,13 +195,14 @@ FLASHTILE_INLINE void load_columns(Vec (&square)[kLanes], HeadRows source, int r
 /// Sums in the order in which block() sums dO·V: where a row sees one key only, dP − delta is exactly 0.
 template <class T>
 void row_dots(float* sums, HeadRows a, HeadRows b, int rows, int columns) {
+  const int words = columns / elements_per_step(kProductOf<T>);
   for (int row = 0; row < rows; row += kLanes) {
     Vec sum{};
-    for (int column = 0; column < columns; column += kLanes) {
+    for (int word = 0; word < words; word += kLanes) {
       Vec x[kLanes], y[kLanes];
-      load_columns<T>(x, a, row, rows, column, columns);
-      load_columns<T>(y, b, row, rows, column, columns);
-      for (int i = 0; i < kLanes; ++i) sum = sum + x[i] * y[i];
+      load_columns<T>(x, a, row, rows, word, words);
+      load_columns<T>(y, b, row, rows, word, words);
+      for (int i = 0; i < kLanes; ++i) sum = multiply_add<kProductOf<T>>(sum, x[i], y[i]);
     }
     for (int i = 0; i < min(kLanes, rows - row); ++i) sums[row + i] = sum[i];
   }

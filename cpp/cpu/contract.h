@@ -49,33 +49,42 @@ FLASHTILE_INLINE int min(int a, int b) {
   return a < b ? a : b;
 }
 
+template <Product kProduct>
+FLASHTILE_INLINE Vec multiply_add(Vec sum, Vec a, Vec b) {
+  return kProduct == Product::kPairs ? dot_pairs(sum, a, b) : sum + a * b;
+}
+
+// Loops over a block of C, unrolled so that it lives in registers.
+#define FLASHTILE_EACH_ROW _Pragma("GCC unroll 8") for (int i = 0; i < kRows; ++i)
+#define FLASHTILE_EACH_VECTOR _Pragma("GCC unroll 8") for (int j = 0; j < kVectors; ++j)
+
 template <Product kProduct, Order kOrder, int kRows, int kVectors>
 void block(const Contraction& t, int row, int column, Range steps, const float* b) {
   Vec c[kRows][kVectors];
-  float* const target = t.c + static_cast<std::int64_t>(row) * t.c_stride + column;
-  for (int i = 0; i < kRows; ++i) {
-    for (int j = 0; j < kVectors; ++j) {
-      c[i][j] = t.accumulate ? load(target + i * t.c_stride + j * kLanes) : Vec{};
-      if (t.factor != nullptr) c[i][j] *= t.factor[row + i];
-    }
+  const std::int64_t c_stride = t.c_stride;
+  float* const target = t.c + row * c_stride + column;
+  if (t.accumulate) {
+    FLASHTILE_EACH_ROW FLASHTILE_EACH_VECTOR c[i][j] = load(target + i * c_stride + j * kLanes);
+  } else {
+    FLASHTILE_EACH_ROW FLASHTILE_EACH_VECTOR c[i][j] = Vec{};
+  }
+  if (t.factor != nullptr) {
+    FLASHTILE_EACH_ROW FLASHTILE_EACH_VECTOR c[i][j] *= t.factor[row + i];
   }
   const std::int64_t a_row = kOrder == Order::kRows ? t.a_stride : 1;
   const std::int64_t a_step = kOrder == Order::kRows ? 1 : t.a_stride;
+  const std::int64_t b_step = t.b_stride;
   const float* a = t.a + row * a_row + steps.begin * a_step;
-  b += static_cast<std::int64_t>(steps.begin) * t.b_stride + column;
-  for (int step = steps.begin; step < steps.end; ++step, a += a_step, b += t.b_stride) {
+  b += steps.begin * b_step + column;
+  for (int step = steps.begin; step < steps.end; ++step, a += a_step, b += b_step) {
     Vec b_row[kVectors];
-    for (int j = 0; j < kVectors; ++j) b_row[j] = load(b + j * kLanes);
-    for (int i = 0; i < kRows; ++i) {
+    FLASHTILE_EACH_VECTOR b_row[j] = load(b + j * kLanes);
+    FLASHTILE_EACH_ROW {
       const Vec word = splat(a[i * a_row]);
-      for (int j = 0; j < kVectors; ++j) {
-        c[i][j] = kProduct == Product::kPairs ? dot_pairs(c[i][j], word, b_row[j]) : c[i][j] + word * b_row[j];
-      }
+      FLASHTILE_EACH_VECTOR c[i][j] = multiply_add<kProduct>(c[i][j], word, b_row[j]);
     }
   }
-  for (int i = 0; i < kRows; ++i) {
-    for (int j = 0; j < kVectors; ++j) store(target + i * t.c_stride + j * kLanes, c[i][j]);
-  }
+  FLASHTILE_EACH_ROW FLASHTILE_EACH_VECTOR store(target + i * c_stride + j * kLanes, c[i][j]);
 }
 
 using Block = void (*)(const Contraction&, int row, int column, Range steps, const float* b);

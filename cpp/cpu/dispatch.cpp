@@ -18,7 +18,7 @@ namespace {
 std::vector<InstructionSet> detect() {
   std::vector<InstructionSet> sets{InstructionSet::kBaseline};
 #if defined(__x86_64__)
-  if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))) {
+  if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))) {
     return sets;
   }
   sets.push_back(InstructionSet::kAvx2);
