@@ -36,7 +36,7 @@ template <class Row>
     if (row.variant.dtype == problem.dtype) widest = std::max(widest, row.variant.head_dim);
   }
   const std::string place = " on " + name_of(problem.device);
-  if (dtypes.empty()) throw Unsupported("the " + std::string(pass) + place + " does not exist yet, expected cpu");
+  if (dtypes.empty()) throw Unsupported("the " + std::string(pass) + place + " is not available yet, expected cpu");
   if (widest == 0)
     throw Unsupported("q has dtype " + std::string(name_of(problem.dtype)) + place + ", expected " + dtypes);
   throw Unsupported("q or v has head dimension " + std::to_string(problem.wider_head_dim()) + place +
@@ -72,9 +72,9 @@ Choice<Row> choose(const char* pass, const Problem& problem, const DeviceInfo& d
 }
 
 /// Thread blocks for `tiles` work items on a GPU, threads on a CPU.
-int grid_for(const Problem& problem, const DeviceInfo& device, std::int64_t tiles, const Cost& cost) {
+int grid_for(const Problem& problem, const DeviceInfo& device, std::int64_t tiles, Cost (*cost)(const Problem&)) {
   if (problem.device.type == DeviceType::kCpu) {
-    const std::int64_t useful = std::min(tiles, cost.flops / kFlopsPerThread);
+    const std::int64_t useful = std::min(tiles, cost(problem).flops / kFlopsPerThread);
     return static_cast<int>(std::clamp<std::int64_t>(useful, 1, device.threads));
   }
   if (tiles > std::numeric_limits<int>::max())
@@ -92,7 +92,7 @@ ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device) {
   plan.problem = problem;
   plan.variant = v;
   plan.tiles = std::int64_t{problem.batch} * problem.heads_q * ((problem.seqlen_q + v.tile_m - 1) / v.tile_m);
-  plan.grid = grid_for(problem, device, plan.tiles, forward_cost(problem));
+  plan.grid = grid_for(problem, device, plan.tiles, forward_cost);
   plan.shared_memory = shared_memory(row);
   if (v.arch == Arch::kCpu) plan.workspace_bytes = cpu::forward_workspace_bytes(problem, v, plan.grid);
   plan.why = why;
@@ -107,7 +107,7 @@ BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
   plan.problem = problem;
   plan.variant = v;
   plan.tiles = std::int64_t{problem.batch} * problem.heads_k * ((problem.seqlen_k + v.tile_n - 1) / v.tile_n);
-  plan.grid = grid_for(problem, device, plan.tiles, backward_cost(problem));
+  plan.grid = grid_for(problem, device, plan.tiles, backward_cost);
   if (v.arch == Arch::kCpu) plan.workspace_bytes = cpu::backward_workspace_bytes(problem, v, plan.grid);
   plan.why = why;
   plan.run = row.run;
