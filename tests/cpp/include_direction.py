@@ -15,12 +15,13 @@ from pathlib import Path
 LEVELS = [
     {"macros", "error", "cuda_error", "tensor_view"},
     {"variant", "sequence", "barrier"},
-    {"math", "load"},
+    {"math"},
+    {"load"},
     {"problem"},
     {"plan"},
-    {"params", "registry"},
-    {"flashtile"},
-    {"scheduler", "mainloop", "epilogue"},
+    {"registry", "scheduler"},
+    {"flashtile", "params"},
+    {"mainloop", "epilogue"},
     {"kernel"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

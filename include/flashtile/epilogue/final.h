@@ -3,8 +3,8 @@
 
 #include <cute/tensor.hpp>
 
-#include "flashtile/kernel/params.h"
 #include "flashtile/math/online_softmax.h"
+#include "flashtile/params.h"
 
 namespace flashtile {
 

@@ -7,8 +7,8 @@
 
 #include "flashtile/cuda_error.h"
 #include "flashtile/epilogue/final.h"
-#include "flashtile/kernel/params.h"
 #include "flashtile/mainloop/forward_sm80.h"
+#include "flashtile/params.h"
 
 namespace flashtile {
 

@@ -9,9 +9,9 @@
 
 #include <cute/tensor.hpp>
 
-#include "flashtile/kernel/params.h"
 #include "flashtile/load/cp_async.h"
 #include "flashtile/math/online_softmax.h"
+#include "flashtile/params.h"
 #include "flashtile/variant.h"
 
 namespace flashtile {
