@@ -53,8 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 def _info(options: argparse.Namespace) -> int:
     import flashtile
 
-    for name, value in flashtile.info().items():
-        print(f"{name}: {', '.join(map(str, value)) if isinstance(value, list | tuple) else value}")
+    print(flashtile.info())
     return 0
 
 
@@ -68,7 +67,10 @@ def _explain(options: argparse.Namespace) -> int:
     q = torch.empty(options.B, options.S_q, options.H_q, options.D, **settings)
     k = torch.empty(options.B, options.S_k, options.H_k, options.D, **settings)
     v = torch.empty(options.B, options.S_k, options.H_k, options.D_v or options.D, **settings)
-    print(flashtile.explain(q, k, v, causal=options.causal))
+    try:
+        print(flashtile.explain(q, k, v, causal=options.causal))
+    except (ValueError, NotImplementedError) as error:
+        return _refuse(error)
     return 0
 
 
@@ -76,8 +78,7 @@ def _demo(options: argparse.Namespace) -> int:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        print("flashtile demo draws with matplotlib: pip install 'flashtile[demo]'", file=sys.stderr)
-        return 2
+        return _refuse("demo draws with matplotlib: pip install 'flashtile[demo]'")
     from flashtile import demo
 
     return demo.run(options.seconds, options.output)
@@ -87,7 +88,15 @@ def _bench(options: argparse.Namespace) -> int:
     from flashtile.bench import command
 
     if options.markdown:
-        return command.show_stored(options.markdown, options.into)
+        try:
+            return command.show_stored(options.markdown, options.into)
+        except (OSError, ValueError) as error:
+            return _refuse(error)
     return command.measure(
         options.suite, dtype=options.dtype, full=options.full, quick=options.quick, json_path=options.json
     )
+
+
+def _refuse(reason: object) -> int:
+    print(f"flashtile: {reason}", file=sys.stderr)
+    return 2

@@ -89,7 +89,9 @@ class Oracle:
         self.exact = results(attention_float64, inputs, case, gradients=gradients)
         found = results(attention_sdpa, inputs, case, gradients=gradients)
         self.torch_errors = {name: _max_error(found[name], self.exact[name]) for name in found}
-        self.eps = torch.finfo(case.torch_dtype).eps
+        # PyTorch may be exact by luck, or sum in a kinder order: one rounding of the result's type is allowed, and
+        # four of the float32 that it is summed in.
+        self.eps = torch.finfo(case.torch_dtype).eps + 4 * torch.finfo(torch.float32).eps
 
     def judge(self, found: dict[str, torch.Tensor]) -> list[Verdict]:
         """One verdict for each tensor in `found`."""
@@ -98,8 +100,7 @@ class Oracle:
                 name,
                 error=_max_error(found[name], self.exact[name]),
                 torch_error=self.torch_errors[name],
-                # A quarter of a rounding step of the largest value, for where PyTorch happens to be exact.
-                slack=self.eps / 4 * _largest(self.exact[name]),
+                slack=self.eps * _largest(self.exact[name]),
             )
             for name in found
         ]

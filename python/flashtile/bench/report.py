@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from flashtile.bench.peers import OURS
 from flashtile.bench.run import Cell, Entry, summary
@@ -42,15 +44,15 @@ def read(path: Path) -> Record:
     return record
 
 
-def table(record: Record) -> Table:
+def table(record: Record) -> Group:
     """For the terminal."""
     grid = Grid(record)
-    result = Table(title=grid.title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    result = Table(header_style="bold", box=box.SIMPLE_HEAD)
     for index, heading in enumerate(grid.header):
         result.add_column(heading, justify="left" if index < grid.words else "right", no_wrap=True)
     for row in grid.rows:
         result.add_row(*row)
-    return result
+    return Group(Text(grid.title, style="bold"), result)
 
 
 def markdown(record: Record) -> str:

@@ -45,7 +45,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.to_qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        x = x + self.from_heads(self.attention(q, k, v).flatten(2))
+        x = x + self.from_heads(self.attention(rotate(q), rotate(k), v).flatten(2))
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -54,17 +54,13 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.bytes = nn.Embedding(config.vocabulary, config.width)
-        self.positions = nn.Embedding(config.context, config.width)
         self.blocks = nn.Sequential(*(Block(config, attention) for _ in range(config.layers)))
         self.norm = nn.LayerNorm(config.width)
         self.to_logits = nn.Linear(config.width, config.vocabulary, bias=False)
-        self.apply(_initialize)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(B, S) bytes → (B, S, vocabulary) logits of the byte that follows each."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.bytes(tokens) + self.positions(positions)
-        return self.to_logits(self.norm(self.blocks(x)))
+        return self.to_logits(self.norm(self.blocks(self.bytes(tokens))))
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy in nats of predicting tokens[:, 1:] from what stands before them."""
@@ -83,6 +79,11 @@ class GPT(nn.Module):
         return bytes(tokens[0].tolist())
 
 
-def _initialize(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding of (B, S, H, D): pairs of features turn by an angle that grows with the position."""
+    seqlen, head_dim = x.shape[1], x.shape[-1]
+    speeds = 10000.0 ** -(torch.arange(0, head_dim, 2, device=x.device) / head_dim)
+    angles = torch.arange(seqlen, device=x.device)[:, None, None] * speeds  # (S, 1, D / 2)
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)

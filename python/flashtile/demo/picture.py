@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 INK, OURS_COLOUR, THEIRS_COLOUR, LIMIT_COLOUR = "#2b2d42", "#e76f51", "#264653", "#9a8c98"
+FLOOR = 1e-7  # zero has no place on a logarithmic axis; losses of this size are 2e-7 apart in float32
 SMOOTHING = 0.95  # weight of the past in the moving average that is drawn over the raw losses
 
 
@@ -29,9 +30,9 @@ def draw(path: Path, ours: Sequence[float], theirs: Sequence[float], tolerance: 
         losses.legend(frameon=False)
         losses.set_title(title, loc="left", fontsize=12, fontweight="bold")
 
-        # A difference of exactly zero has no place on a logarithmic axis: it leaves a gap.
-        gaps = [abs(a - b) or float("nan") for a, b in zip(ours, theirs, strict=True)]
+        gaps = [max(abs(a - b), FLOOR) for a, b in zip(ours, theirs, strict=True)]
         difference.semilogy(steps, gaps, color=OURS_COLOUR, linewidth=1.0)
+        difference.set_ylim(FLOOR / 2, 5 * max(*gaps, tolerance))
         difference.axhline(tolerance, color=LIMIT_COLOUR, linestyle="--", linewidth=1.2)
         difference.annotate(
             f"tolerance {tolerance:g}", (1, tolerance), xytext=(0, -12), textcoords="offset points", color=LIMIT_COLOUR

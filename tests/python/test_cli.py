@@ -1,0 +1,60 @@
+"""The command line runs, says what it should, and reports failure through its exit status."""
+
+import json
+import sys
+
+import pytest
+
+import flashtile
+from flashtile.cli import main
+
+
+def test_info(capsys):
+    assert main(["info"]) == 0
+    shown = capsys.readouterr().out
+    assert flashtile.__version__ in shown
+    assert all(kernel in shown for kernel in flashtile.info()["forward_kernels"])
+
+
+def test_explain(capsys):
+    assert (
+        main(["explain", "2", "100", "120", "8", "2", "64", "--dtype", "float32", "--device", "cpu", "--causal"]) == 0
+    )
+    assert "cpu_f32" in capsys.readouterr().out
+
+
+def test_explain_refuses_what_attention_refuses(capsys):
+    assert main(["explain", "2", "100", "120", "8", "3", "64", "--device", "cpu"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("flashtile: explain: ") and not shown.out
+
+
+def test_bench_quick_then_markdown(tmp_path, capsys):
+    stored, page = tmp_path / "quick.json", tmp_path / "page.md"
+    assert main(["bench", "--suite", "cpu", "--quick", "--json", str(stored)]) == 0
+    assert json.loads(stored.read_text())["suite"] == "cpu"
+    page.write_text("<!-- results:begin --><!-- results:end -->")
+    assert main(["bench", "--markdown", str(stored), "--into", str(page)]) == 0
+    capsys.readouterr()
+    assert main(["bench", "--markdown", str(stored)]) == 0
+    printed = capsys.readouterr().out
+    assert "| B1 S256 H2 D64 | full |" in printed
+    assert printed.strip() in page.read_text()
+
+
+def test_bench_refuses_a_file_that_is_not_there(capsys):
+    assert main(["bench", "--markdown", "/nonexistent.json"]) == 2
+    assert "/nonexistent.json" in capsys.readouterr().err
+
+
+def test_demo_says_what_it_lacks(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["demo"]) == 2
+    assert "flashtile[demo]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["dance"], ["bench", "--suite", "speed"], ["explain", "1"]])
+def test_a_misspelt_command_line_is_refused(arguments):
+    with pytest.raises(SystemExit) as refusal:
+        main(arguments)
+    assert refusal.value.code == 2
