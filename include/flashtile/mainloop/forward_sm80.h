@@ -72,7 +72,8 @@ struct ForwardMainloopSm80 {
     using namespace cute;
     const int row = tile.m_block * kM;
     Load::load(head_tile<kM, kHeadDim, Element>(params.q, params.q_strides, tile.batch, tile.head, row),
-               make_tensor(make_smem_ptr(shared.q), SmemLayoutQ{}), params.lengths.q - row, params.head_dim, thread);
+               make_tensor(make_smem_ptr(shared.q), SmemLayoutQ{}), {0, params.lengths.q - row}, params.head_dim,
+               thread);
   }
 
   // K and V tiles alternate through the ring: step 0 from a key tile is its K, step 1 its V, step 2 the next tile's K.
@@ -90,10 +91,12 @@ struct ForwardMainloopSm80 {
     constexpr bool kIsK = kStep % 2 == kStepK;
     const int block = n_block + kStep / 2;
     if (block < key_tiles.visible.end) {
+      // Keys that no row of this tile sees are not read either: whatever they hold, they change nothing.
+      const Range rows = {key_tiles.columns.begin - block * kN, key_tiles.columns.end - block * kN};
       Load::load(
           head_tile<kN, kHeadDim, Element>(kIsK ? params.k : params.v, kIsK ? params.k_strides : params.v_strides,
                                            tile.batch, tile.head / params.group, block * kN),
-          make_tensor(make_smem_ptr(stage<kStep>(n_block)), SmemLayoutKV{}), params.lengths.k - block * kN,
+          make_tensor(make_smem_ptr(stage<kStep>(n_block)), SmemLayoutKV{}), rows,
           kIsK ? params.head_dim : params.head_dim_v, thread);
     }
     cp_async_fence();
