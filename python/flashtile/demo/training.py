@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -34,13 +35,12 @@ class Run:
 
 def standard_library_bytes(limit: int = CORPUS_BYTES) -> torch.Tensor:
     """The first `limit` bytes of the standard library's Python sources, files in order of their path."""
-    root = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
-    for path in sorted(root.rglob("*.py")):
-        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts):
-            text += path.read_bytes()
-            if len(text) >= limit:
-                break
+    for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        subfolders[:] = sorted(set(subfolders) - SKIPPED_FOLDERS)
+        for name in sorted(names):
+            if name.endswith(".py") and len(text) < limit:
+                text += Path(folder, name).read_bytes()
     return torch.frombuffer(text[:limit], dtype=torch.uint8)
 
 
