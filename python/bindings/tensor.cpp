@@ -31,10 +31,15 @@ bool exchange_enabled = true;
                         ", expected at most " + std::to_string(kMaxRank) + " dimensions");
 }
 
-/// A tensor that only describes one (PyTorch's meta and fake tensors) has a shape and no memory.
-TensorView with_memory(const char* function, const char* name, const TensorView& view) {
+/// What a TensorView can say and the core can read.
+TensorView readable(const char* function, const char* name, nb::handle object, const TensorView& view) {
+  const auto prefix = [&] { return std::string(function) + ": " + name; };
+  if (view.dtype == DType::kOther)
+    throw InvalidType(prefix() + " has dtype " + nb::str(object.attr("dtype")).c_str() +
+                      ", expected float32, float16 or bfloat16");
+  // PyTorch's meta and fake tensors have a shape and no memory.
   if (!view.data && !view.empty() && view.device.type != DeviceType::kOther)
-    throw InvalidType(std::string(function) + ": " + name + " has no memory, expected a tensor with data");
+    throw InvalidType(prefix() + " has no memory, expected a tensor with data");
   return view;
 }
 

@@ -8,6 +8,12 @@ import torch
 import flashtile
 
 
+def pytest_configure():
+    # The cases are small: waking threads costs more than they save, several times more where other work runs beside.
+    # test_threads.py covers the rest.
+    torch.set_num_threads(1)
+
+
 def _reason_to_skip_gpu():
     if not torch.cuda.is_available():
         return "needs a CUDA device, and PyTorch finds none"

@@ -1,4 +1,4 @@
-"""Gradients: against float64 autograd over the matrix of cases, against finite differences, and through autograd's ways."""
+"""Gradients: against float64 autograd over the matrix of cases, against finite differences, through autograd."""
 
 import pytest
 import reference
@@ -14,7 +14,6 @@ def reference_gradients(case, dtype, dout, dlse):
     """Gradients of the formula computed in `dtype`, with autograd."""
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in case.tensors(dout.device))
     out, lse = reference.attention(q, k, v, dtype=dtype, **case.options(dout.device))
-    # A blind row's lse is -inf whatever q is; autograd must not multiply with it.
     return torch.autograd.grad([out, lse], [q, k, v], [dout.to(dtype), dlse.to(dtype)])
 
 
@@ -30,7 +29,15 @@ def test_backward(case, device, attention, gradients):
     rough = reference_gradients(case, case.dtype, dout, dlse)
     for what, x, *values in zip(WHAT, inputs, found, exact, rough, strict=True):
         assert values[0].dtype is x.dtype
-        assert_accurate(*values, what)
+        assert_accurate(*values, what, slack=recomputation_slack(lse, values[1]))
+
+
+def recomputation_slack(lse, exact):
+    """What the formula does not suffer: weights come again from exp(s - lse), where lse is rounded to float32."""
+    if exact.numel() == 0 or lse.numel() == 0:
+        return 0.0
+    largest_lse = torch.where(lse.isfinite(), lse, 0).abs().max().item()
+    return 4 * torch.finfo(F32).eps * max(1, largest_lse) * max(1, exact.abs().max().item())
 
 
 SMALL = Case("small", dtype=F32, batch=1, seqlen_q=5, seqlen_k=7, heads_q=2, heads_k=1, head_dim=8)
@@ -153,5 +160,5 @@ def test_changing_an_input_before_backward_is_noticed(attention):
 def test_cuda_backward_says_that_it_comes_later(attention):
     inputs = Case("later", dtype=BF16).tensors("cuda", requires_grad=True)
     out = attention(*inputs)
-    with pytest.raises(NotImplementedError, match="attention backward: .*cuda.* not available yet"):
+    with pytest.raises(NotImplementedError, match=r"^attention backward: .*cuda.* not available yet"):
         out.sum().backward()

@@ -1,0 +1,113 @@
+"""Tensors of every kind that PyTorch hands over, and modes of PyTorch that a call may meet."""
+
+import pytest
+import torch
+from cases import BF16, DEVICE_PARAMS, F16, F32, Case, on_devices
+from compare import assert_bitwise
+
+import flashtile
+from flashtile import _C
+
+CASES = [
+    Case("gaps", dtype=dtype, layout="gaps", causal=True, alibi="per batch and head") for dtype in (F32, F16, BF16)
+]
+
+
+@pytest.fixture
+def by_attributes():
+    """Tensors come over by their Python attributes, as with a PyTorch older than 2.10."""
+    _C._enable_exchange(False)
+    yield
+    _C._enable_exchange(True)
+
+
+@pytest.mark.parametrize("case, device", on_devices(CASES))
+def test_both_ways_into_the_module_agree(case, device, request):
+    inputs = case.tensors(device)
+    expected = flashtile.attention(*inputs, return_lse=True, **case.options(device))
+    shown = flashtile.explain(*inputs, **case.options(device))
+    request.getfixturevalue("by_attributes")
+    found = flashtile.attention(*inputs, return_lse=True, **case.options(device))
+    assert_bitwise(found[0], expected[0], "out")
+    assert_bitwise(found[1], expected[1], "lse")
+    assert flashtile.explain(*inputs, **case.options(device)) == shown
+
+
+@pytest.mark.usefixtures("by_attributes")
+@pytest.mark.parametrize(
+    "change, exception, message",
+    [
+        (lambda x: x[0], ValueError, r"k has shape \(97, 1, 64\), expected 4 dimensions"),
+        (lambda x: x[None, None], ValueError, r"k has shape \(1, 1, 2, 97, 1, 64\), expected at most 4 dimensions"),
+        (torch.Tensor.double, TypeError, "k has dtype torch.float64, expected"),
+        (torch.Tensor.tolist, TypeError, "k is of type list, expected a torch.Tensor"),
+        (torch.Tensor.to_sparse, TypeError, "k is not a dense strided tensor"),
+    ],
+)
+def test_bad_tensors_by_attributes(change, exception, message):
+    q, k, v = Case("bad", dtype=F32).tensors()
+    with pytest.raises(exception, match=f"^attention: {message}"):
+        flashtile.attention(q, change(k), v)
+
+
+@pytest.mark.usefixtures("by_attributes")
+def test_gradients_by_attributes():
+    inputs = Case("grad", dtype=F32).tensors(requires_grad=True)
+    out = flashtile.attention(*inputs)
+    _C._enable_exchange(True)
+    expected = torch.autograd.grad(flashtile.attention(*inputs).square().sum(), inputs)
+    _C._enable_exchange(False)
+    for a, b in zip(torch.autograd.grad(out.square().sum(), inputs), expected, strict=True):
+        assert_bitwise(a, b)
+
+
+def test_parameters_and_subclasses():
+    class Marked(torch.Tensor):
+        pass
+
+    q, k, v = Case("types", dtype=F32).tensors()
+    expected = flashtile.attention(q, k, v)
+    assert_bitwise(flashtile.attention(torch.nn.Parameter(q), k, torch.nn.Parameter(v)).detach(), expected)
+    for _ in range(10):  # more types than the module remembers
+        kind = type("Kind", (torch.Tensor,), {})
+        found = flashtile.attention(q.as_subclass(kind), k.as_subclass(Marked), v)
+        assert_bitwise(found.as_subclass(torch.Tensor), expected)
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_grad(mode, device):
+    inputs = Case("modes", dtype=BF16).tensors(device, requires_grad=True)
+    with mode():
+        out, lse = flashtile.attention(*inputs, return_lse=True)
+    assert not out.requires_grad and not lse.requires_grad
+    assert_bitwise(out, flashtile.attention(*inputs).detach())
+
+
+def test_outputs_require_grad_where_an_input_does():
+    q, k, v = Case("flags", dtype=F32).tensors()
+    assert not flashtile.attention(q, k, v).requires_grad
+    for x in (q, k, v):
+        x.requires_grad_()
+        out, lse = flashtile.attention(q, k, v, return_lse=True)
+        assert out.requires_grad and lse.requires_grad
+        x.requires_grad_(False)
+
+
+def test_in_a_module_with_checkpointing():
+    """Recomputation in backward gives the gradients of a plain call."""
+    inputs = Case("checkpoint", dtype=F32).tensors(requires_grad=True)
+    expected = torch.autograd.grad(flashtile.attention(*inputs).square().sum(), inputs)
+    out = torch.utils.checkpoint.checkpoint(flashtile.attention, *inputs, use_reentrant=False)
+    for a, b in zip(torch.autograd.grad(out.square().sum(), inputs), expected, strict=True):
+        assert_bitwise(a, b)
+
+
+def test_numbers_of_other_kinds_as_options():
+    numpy = pytest.importorskip("numpy")
+    q, k, v = Case("numbers", dtype=F32).tensors()
+    expected = flashtile.attention(q, k, v, scale=0.5, window=(3, 2), softcap=2.0)
+    found = flashtile.attention(
+        q, k, v, scale=numpy.float64(0.5), window=(numpy.int32(3), torch.tensor(2)), softcap=numpy.float32(2)
+    )
+    assert_bitwise(found, expected)

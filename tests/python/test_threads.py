@@ -1,0 +1,53 @@
+"""Any number of threads, of one call or of many callers, gives the same bits."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from cases import BF16, F32, Case
+from compare import assert_bitwise
+
+import flashtile
+
+CASES = [
+    Case("causal", dtype=F32, causal=True, heads_q=6, heads_k=2, seqlen_q=300, seqlen_k=300),
+    Case("window", dtype=BF16, window=(70, 10), heads_q=4, heads_k=1, seqlen_q=200, seqlen_k=500, head_dim=128),
+]
+
+
+@pytest.fixture
+def set_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def forward_and_backward(case):
+    inputs = case.tensors(requires_grad=True)
+    out, lse = flashtile.attention(*inputs, return_lse=True, **case.options())
+    gradients = torch.autograd.grad([out, lse], inputs, [torch.ones_like(out), torch.ones_like(lse)])
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
+
+
+def assert_same(found, expected):
+    for what, x in expected.items():
+        assert_bitwise(found[what], x, what)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_thread_counts_agree_bitwise(case, set_threads):
+    set_threads(1)
+    expected = forward_and_backward(case)
+    for threads in (2, 3, 7, 16):
+        set_threads(threads)
+        assert_same(forward_and_backward(case), expected)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_callers_at_the_same_time(case, set_threads):
+    """The module lets go of the GIL while it computes, so its calls do overlap."""
+    set_threads(2)
+    expected = forward_and_backward(case)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(forward_and_backward, [case] * 24):
+            assert_same(found, expected)
