@@ -153,8 +153,8 @@ TensorView view_by_attributes(const char* function, const char* name, nb::handle
 
 TensorView tensor_view(const char* function, const char* name, nb::handle object) {
   const dlpack::Exchange* exchange = exchange_of(object);
-  return with_memory(
-      function, name,
+  return readable(
+      function, name, object,
       exchange ? view_by_exchange(function, name, object, *exchange) : view_by_attributes(function, name, object));
 }
 
