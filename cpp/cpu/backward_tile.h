@@ -42,6 +42,9 @@ struct Gradient {
 /// P and dS of one register of queries; kMapped: the scores need a map beyond a factor.
 template <bool kMapped>
 FLASHTILE_INLINE Gradient score_gradient(const BackwardTile& t, int key, int query) {
+  const Range* const queries = t.tile.visible.queries_of_key;
+  if (key >= t.tile.keys) return Gradient{};
+  if (queries != nullptr && (queries[key].end <= query || query + kLanes <= queries[key].begin)) return Gradient{};
   const std::int64_t at = static_cast<std::int64_t>(key) * t.sizes.tile_m + query;
   Vec x = load(t.buffers.scores + at);
   Vec slope = splat(1.0f);
@@ -59,8 +62,8 @@ FLASHTILE_INLINE Gradient score_gradient(const BackwardTile& t, int key, int que
   const Vec p = exp2(x);
   Vec ds = p * (load(t.buffers.dprobabilities + at) - load(t.delta + query));
   if constexpr (kMapped) ds *= slope;
-  if (t.tile.visible.queries_of_key == nullptr) return {p, ds};
-  const IntVec seen = lanes_in(t.tile.visible.queries_of_key[key], query);
+  if (queries == nullptr) return {p, ds};
+  const IntVec seen = lanes_in(queries[key], query);
   return {seen ? p : Vec{}, seen ? ds : Vec{}};
 }
 
@@ -74,7 +77,7 @@ void score_gradients(const BackwardTile& t) {
       Gradient g[2][2];
       for (int i = 0; i < 2; ++i) {
         for (int j = 0; j < 2; ++j) {
-          g[i][j] = key + i < t.tile.keys ? score_gradient<kMapped>(t, key + i, query + j * kLanes) : Gradient{};
+          g[i][j] = score_gradient<kMapped>(t, key + i, query + j * kLanes);
         }
       }
       for (int i = 0; i < 2; ++i) {

@@ -26,15 +26,24 @@ void forward_begin(const ForwardBlock& block) {
   }
 }
 
+/// The keys that any of the queries [begin, end) sees, in whole pairs.
+FLASHTILE_INLINE Range seen_keys(const Tile& tile, int begin, int end) {
+  if (tile.visible.keys_of_query == nullptr) return {0, tile.keys};
+  const Range* const keys = tile.visible.keys_of_query;
+  const int first = keys[begin].begin / 2 * 2, last = keys[min(end, tile.queries) - 1].end;
+  return last <= first ? Range{0, 0} : Range{first, min(round_up(last, 2), tile.keys)};
+}
+
 /// RowState::rebase and the tile's P^T, for kVectors registers of queries from `column` on.
 template <Product kProduct, int kVectors>
-void online_softmax(const ForwardBlock& block, int column, int keys, float scale_log2) {
+void online_softmax(const ForwardBlock& block, const Tile& tile, int column, float scale_log2) {
   const ForwardBuffers& to = block.buffers;
   const int stride = block.sizes.tile_m;
   float* const scores = to.scores + column;
+  const Range seen = seen_keys(tile, column, column + kVectors * kLanes);
   Vec top[kVectors], reference[kVectors], sum[kVectors];
   for (int j = 0; j < kVectors; ++j) top[j] = splat(-kInfinity);
-  for (int key = 0; key < keys; ++key) {
+  for (int key = seen.begin; key < seen.end; ++key) {
     for (int j = 0; j < kVectors; ++j) top[j] = max_or_second(load(scores + key * stride + j * kLanes), top[j]);
   }
   for (int j = 0; j < kVectors; ++j) {
@@ -53,19 +62,24 @@ void online_softmax(const ForwardBlock& block, int column, int keys, float scale
     sum[j] += p;
     return p;
   };
-  if constexpr (kProduct == Product::kFloats) {
-    for (int key = 0; key < keys; ++key) {
-      for (int j = 0; j < kVectors; ++j) store(scores + key * stride + j * kLanes, probability(key, j));
+  constexpr int kPerStep = elements_per_step(kProduct);
+  float* const target = (kProduct == Product::kPairs ? to.probabilities : to.scores) + column;
+  const auto hide_keys = [&](int begin, int end) {
+    for (int key = begin; key < end; key += kPerStep) {
+      for (int j = 0; j < kVectors; ++j) store(target + key / kPerStep * stride + j * kLanes, Vec{});
     }
-  } else {
-    for (int key = 0; key < keys; key += 2) {
-      for (int j = 0; j < kVectors; ++j) {
-        const Vec low = probability(key, j);
-        const Vec high = key + 1 < keys ? probability(key + 1, j) : Vec{};
-        store(to.probabilities + key / 2 * stride + column + j * kLanes, interleave_halves(narrow(low, high)));
+  };
+  hide_keys(0, seen.begin);
+  for (int key = seen.begin; key < seen.end; key += kPerStep) {
+    for (int j = 0; j < kVectors; ++j) {
+      Vec p = probability(key, j);
+      if constexpr (kProduct == Product::kPairs) {
+        p = interleave_halves(narrow(p, key + 1 < seen.end ? probability(key + 1, j) : Vec{}));
       }
+      store(target + key / kPerStep * stride + j * kLanes, p);
     }
   }
+  hide_keys(round_up(seen.end, kPerStep), tile.keys);
   for (int j = 0; j < kVectors; ++j) {
     float* const total = to.sum + column + j * kLanes;
     store(total, load(total) + sum[j]);
@@ -100,10 +114,10 @@ void forward_tile(const ForwardBlock& block, const Tile& tile, HeadRows k, HeadR
   const float scale_log2 = mapped ? 1.0f : block.scores.outer_log2;
   int column = 0;
   for (; column + kSoftmaxVectors * kLanes <= block.queries; column += kSoftmaxVectors * kLanes) {
-    online_softmax<kProduct, kSoftmaxVectors>(block, column, tile.keys, scale_log2);
+    online_softmax<kProduct, kSoftmaxVectors>(block, tile, column, scale_log2);
   }
   for (; column < block.queries; column += kLanes) {
-    online_softmax<kProduct, 1>(block, column, tile.keys, scale_log2);
+    online_softmax<kProduct, 1>(block, tile, column, scale_log2);
   }
 
   contract_visible<kProduct, Order::kSteps>({.a = kProduct == Product::kPairs ? at.probabilities : at.scores,
