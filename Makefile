@@ -5,10 +5,12 @@
 #   make demo PYTHON=python3.12   another Python            make test STRICT=ON   warnings and spills are errors
 
 PYTHON ?= python3
-CUDA ?= AUTO
 STRICT ?= OFF
-# On a machine with a GPU, PyTorch is the newest with CUDA; elsewhere the pinned one, which is small.
-CONSTRAINTS ?= $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
+GPU := $(shell command -v nvidia-smi)
+NVCC := $(shell command -v nvcc || ls $${CUDA_HOME:-/usr/local/cuda}/bin/nvcc 2>/dev/null)
+# A machine with a GPU gets the CUDA kernels and the newest PyTorch; elsewhere the pinned PyTorch is the small one.
+CUDA ?= $(if $(GPU),$(if $(NVCC),ON,PYPI),AUTO)
+CONSTRAINTS ?= $(if $(GPU),,-c constraints-cpu.txt)
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -7,7 +7,8 @@ function(flashtile_pip_install name packages out_dir)
   if(EXISTS ${dir})
     return()
   endif()
-  message(STATUS "Installing ${packages} into ${dir}")
+  list(JOIN packages " " words)
+  message(STATUS "Installing ${words} into ${dir}")
   file(REMOVE_RECURSE ${dir}.part)
   execute_process(
     COMMAND ${Python_EXECUTABLE} -m pip install --quiet --no-deps --no-compile --target ${dir}.part ${packages}

@@ -34,23 +34,32 @@ std::string mask_string(const Problem& p) {
   return "window (" + side(p.band.left) + ", " + side(p.band.right) + ")";
 }
 
+/// Whether arithmetic or memory is what a well-made kernel waits for.
+std::string bound_string(const Cost& cost, bool on_cpu) {
+  // FLOPs that a processor can do in the time of one byte from memory: about 200 on an A100, 300 on an H100, and in
+  // the tens on CPUs.
+  const double ridge = on_cpu ? 20 : 250;
+  if (cost.bytes == 0) return "nothing to do";
+  const double intensity = static_cast<double>(cost.flops) / static_cast<double>(cost.bytes);
+  return format("%s, at %.1f FLOP per byte", intensity < ridge ? "memory" : "arithmetic", intensity);
+}
+
 std::string plan_string(const char* pass, const Plan& plan, const Cost& cost, bool built) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
   const bool on_cpu = v.arch == Arch::kCpu;
-  const double intensity = cost.bytes > 0 ? static_cast<double>(cost.flops) / static_cast<double>(cost.bytes) : 0;
   std::string text = std::string("flashtile ") + pass + " plan\n";
   text += line("problem", to_string(p));
   text += line("kernel", name_of(v) + (built ? "" : " (not in this build)"));
   text += line("why", plan.why);
   text += line("tile", format("%d query rows × %d keys, head dimension up to %d", v.tile_m, v.tile_n, v.head_dim));
-  text += line("grid", on_cpu ? format("%lld tiles on %d threads", static_cast<long long>(plan.tiles), plan.grid)
+  text += line("grid", on_cpu ? format("%lld tiles, threads: %d", static_cast<long long>(plan.tiles), plan.grid)
                               : format("%d thread blocks of %d threads", plan.grid, v.threads()));
-  if (!on_cpu) text += line("shared", format("%d bytes per block, %d stages", plan.shared_memory, v.stages));
+  if (!on_cpu) text += line("shared", format("%d bytes per block, stages: %d", plan.shared_memory, v.stages));
   text += line("workspace", format("%lld bytes", static_cast<long long>(plan.workspace_bytes)));
   text += line("work", with_prefix(static_cast<double>(cost.flops)) + "FLOP");
   text += line("traffic", with_prefix(static_cast<double>(cost.bytes)) + "B at the least");
-  text += line("intensity", format("%.1f FLOP per byte", intensity));
+  text += line("bound", bound_string(cost, on_cpu));
   return text;
 }
 
