@@ -34,9 +34,10 @@ bool exchange_enabled = true;
 /// What a TensorView can say and the core can read.
 TensorView readable(const char* function, const char* name, nb::handle object, const TensorView& view) {
   const auto prefix = [&] { return std::string(function) + ": " + name; };
-  if (view.dtype == DType::kOther)
-    throw InvalidType(prefix() + " has dtype " + nb::str(object.attr("dtype")).c_str() +
-                      ", expected float32, float16 or bfloat16");
+  if (view.dtype == DType::kOther) {
+    const nb::object dtype = object.attr("dtype");
+    throw InvalidType(prefix() + " has dtype " + nb::str(dtype).c_str() + ", expected float32, float16 or bfloat16");
+  }
   // PyTorch's meta and fake tensors have a shape and no memory.
   if (!view.data && !view.empty() && view.device.type != DeviceType::kOther)
     throw InvalidType(prefix() + " has no memory, expected a tensor with data");
@@ -126,8 +127,8 @@ TensorView view_by_attributes(const char* function, const char* name, nb::handle
   if (!nb::hasattr(object, "data_ptr") || !nb::hasattr(object, "stride")) not_a_tensor(function, name, object);
   TensorView view;
   try {
-    const nb::tuple shape(object.attr("shape"));
-    const nb::tuple strides(object.attr("stride")());
+    const nb::object shape = object.attr("shape");
+    const nb::object strides = object.attr("stride")();
     view.rank = static_cast<int>(nb::len(shape));
     if (view.rank > kMaxRank) {
       std::int64_t sizes[8] = {};
