@@ -116,10 +116,11 @@ TEST(Check, ALegalCallBecomesItsProblem) {
   EXPECT_EQ(backward([](Call&) {}, kGpu), "accepted");
 }
 
-TEST(Check, OutputsSlopesAndDlseAreOptional) {
+TEST(Check, OutputsSlopesAndGradientsMayBeLeftOut) {
   EXPECT_EQ(forward([](Call& c) { c.forward.out = c.forward.lse = c.forward.alibi_slopes = {}; }), "accepted");
   EXPECT_FALSE(accepted([](Call& c) { c.forward.alibi_slopes = {}; }).alibi);
   EXPECT_EQ(backward([](Call& c) { c.tensors.dlse = {}; }), "accepted");
+  EXPECT_EQ(backward([](Call& c) { c.tensors.dq = c.tensors.dv = {}; }), "accepted");
 }
 
 TEST(Check, OptionsBecomeABand) {
