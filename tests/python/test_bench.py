@@ -225,3 +225,17 @@ def test_a_record_of_another_format_is_refused(tmp_path):
     path.write_text('{"format": 0}')
     with pytest.raises(ValueError, match=r"old\.json has format 0, expected 1"):
         report.read(path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("suite", ["forward", "backward", "host"])
+def test_gpu_suites(suite, tmp_path):
+    path = tmp_path / "gpu.json"
+    assert command.measure(suite, quick=True, json_path=path) == 0
+    record = json.loads(path.read_text())
+    assert record["machine"]["device"] == torch.cuda.get_device_name()
+    assert record["machine"]["matmul_tflops"] > 0
+    for cell in record["cells"]:
+        timed = {name for name, result in cell["results"].items() if "median_us" in result}
+        assert len(timed) >= 2, cell
+        assert OURS in timed or "refusal" in cell["results"][OURS]

@@ -57,6 +57,13 @@ def test_exactness(case):
     assert [verdict.name for verdict in row.verdicts] == ["out", "dq", "dk", "dv"]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", exactness.cases("cuda"), ids=str)
+def test_exactness_on_a_gpu(case):
+    row = exactness.check(case, torch.device("cuda"), flashtile.attention)
+    assert row.ok, row.verdicts
+
+
 def test_exactness_covers_what_it_promises():
     cases = exactness.cases("cpu")
     assert len(cases) >= 12

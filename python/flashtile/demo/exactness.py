@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from rich import box
 from rich.table import Table
 
 from flashtile.bench.cases import Case, make_inputs
@@ -62,7 +63,7 @@ def check_all(device: torch.device, attention: Callable[..., torch.Tensor]) -> I
 
 def table(rows: Sequence[Row]) -> Table:
     """Errors of flashtile and of SDPA: of the output, and the largest among the three gradients."""
-    result = Table(title="Exactness: largest error against float64", title_justify="left", header_style="bold")
+    result = Table(header_style="bold", box=box.SIMPLE_HEAD)
     for heading in ("shape", "mask", "dtype"):
         result.add_column(heading)
     for heading in ("out\nflashtile", "out\nSDPA", "gradients\nflashtile", "gradients\nSDPA", "verdict"):

@@ -60,6 +60,7 @@ def show_exactness(console: Console, device: torch.device, attention: Attention)
                 exactness.check_all(device, attention), len(exactness.cases(device.type)), description="exactness"
             )
         )
+    console.print("largest error against float64", style="bold")
     console.print(exactness.table(rows))
     console.print("pass: every error is at most twice SDPA's, plus a rounding of the largest value (docs/contract.md)")
     if any(row.forward_only for row in rows):
