@@ -21,9 +21,10 @@ bool exchange_enabled = true;
 
 /// Takes the Python error that is set and throws it as one that names the argument.
 [[noreturn]] void not_viewable(const char* function, const char* name) {
-  const nb::python_error reason;
+  const nb::python_error error;
+  const std::string reason = nb::str(error.value()).c_str();
   throw InvalidType(std::string(function) + ": " + name + " is not a dense strided tensor (" +
-                    nb::str(reason.value()).c_str() + ")");
+                    reason.substr(0, reason.find('\n')) + ")");
 }
 
 [[noreturn]] void rank_too_high(const char* function, const char* name, const std::int64_t* shape, int rank) {

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, get_num_threads, is_grad_enabled
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import _C
@@ -57,7 +58,7 @@ def attention(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, strides, devices or option values break the rules above.
         NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, gradients on
-            CUDA, slopes that require a gradient).
+            CUDA, slopes that require a gradient, forward-mode differentiation).
         RuntimeError: the CUDA runtime failed.
 
     Example:
@@ -79,6 +80,8 @@ def attention(
     options = (causal, left, right, scale, softcap)
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         _C.check(q, k, v, alibi_slopes, *options)  # names the argument that is no tensor
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(q=q, k=k, v=v)
     if is_grad_enabled():
         if alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False):
             raise NotImplementedError(
@@ -165,6 +168,14 @@ def _forward(q, k, v, alibi_slopes, options, with_lse):
         q, k, v = _aligned(q), _aligned(k), _aligned(v)
         _C.forward(q, k, v, out, lse, alibi_slopes, *options, get_num_threads())
     return out, lse
+
+
+def _refuse_tangents(**tensors):
+    for name, x in tensors.items():
+        if forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"attention: {name} carries a forward-mode tangent, expected none: only reverse mode is supported"
+            )
 
 
 def _sides(function, window):

@@ -39,6 +39,17 @@ def assert_accurate(actual, exact, rough, what="out", slack=0.0):
     )
 
 
+def score_rounding(lse, values=None):
+    """What PyTorch's formula need not suffer: float32 scores in the log2 domain are rounded by eps times their size,
+    where the formula may meet exact numbers; and a backward takes its weights again from exp(s - lse). The effect on
+    the scores, or on results of the size of `values`."""
+
+    def size(x):
+        return 1.0 if x is None or x.numel() == 0 else max(1.0, torch.where(x.isfinite(), x, 0).abs().max().item())
+
+    return torch.finfo(torch.float32).eps * size(lse) * size(values)
+
+
 def assert_bitwise(actual, expected, what="out"):
     """The same bits, NaN payloads and signs of zero aside."""
     assert_same_kind(actual, expected, what)

@@ -3,10 +3,10 @@
 import reference
 import torch
 from cases import BF16, F16, F32, LAYOUTS, Case
-from compare import assert_accurate
+from compare import assert_accurate, score_rounding
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_backward import recomputation_slack, reference_gradients
+from test_backward import reference_gradients
 
 import flashtile
 
@@ -36,7 +36,7 @@ def cases(draw):
     )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_forward_and_backward_of_random_problems(case):
     inputs = case.tensors(requires_grad=True)
@@ -44,12 +44,12 @@ def test_forward_and_backward_of_random_problems(case):
     exact_out, exact_lse = reference.attention(*case.tensors(), **case.options())
     rough_out, _ = reference.attention(*case.tensors(), dtype=case.dtype, **case.options())
     _, rough_lse = reference.attention(*case.tensors(), dtype=F32, **case.options())
-    assert_accurate(out.detach(), exact_out, rough_out, "out")
-    assert_accurate(lse.detach(), exact_lse, rough_lse, "lse")
+    assert_accurate(out.detach(), exact_out, rough_out, "out", slack=8 * score_rounding(exact_lse, exact_out))
+    assert_accurate(lse.detach(), exact_lse, rough_lse, "lse", slack=8 * score_rounding(exact_lse))
 
     dout, dlse = torch.ones_like(out), torch.ones_like(lse)
     found = torch.autograd.grad([out, lse], inputs, [dout, dlse])
     exact = reference_gradients(case, torch.float64, dout, dlse)
     rough = reference_gradients(case, case.dtype, dout, dlse)
     for what, *values in zip(("dq", "dk", "dv"), found, exact, rough, strict=True):
-        assert_accurate(*values, what, slack=recomputation_slack(lse.detach(), values[1]))
+        assert_accurate(*values, what, slack=32 * score_rounding(exact_lse, values[1]))
