@@ -104,11 +104,17 @@ def test_values_behind_the_mask_change_nothing(case, device, junk, attention):
 @each_case
 @pytest.mark.parametrize("junk", [math.nan, math.inf])
 def test_junk_reaches_only_the_rows_that_see_it(case, device, junk, attention):
-    """Inside a partly masked tile too: a row's result does not depend on columns hidden from it."""
+    """Inside a partly masked tile too: a row's result does not depend on columns hidden from it.
+
+    Except that tensor cores multiply hidden values by a weight of 0, and 0 · NaN is NaN: on CUDA, junk in v may reach
+    other rows of its tile, as it reaches every row in PyTorch's formula.
+    """
     q, k, v = case.tensors(device)
     clean_out, clean_lse = run(attention, case, q, k, v, causal=True)
     column = case.seqlen_k - 10  # seen by the last ten rows alone
-    k[:, column], v[:, column] = junk, junk
+    k[:, column] = junk
+    if device == "cpu":
+        v[:, column] = junk
     out, lse = run(attention, case, q, k, v, causal=True)
     assert_same((out[:, :-10], lse[:, :, :-10]), (clean_out[:, :-10], clean_lse[:, :, :-10]))
     assert out[:, -10:].isnan().all()
@@ -163,11 +169,11 @@ def test_one_visible_key_is_copied(device, attention):
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
 def test_alibi_of_zero_slope_is_none(device, attention):
     q, k, v = Case("slopes", dtype=F16, heads_q=4, heads_k=2).tensors(device)
-    slopes = torch.zeros(4, device=device)
-    assert_same(
-        attention(q, k, v, alibi_slopes=slopes, return_lse=True),
-        attention(q, k, v, return_lse=True),
-    )
+    out, lse = attention(q, k, v, return_lse=True)
+    # Not to the bit: without slopes a kernel may scale inside the exponent.
+    zero_out, zero_lse = attention(q, k, v, alibi_slopes=torch.zeros(4, device=device), return_lse=True)
+    torch.testing.assert_close(zero_out, out, rtol=torch.finfo(F16).eps, atol=torch.finfo(F16).eps / 64)
+    torch.testing.assert_close(zero_lse, lse, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)

@@ -113,6 +113,7 @@ def test_numbers_of_other_kinds_as_options():
     assert_bitwise(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_under_torch_compile():
     """A graph break, and the same values and gradients."""
 

@@ -59,7 +59,8 @@ struct OnlineSoftmax {
     }
   }
 
-  /// scores ← 2^(scores − reference), added to the row sums.
+  /// scores ← 2^(scores − reference), added to the row sums. Takes few columns at a time: their sum is added as one,
+  /// so that the rounding of long rows stays small.
   template <class Scores>
   CUTE_DEVICE void exponentiate(Scores&& scores) {
     using namespace cute;
@@ -70,8 +71,11 @@ struct OnlineSoftmax {
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c) {
         scores(r, c) = exp2_approx(fmaf(scores(r, c), scale_log2, -offset));
-        row[r].sum += scores(r, c);
       }
+      float sum = scores(r, 0);
+      CUTE_UNROLL
+      for (int c = 1; c < size<1>(scores); ++c) sum += scores(r, c);
+      row[r].sum += sum;
     }
   }
 
