@@ -10,7 +10,8 @@ FLOOR = 1e-7  # zero has no place on a logarithmic axis; losses of this size are
 SMOOTHING = 0.95  # weight of the past in the moving average that is drawn over the raw losses
 
 
-def draw(path: Path, ours: Sequence[float], theirs: Sequence[float], tolerance: float, title: str) -> None:
+def draw(path: Path, ours: Sequence[float], theirs: Sequence[float], tolerances: Sequence[float], title: str) -> None:
+    """Writes a PNG: the losses above, how far they are apart below, and how far they may be."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -32,11 +33,9 @@ def draw(path: Path, ours: Sequence[float], theirs: Sequence[float], tolerance: 
 
         gaps = [max(abs(a - b), FLOOR) for a, b in zip(ours, theirs, strict=True)]
         difference.semilogy(steps, gaps, color=OURS_COLOUR, linewidth=1.0)
-        difference.set_ylim(FLOOR / 2, 5 * max(*gaps, tolerance))
-        difference.axhline(tolerance, color=LIMIT_COLOUR, linestyle="--", linewidth=1.2)
-        difference.annotate(
-            f"tolerance {tolerance:g}", (1, tolerance), xytext=(0, -12), textcoords="offset points", color=LIMIT_COLOUR
-        )
+        difference.step(steps, tolerances, color=LIMIT_COLOUR, linestyle="--", linewidth=1.2, label="tolerance")
+        difference.set_ylim(FLOOR / 2, 5 * max(*gaps, *tolerances))
+        difference.legend(frameon=False, loc="lower right")
         difference.set_ylabel("|difference|")
         difference.set_xlabel("step")
         figure.savefig(path, dpi=150)
