@@ -7,7 +7,7 @@ from pathlib import Path
 
 INK, OURS_COLOUR, THEIRS_COLOUR, LIMIT_COLOUR = "#2b2d42", "#e76f51", "#264653", "#9a8c98"
 FLOOR = 1e-7  # zero has no place on a logarithmic axis; losses of this size are 2e-7 apart in float32
-SMOOTHING = 0.95  # weight of the past in the moving average that is drawn over the raw losses
+SMOOTHING = 0.9  # weight of the past in the moving average that is drawn over the raw losses
 
 
 def draw(path: Path, ours: Sequence[float], theirs: Sequence[float], tolerances: Sequence[float], title: str) -> None:
