@@ -51,16 +51,22 @@ ThreadMemory divide(Arena& arena, const Sizes& s, std::int64_t dq_rows) {
           .dq = arena.take(dq_rows * d)};
 }
 
+/// Of every query row, (B, H_q, rows in whole blocks).
+struct RowStatistics {
+  float* lse_log2;
+  float* delta;
+};
+
 /// One backward call: what its work items share.
 class Backward {
  public:
-  Backward(const Problem& problem, const Variant& variant, int threads)
+  Backward(const Problem& problem, const Variant& variant, int grid)
       : problem_(problem),
         sizes_(tile_sizes(problem, variant)),
-        threads_(std::max(threads, 1)),
+        threads_(threads_worth_starting(problem, grid)),
         key_tiles_(tile_count(problem.seqlen_k, sizes_.tile_n)),
         query_blocks_(tile_count(problem.seqlen_q, sizes_.tile_m)),
-        stats_stride_(static_cast<std::int64_t>(query_blocks_) * sizes_.tile_m) {
+        row_stride_(static_cast<std::int64_t>(query_blocks_) * sizes_.tile_m) {
     const std::int64_t items = std::int64_t{problem.batch} * problem.heads_k;
     const std::int64_t rounds = (items + threads_ - 1) / threads_;
     fused_ = 5 * rounds * threads_ <= 7 * items;
@@ -68,23 +74,22 @@ class Backward {
 
   std::int64_t workspace_bytes() const {
     Arena shared, own;
-    take_stats(shared);
+    divide_shared(shared);
     divide(own, sizes_, dq_rows());
     return shared.bytes() + threads_ * own.bytes();
   }
 
-  void run(const BackwardTensors& tensors, void* workspace, int running_threads) {
+  void run(const BackwardTensors& tensors, void* workspace) {
     tensors_ = &tensors;
     kernel_ = &kernels(problem_.dtype);
     Arena shared(workspace), own;
-    take_stats(shared);
+    rows_ = divide_shared(shared);
     divide(own, sizes_, dq_rows());
     thread_memory_ = static_cast<std::byte*>(workspace) + shared.bytes();
     thread_bytes_ = own.bytes();
-    threads_ = running_threads;
 
     parallel_for(threads_, std::int64_t{problem_.batch} * problem_.heads_q, [this](int, std::int64_t item) {
-      fill_stats(static_cast<int>(item / problem_.heads_q), static_cast<int>(item % problem_.heads_q));
+      fill_rows(static_cast<int>(item / problem_.heads_q), static_cast<int>(item % problem_.heads_q));
     });
     const Wanted wanted{tensors.dq.given(), tensors.dk.given(), tensors.dv.given()};
     const bool keys_wanted = wanted.dk || wanted.dv;
@@ -97,38 +102,37 @@ class Backward {
   }
 
  private:
-  std::int64_t dq_rows() const { return fused_ ? problem_.group() * stats_stride_ : sizes_.tile_m; }
+  std::int64_t dq_rows() const { return fused_ ? problem_.group() * row_stride_ : sizes_.tile_m; }
   std::int64_t dq_stride() const { return round_up(problem_.head_dim, kLanePadding); }
 
-  void take_stats(Arena& arena) {
-    lse_log2_ = arena.take(problem_.batch * problem_.heads_q * stats_stride_);
-    delta_ = arena.take(problem_.batch * problem_.heads_q * stats_stride_);
+  RowStatistics divide_shared(Arena& arena) const {
+    const std::int64_t rows = std::int64_t{problem_.batch} * problem_.heads_q * row_stride_;
+    return {arena.take(rows), arena.take(rows)};
   }
-  void take_stats(Arena& arena) const { Backward(*this).take_stats(arena); }
 
   ThreadMemory memory_of(int thread) const {
     Arena arena(thread_memory_ + thread * thread_bytes_);
     return divide(arena, sizes_, dq_rows());
   }
 
-  std::int64_t stats_at(int batch, int head) const {
-    return (std::int64_t{batch} * problem_.heads_q + head) * stats_stride_;
+  std::int64_t first_row(int batch, int head) const {
+    return (std::int64_t{batch} * problem_.heads_q + head) * row_stride_;
   }
 
   /// lse in the log2 domain and delta = rowsum(dO∘O) − dlse. Where a row sees nothing, and past the last row, an
   /// lse of +inf makes every probability 0.
-  void fill_stats(int batch, int head) const {
-    float* const lse_log2 = lse_log2_ + stats_at(batch, head);
-    float* const delta = delta_ + stats_at(batch, head);
-    const std::int64_t first_row = (std::int64_t{batch} * problem_.heads_q + head) * problem_.seqlen_q;
-    const float* const lse = static_cast<const float*>(tensors_->forward.lse.data) + first_row;
+  void fill_rows(int batch, int head) const {
+    float* const lse_log2 = rows_.lse_log2 + first_row(batch, head);
+    float* const delta = rows_.delta + first_row(batch, head);
+    const std::int64_t at = (std::int64_t{batch} * problem_.heads_q + head) * problem_.seqlen_q;
+    const float* const lse = static_cast<const float*>(tensors_->forward.lse.data) + at;
     kernel_->row_dots(delta, head_rows(tensors_->dout, batch, head, 0),
                       head_rows(tensors_->forward.out, batch, head, 0), problem_.seqlen_q, problem_.head_dim_v);
     for (int i = 0; i < problem_.seqlen_q; ++i) {
       lse_log2[i] = lse[i] == -kInfinity ? kInfinity : lse[i] * kLog2e;
-      if (tensors_->dlse.given()) delta[i] -= static_cast<const float*>(tensors_->dlse.data)[first_row + i];
+      if (tensors_->dlse.given()) delta[i] -= static_cast<const float*>(tensors_->dlse.data)[at + i];
     }
-    for (std::int64_t i = problem_.seqlen_q; i < stats_stride_; ++i) {
+    for (std::int64_t i = problem_.seqlen_q; i < row_stride_; ++i) {
       lse_log2[i] = kInfinity;
       delta[i] = 0;
     }
@@ -153,8 +157,8 @@ class Backward {
                             .scores = head_scores(problem_, tensors_->forward.alibi_slopes, batch, head),
                             .wanted = wanted,
                             .tile = make_tile(problem_, rows, edge, memory.edge),
-                            .lse_log2 = lse_log2_ + stats_at(batch, head) + rows.queries.begin,
-                            .delta = delta_ + stats_at(batch, head) + rows.queries.begin,
+                            .lse_log2 = rows_.lse_log2 + first_row(batch, head) + rows.queries.begin,
+                            .delta = rows_.delta + first_row(batch, head) + rows.queries.begin,
                             .dq = dq,
                             .buffers = memory.buffers});
   }
@@ -175,7 +179,7 @@ class Backward {
         const Range queries = tile_range(i, sizes_.tile_m, problem_.seqlen_q);
         load_queries(memory, batch, head, queries);
         run_tile(memory, wanted, batch, head, {queries, keys}, !blocks.interior.contains(i),
-                 wanted.dq ? memory.dq + (member * stats_stride_ + queries.begin) * dq_stride() : nullptr);
+                 wanted.dq ? memory.dq + (member * row_stride_ + queries.begin) * dq_stride() : nullptr);
       }
     }
     if (wanted.dk) {
@@ -196,7 +200,7 @@ class Backward {
       for (int index = 0; index < key_tiles_; ++index) run_key_tile(memory, wanted, batch, head_k, index);
       for (int member = 0; member < problem_.group(); ++member) {
         kernel_->store_rows(head_rows(tensors_->dq, batch, head_k * problem_.group() + member, 0),
-                            memory.dq + member * stats_stride_ * dq_stride(), problem_.seqlen_q, problem_.head_dim,
+                            memory.dq + member * row_stride_ * dq_stride(), problem_.seqlen_q, problem_.head_dim,
                             problem_.scale);
       }
     });
@@ -245,13 +249,12 @@ class Backward {
   int threads_;
   int key_tiles_;
   int query_blocks_;
-  std::int64_t stats_stride_;  // rows of a head, in whole blocks
+  std::int64_t row_stride_;  // rows of a head, in whole blocks
   bool fused_ = false;
 
   const BackwardTensors* tensors_ = nullptr;
+  RowStatistics rows_{};
   const Kernels* kernel_ = nullptr;
-  float* lse_log2_ = nullptr;  // (B, H_q, stats_stride)
-  float* delta_ = nullptr;     // (B, H_q, stats_stride)
   std::byte* thread_memory_ = nullptr;
   std::int64_t thread_bytes_ = 0;
 };
@@ -263,8 +266,7 @@ std::int64_t backward_workspace_bytes(const Problem& problem, const Variant& var
 }
 
 void run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace, Stream) {
-  Backward(plan.problem, plan.variant, plan.grid)
-      .run(tensors, workspace, threads_worth_starting(plan.problem, plan.grid));
+  Backward(plan.problem, plan.variant, plan.grid).run(tensors, workspace);
 }
 
 }  // namespace flashtile::cpu

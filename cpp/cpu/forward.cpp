@@ -67,7 +67,7 @@ void attend(const Problem& problem, const ForwardTensors& t, const Sizes& sizes,
 }  // namespace
 
 std::int64_t forward_workspace_bytes(const Problem& problem, const Variant& variant, int threads) {
-  return std::max(threads, 1) * thread_bytes(tile_sizes(problem, variant));
+  return threads_worth_starting(problem, threads) * thread_bytes(tile_sizes(problem, variant));
 }
 
 void run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace, Stream) {
