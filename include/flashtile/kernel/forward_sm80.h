@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) forward_sm80(const __
 
   const int first_row = tile.m_block * Mainloop::kM;
   const Range rows = {first_row, min(first_row + Mainloop::kM, params.lengths.q)};
-  const TileRanges key_tiles = params.band.tiles(rows, Mainloop::kN, params.lengths);
+  const VisibleKeys<Mainloop::kN> keys(params.band, rows, params.lengths);
 
   // An increasing linear score map is folded into the exponent; any other is applied to each score first.
   const bool folded = params.score_map.order_preserving() && params.alibi_slopes == nullptr;
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) forward_sm80(const __
   Tensor tOrO = partition_fragment_C(typename Mainloop::TiledMma{},
                                      Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDim>>{});  // (mma, m, head_dim)
   clear(tOrO);
-  if (!key_tiles.visible.empty()) Mainloop{params, shared, tile, key_tiles, thread}.run(tOrO, softmax, folded);
+  if (keys.blocks > 0) Mainloop{params, shared, tile, keys, thread}.run(tOrO, softmax, folded);
   FinalEpilogue<Mainloop>::store(params, tile, tOrO, softmax, shared.q, thread);
 }
 

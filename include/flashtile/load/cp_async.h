@@ -3,12 +3,10 @@
 
 #include <cute/tensor.hpp>
 
-#include "flashtile/math/mask.h"
-
 namespace flashtile {
 
-/// Loads (rows, head_dim) tiles of a row-major matrix into swizzled shared memory. What does not exist is written
-/// as zero and never read.
+/// Loads (rows, head_dim) tiles of a row-major matrix into swizzled shared memory. What lies outside the matrix is
+/// written as zero and never read.
 template <class Element, int kColumnsPerAtom, int kThreads>
 struct CpAsyncTile {
   static constexpr int kVector = 16 / sizeof(Element);
@@ -23,9 +21,9 @@ struct CpAsyncTile {
   // What one pass of all threads copies must divide the tile: CuTe would round up, past the end of shared memory.
   static constexpr int kRowsPerPass = kThreads / kThreadsPerRow;
 
-  /// `rows` and `columns` are what exists, counted from the tile's origin.
+  /// `rows` and `columns` of the matrix remain from the tile's origin on.
   template <class Global, class Shared>
-  CUTE_DEVICE static void load(Global const& gX, Shared const& sX, Range rows, int columns, int thread) {
+  CUTE_DEVICE static void load(Global const& gX, Shared const& sX, int rows, int columns, int thread) {
     using namespace cute;
     auto copy_thread = TiledCopy{}.get_slice(thread);
     Tensor tXgX = copy_thread.partition_S(gX);                                             // (vector, row, column)
@@ -33,7 +31,7 @@ struct CpAsyncTile {
     Tensor tXcX = copy_thread.partition_S(make_identity_tensor(product_each(shape(sX))));  // (vector, row, column)
     CUTE_UNROLL
     for (int r = 0; r < size<1>(tXsX); ++r) {
-      const bool row_exists = rows.contains(get<0>(tXcX(0, r, 0)));
+      const bool row_exists = get<0>(tXcX(0, r, 0)) < rows;
       CUTE_UNROLL
       for (int c = 0; c < size<2>(tXsX); ++c) {
         const bool exists = row_exists && get<1>(tXcX(0, 0, c)) < columns;

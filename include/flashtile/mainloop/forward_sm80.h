@@ -16,6 +16,27 @@
 
 namespace flashtile {
 
+/// The keys that a tile of query rows sees, in blocks of kN from the first such key on.
+///
+/// Masks are aligned at the last key, so dropping keys at the front leaves the same problem with a shorter seqlen_k:
+/// `lengths` and all block indices are those of that problem. Keys that no row sees are never read, whatever they hold.
+template <int kN>
+struct VisibleKeys {
+  int first;  // of all keys
+  int count;  // up to the last visible one
+  int blocks;
+  Range interior;   // blocks that need no mask
+  Lengths lengths;  // all rows, and the keys from `first` on
+
+  CUTE_DEVICE VisibleKeys(Band band, Range rows, Lengths all) : first(band.columns(rows.begin, all).begin) {
+    lengths = {all.q, all.k - first};
+    count = band.columns(rows.end - 1, lengths).end;
+    const TileRanges tiles = band.tiles(rows, kN, lengths);
+    blocks = tiles.visible.end;
+    interior = tiles.interior;
+  }
+};
+
 template <Variant kV>
 struct ForwardMainloopSm80 {
   static constexpr int kM = kV.tile_m;
@@ -65,15 +86,14 @@ struct ForwardMainloopSm80 {
   ForwardParams const& params;
   SharedStorage& shared;
   TileCoord tile;
-  TileRanges key_tiles;
+  VisibleKeys<kN> keys;
   int thread;
 
   CUTE_DEVICE void load_q() const {
     using namespace cute;
     const int row = tile.m_block * kM;
     Load::load(head_tile<kM, kHeadDim, Element>(params.q, params.q_strides, tile.batch, tile.head, row),
-               make_tensor(make_smem_ptr(shared.q), SmemLayoutQ{}), {0, params.lengths.q - row}, params.head_dim,
-               thread);
+               make_tensor(make_smem_ptr(shared.q), SmemLayoutQ{}), params.lengths.q - row, params.head_dim, thread);
   }
 
   // K and V tiles alternate through the ring: step 0 from a key tile is its K, step 1 its V, step 2 the next tile's K.
@@ -82,7 +102,7 @@ struct ForwardMainloopSm80 {
 
   template <int kStep>
   CUTE_DEVICE Element* stage(int n_block) const {
-    return shared.ring[(2 * (n_block - key_tiles.visible.begin) + kStep) % kStages];
+    return shared.ring[(2 * n_block + kStep) % kStages];
   }
 
   template <int kStep>
@@ -90,13 +110,11 @@ struct ForwardMainloopSm80 {
     using namespace cute;
     constexpr bool kIsK = kStep % 2 == kStepK;
     const int block = n_block + kStep / 2;
-    if (block < key_tiles.visible.end) {
-      // Keys that no row of this tile sees are not read either: whatever they hold, they change nothing.
-      const Range rows = {key_tiles.columns.begin - block * kN, key_tiles.columns.end - block * kN};
+    if (block < keys.blocks) {
       Load::load(
           head_tile<kN, kHeadDim, Element>(kIsK ? params.k : params.v, kIsK ? params.k_strides : params.v_strides,
-                                           tile.batch, tile.head / params.group, block * kN),
-          make_tensor(make_smem_ptr(stage<kStep>(n_block)), SmemLayoutKV{}), rows,
+                                           tile.batch, tile.head / params.group, keys.first + block * kN),
+          make_tensor(make_smem_ptr(stage<kStep>(n_block)), SmemLayoutKV{}), keys.count - block * kN,
           kIsK ? params.head_dim : params.head_dim_v, thread);
     }
     cp_async_fence();
@@ -132,7 +150,7 @@ struct ForwardMainloopSm80 {
             : 0.0f;
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
-      const int to_diagonal = n_block * kN - params.lengths.diagonal(tile.m_block * kM + get<0>(coord(r, 0)));
+      const int to_diagonal = n_block * kN - keys.lengths.diagonal(tile.m_block * kM + get<0>(coord(r, 0)));
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c) {
         const float distance = fabsf(float(to_diagonal + get<1>(coord(r, c))));
@@ -147,7 +165,7 @@ struct ForwardMainloopSm80 {
     using namespace cute;
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
-      const Range visible = params.band.columns(tile.m_block * kM + get<0>(coord(r, 0)), params.lengths);
+      const Range visible = params.band.columns(tile.m_block * kM + get<0>(coord(r, 0)), keys.lengths);
       const int first_column = n_block * kN + get<1>(coord(r, 0));
       const int begin = visible.begin - first_column;
       const int end = visible.end - first_column;
@@ -181,13 +199,12 @@ struct ForwardMainloopSm80 {
     Tensor rows_of_o = rows_and_columns(tOrO);                        // (row, head_dim)
 
     load_q();
-    for_each(make_int_sequence<kStages - kStepsPerBarrier>{},
-             [&](auto step) { load_step<step>(key_tiles.visible.begin); });
+    for_each(make_int_sequence<kStages - kStepsPerBarrier>{}, [&](auto step) { load_step<step>(0); });
 
     CUTE_NO_UNROLL
-    for (int n_block = key_tiles.visible.begin; n_block < key_tiles.visible.end; ++n_block) {
+    for (int n_block = 0; n_block < keys.blocks; ++n_block) {
       Tensor sK = make_tensor(make_smem_ptr(acquire<kStepK>(n_block)), SmemLayoutKV{});  // (N, head_dim)
-      if (kKeepQ && n_block == key_tiles.visible.begin) copy(copy_q, tSsQ, tSrQ_copy);
+      if (kKeepQ && n_block == 0) copy(copy_q, tSsQ, tSrQ_copy);
       Tensor tSsK = copy_k_thread.partition_S(sK);         // (copy, n, k)
       Tensor tSrK = mma_thread.partition_fragment_B(sK);   // (mma, n, k)
       Tensor tSrK_copy = copy_k_thread.retile_D(tSrK);     // (copy, n, k)
@@ -201,7 +218,7 @@ struct ForwardMainloopSm80 {
       }
 
       Tensor scores = rows_and_columns(tSrS);  // (row, column)
-      const bool edge = !key_tiles.interior.contains(n_block);
+      const bool edge = !keys.interior.contains(n_block);
       if (edge || !folded) [[unlikely]] {
         if (!folded) map_scores(scores, tScS, n_block);
         if (edge) mask_scores(scores, tScS, n_block);

@@ -31,11 +31,10 @@ struct Range {
 };
 
 /// Tiles along one axis: those of `visible` hold a visible element, those of `interior` (a part of `visible`)
-/// hold nothing else. Only `visible` minus `interior` needs a mask test. `columns` are those that any row sees.
+/// hold nothing else. Only `visible` minus `interior` needs a mask test.
 struct TileRanges {
   Range visible;
   Range interior;
-  Range columns;
 };
 
 struct Band {
@@ -74,7 +73,6 @@ struct Band {
     const Range last = columns(rows.end - 1, n);
     TileRanges ranges;
     if (last.end <= first.begin) return ranges;
-    ranges.columns = {first.begin, last.end};
     ranges.visible = {first.begin / tile, (last.end + tile - 1) / tile};
     ranges.interior = {(last.begin + tile - 1) / tile, first.end > 0 ? first.end / tile : 0};
     if (ranges.interior.empty()) ranges.interior = {ranges.visible.begin, ranges.visible.begin};
