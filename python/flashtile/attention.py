@@ -9,6 +9,7 @@ from . import _C
 
 Window = tuple[int | None, int | None] | None
 _CONTIGUOUS = torch.contiguous_format
+_FLOAT32 = torch.float32
 _under_functorch = torch._C._are_functorch_transforms_active
 
 
@@ -77,21 +78,23 @@ def attention(
     Longformer (Beltagy et al. 2020, arXiv:2004.05150); softcap, Gemma 2 (2024, arXiv:2408.00118).
     """
     left, right = (None, None) if window is None else _sides("attention", window)
-    options = (causal, left, right, scale, softcap)
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        _C.check(q, k, v, alibi_slopes, *options)  # names the argument that is no tensor
     if forward_ad._current_level >= 0:
         _refuse_tangents(q=q, k=k, v=v)
     if is_grad_enabled():
-        if alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False):
-            raise NotImplementedError(
-                "attention: alibi_slopes requires grad, expected slopes that do not: "
-                "no kernel computes their gradient; nearest supported: alibi_slopes.detach()"
-            )
-        if q.requires_grad or k.requires_grad or v.requires_grad:
+        try:
+            differentiable = q.requires_grad or k.requires_grad or v.requires_grad
+            if alibi_slopes is not None and alibi_slopes.requires_grad:
+                raise NotImplementedError(
+                    "attention: alibi_slopes requires grad, expected slopes that do not: "
+                    "no kernel computes their gradient; nearest supported: alibi_slopes.detach()"
+                )
+        except AttributeError:
+            _C.check(q, k, v, alibi_slopes, causal, left, right, scale, softcap)  # says which is no tensor
+            raise
+        if differentiable:
             apply = _Attention.apply if _under_functorch() else _apply
-            return apply(q, k, v, alibi_slopes, options, return_lse)
-    out, lse = _forward(q, k, v, alibi_slopes, options, return_lse)
+            return apply(q, k, v, alibi_slopes, causal, left, right, scale, softcap, return_lse)
+    out, lse = _forward(q, k, v, alibi_slopes, causal, left, right, scale, softcap, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -125,10 +128,10 @@ def explain(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, alibi_slopes, options, return_lse):
-        out, lse = _forward(q, k, v, alibi_slopes, options, True)
+    def forward(ctx, q, k, v, alibi_slopes, causal, left, right, scale, softcap, return_lse):
+        out, lse = _forward(q, k, v, alibi_slopes, causal, left, right, scale, softcap, True)
         ctx.save_for_backward(q, k, v, out, lse, alibi_slopes)
-        ctx.options = options
+        ctx.options = (causal, left, right, scale, softcap)
         if not return_lse:
             return out
         ctx.set_materialize_grads(False)  # a loss of one output must not pay for zeros of the other
@@ -146,27 +149,28 @@ class _Attention(torch.autograd.Function):
             for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
         ]
         _C.backward(dout, dlse, q, k, v, out, lse, alibi_slopes, *gradients, *ctx.options, get_num_threads())
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None, None, None, None
 
 
 # Function.apply without its Python half, which serves functorch and takes 3 µs of the 12 of a call with gradients.
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
-def _forward(q, k, v, alibi_slopes, options, with_lse):
+def _forward(q, k, v, alibi_slopes, causal, left, right, scale, softcap, with_lse):
     """(out, lse), where lse is None unless it is asked for."""
     try:
         batch, seqlen_q, heads_q, _ = q.shape
         out = q.new_empty(batch, seqlen_q, heads_q, v.shape[3])
-        lse = q.new_empty(batch, heads_q, seqlen_q, dtype=torch.float32) if with_lse else None
-    except (IndexError, ValueError):
-        _C.check(q, k, v, alibi_slopes, *options)  # the ranks are wrong: this says which and how
+        lse = q.new_empty(batch, heads_q, seqlen_q, dtype=_FLOAT32) if with_lse else None
+    except (AttributeError, IndexError, ValueError):
+        _C.check(q, k, v, alibi_slopes, causal, left, right, scale, softcap)  # says which is no tensor of rank 4
         raise
+    threads = get_num_threads()
     try:
-        _C.forward(q, k, v, out, lse, alibi_slopes, *options, get_num_threads())
+        _C.forward(q, k, v, out, lse, alibi_slopes, causal, left, right, scale, softcap, threads)
     except _C.Misaligned:
         q, k, v = _aligned(q), _aligned(k), _aligned(v)
-        _C.forward(q, k, v, out, lse, alibi_slopes, *options, get_num_threads())
+        _C.forward(q, k, v, out, lse, alibi_slopes, causal, left, right, scale, softcap, threads)
     return out, lse
 
 
