@@ -1,4 +1,4 @@
-// Work items handed to threads that live for one call: nothing is kept that a fork could break.
+// Work items handed to threads: those of the OpenMP runtime in the process, else new ones that live for one call.
 #pragma once
 
 #include <cstdint>

@@ -93,7 +93,7 @@ def attention(
             raise
         if differentiable:
             apply = _Attention.apply if _under_functorch() else _apply
-            return apply(q, k, v, alibi_slopes, causal, left, right, scale, softcap, return_lse)
+            return apply(q, k, v, (alibi_slopes, causal, left, right, scale, softcap), return_lse)
     out, lse = _forward(q, k, v, alibi_slopes, causal, left, right, scale, softcap, return_lse)
     return (out, lse) if return_lse else out
 
@@ -128,10 +128,10 @@ def explain(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, alibi_slopes, causal, left, right, scale, softcap, return_lse):
-        out, lse = _forward(q, k, v, alibi_slopes, causal, left, right, scale, softcap, True)
+    def forward(ctx, q, k, v, options, return_lse):
+        out, lse = _forward(q, k, v, *options, True)
+        alibi_slopes, *ctx.options = options
         ctx.save_for_backward(q, k, v, out, lse, alibi_slopes)
-        ctx.options = (causal, left, right, scale, softcap)
         if not return_lse:
             return out
         ctx.set_materialize_grads(False)  # a loss of one output must not pay for zeros of the other
@@ -149,7 +149,7 @@ class _Attention(torch.autograd.Function):
             for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
         ]
         _C.backward(dout, dlse, q, k, v, out, lse, alibi_slopes, *gradients, *ctx.options, get_num_threads())
-        return *gradients, None, None, None, None, None, None, None
+        return *gradients, None, None
 
 
 # Function.apply without its Python half, which serves functorch and takes 3 µs of the 12 of a call with gradients.

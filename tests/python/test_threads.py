@@ -1,5 +1,7 @@
 """Any number of threads, of one call or of many callers, gives the same bits."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -51,3 +53,22 @@ def test_callers_at_the_same_time(case, set_threads):
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(forward_and_backward, [case] * 24):
             assert_same(found, expected)
+
+
+# Only attention computes in the child: PyTorch's own operators may wait for threads that it does not have.
+FORKED = """
+import os, torch, flashtile
+torch.set_num_threads(2)
+q = torch.randn(1, 600, 4, 64)
+expected = flashtile.attention(q, q, q).tolist()
+child = os.fork()
+if child == 0:
+    os._exit(0 if flashtile.attention(q, q, q).tolist() == expected else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert flashtile.attention(q, q, q).tolist() == expected
+"""
+
+
+def test_a_forked_process_computes():
+    """Data loaders fork; the child has none of the threads that its parent computed with."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], check=True, timeout=120)
