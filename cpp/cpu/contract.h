@@ -61,16 +61,7 @@ FLASHTILE_INLINE Vec multiply_add(Vec sum, Vec a, Vec b) {
 template <Product kProduct, Order kOrder, int kRows, int kVectors>
 void block(const Contraction& t, int row, int column, Range steps, const float* b) {
   Vec c[kRows][kVectors];
-  const std::int64_t c_stride = t.c_stride;
-  float* const target = t.c + row * c_stride + column;
-  if (t.accumulate) {
-    FLASHTILE_EACH_ROW FLASHTILE_EACH_VECTOR c[i][j] = load(target + i * c_stride + j * kLanes);
-  } else {
-    FLASHTILE_EACH_ROW FLASHTILE_EACH_VECTOR c[i][j] = Vec{};
-  }
-  if (t.factor != nullptr) {
-    FLASHTILE_EACH_ROW FLASHTILE_EACH_VECTOR c[i][j] *= t.factor[row + i];
-  }
+  FLASHTILE_EACH_ROW FLASHTILE_EACH_VECTOR c[i][j] = Vec{};
   const std::int64_t a_row = kOrder == Order::kRows ? t.a_stride : 1;
   const std::int64_t a_step = kOrder == Order::kRows ? 1 : t.a_stride;
   const std::int64_t b_step = t.b_stride;
@@ -84,7 +75,16 @@ void block(const Contraction& t, int row, int column, Range steps, const float* 
       FLASHTILE_EACH_VECTOR c[i][j] = multiply_add<kProduct>(c[i][j], word, b_row[j]);
     }
   }
-  FLASHTILE_EACH_ROW FLASHTILE_EACH_VECTOR store(target + i * c_stride + j * kLanes, c[i][j]);
+  // What was there before is added last: sums of tile sums round less than one chain through all tiles.
+  const std::int64_t c_stride = t.c_stride;
+  float* const target = t.c + row * c_stride + column;
+  FLASHTILE_EACH_ROW {
+    const float factor = t.factor != nullptr ? t.factor[row + i] : 1.0f;
+    FLASHTILE_EACH_VECTOR {
+      float* const at = target + i * c_stride + j * kLanes;
+      store(at, t.accumulate ? load(at) * factor + c[i][j] : c[i][j]);
+    }
+  }
 }
 
 using Block = void (*)(const Contraction&, int row, int column, Range steps, const float* b);

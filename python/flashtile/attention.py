@@ -130,8 +130,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, options, return_lse):
         out, lse = _forward(q, k, v, *options, True)
-        alibi_slopes, *ctx.options = options
-        ctx.save_for_backward(q, k, v, out, lse, alibi_slopes)
+        ctx.save_for_backward(q, k, v, out, lse, options[0])
+        ctx.options = options[1:]
         if not return_lse:
             return out
         ctx.set_materialize_grads(False)  # a loss of one output must not pay for zeros of the other

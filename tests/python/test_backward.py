@@ -32,6 +32,19 @@ def test_backward(case, device, attention, gradients):
         assert_accurate(*values, what, slack=4 * score_rounding(lse, values[1]))
 
 
+def test_long_sums_round_little(attention, gradients):
+    """dK and dV of a key add over every query: one chain of 2,048 additions would err by five times the bar."""
+    case = Case("long", dtype=F32, seqlen_q=2048, seqlen_k=2048, head_dim=64, causal=True)
+    inputs = case.tensors(requires_grad=True)
+    out, lse = attention(*inputs, return_lse=True, causal=True)
+    dout, dlse = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)), torch.zeros_like(lse)
+    found = gradients([out, lse], inputs, [dout, dlse])
+    exact = reference_gradients(case, torch.float64, dout, dlse)
+    rough = reference_gradients(case, F32, dout, dlse)
+    for what, *values in zip(WHAT, found, exact, rough, strict=True):
+        assert_accurate(*values, what)
+
+
 SMALL = Case("small", dtype=F32, batch=1, seqlen_q=5, seqlen_k=7, heads_q=2, heads_k=1, head_dim=8)
 GRADCHECK_OPTIONS = {
     "plain": {},
