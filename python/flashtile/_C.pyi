@@ -11,16 +11,15 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
     alibi_slopes: Tensor | None,
     causal: bool,
     window_left: SupportsIndex | None,
     window_right: SupportsIndex | None,
     scale: SupportsFloat | None,
     softcap: SupportsFloat,
+    with_lse: bool,
     num_threads: int,
-) -> None: ...
+) -> tuple[Tensor, Tensor | None]: ...
 def backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -39,17 +38,6 @@ def backward(
     scale: SupportsFloat | None,
     softcap: SupportsFloat,
     num_threads: int,
-) -> None: ...
-def check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alibi_slopes: Tensor | None,
-    causal: bool,
-    window_left: SupportsIndex | None,
-    window_right: SupportsIndex | None,
-    scale: SupportsFloat | None,
-    softcap: SupportsFloat,
 ) -> None: ...
 def explain(
     q: Tensor,

@@ -9,7 +9,6 @@ from . import _C
 
 Window = tuple[int | None, int | None] | None
 _CONTIGUOUS = torch.contiguous_format
-_FLOAT32 = torch.float32
 _under_functorch = torch._C._are_functorch_transforms_active
 
 
@@ -89,8 +88,7 @@ def attention(
                     "no kernel computes their gradient; nearest supported: alibi_slopes.detach()"
                 )
         except AttributeError:
-            _C.check(q, k, v, alibi_slopes, causal, left, right, scale, softcap)  # says which is no tensor
-            raise
+            differentiable = False  # one is no tensor; the module says which
         if differentiable:
             apply = _Attention.apply if _under_functorch() else _apply
             return apply(q, k, v, (alibi_slopes, causal, left, right, scale, softcap), return_lse)
@@ -156,22 +154,13 @@ class _Attention(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
-def _forward(q, k, v, alibi_slopes, causal, left, right, scale, softcap, with_lse):
+def _forward(q, k, v, *options):
     """(out, lse), where lse is None unless it is asked for."""
-    try:
-        batch, seqlen_q, heads_q, _ = q.shape
-        out = q.new_empty(batch, seqlen_q, heads_q, v.shape[3])
-        lse = q.new_empty(batch, heads_q, seqlen_q, dtype=_FLOAT32) if with_lse else None
-    except (AttributeError, IndexError, ValueError):
-        _C.check(q, k, v, alibi_slopes, causal, left, right, scale, softcap)  # says which is no tensor of rank 4
-        raise
     threads = get_num_threads()
     try:
-        _C.forward(q, k, v, out, lse, alibi_slopes, causal, left, right, scale, softcap, threads)
+        return _C.forward(q, k, v, *options, threads)
     except _C.Misaligned:
-        q, k, v = _aligned(q), _aligned(k), _aligned(v)
-        _C.forward(q, k, v, out, lse, alibi_slopes, causal, left, right, scale, softcap, threads)
-    return out, lse
+        return _C.forward(_aligned(q), _aligned(k), _aligned(v), *options, threads)
 
 
 def _refuse_tangents(**tensors):

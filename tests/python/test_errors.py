@@ -240,26 +240,6 @@ def test_keyword_arguments_only():
 
 
 # The compiled module is checked too: it must not write through what Python would never hand it.
-@pytest.mark.parametrize(
-    "change, exception, message",
-    [
-        ({"out": lambda x: x[:, :-1]}, ValueError, r"out has shape \(2, 4, 4, 64\), expected \(2, 5, 4, 64\)"),
-        ({"out": torch.Tensor.float}, TypeError, "out has dtype float32, expected float16"),
-        ({"out": strided}, ValueError, "out has stride 2 in its last dimension, expected 1"),
-        ({"lse": lambda x: x[..., :-1]}, ValueError, r"lse has shape \(2, 4, 4\), expected \(2, 4, 5\)"),
-        ({"lse": torch.Tensor.half}, TypeError, "lse has dtype float16, expected float32"),
-        ({"lse": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)}, ValueError, "lse has strides"),
-    ],
-)
-def test_bad_outputs(change, exception, message):
-    q, k, v = tensors("cpu")
-    outputs = {"out": torch.full((2, 5, 4, 64), 3.0, dtype=torch.float16), "lse": torch.full((2, 4, 5), 3.0)}
-    changed = {name: change[name](x) if name in change else x for name, x in outputs.items()}
-    with pytest.raises(exception, match=f"^attention: {message}"):
-        flashtile._C.forward(q, k, v, *changed.values(), None, False, None, None, None, 0.0, 1)
-    assert all((x == 3).all() for x in outputs.values()), "something was written"
-
-
 @pytest.mark.parametrize("missing", ["dout", "out", "lse"])
 def test_backward_needs_what_the_forward_wrote(missing):
     q, k, v = tensors("cpu")
