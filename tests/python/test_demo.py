@@ -42,8 +42,8 @@ def console():
 @pytest.fixture
 def brief(monkeypatch):
     """A demo of few shapes, which trains for a few steps."""
-    cases = exactness.cases("cpu")[:2]
-    monkeypatch.setattr(exactness, "cases", lambda device_type: cases)
+    all_cases = exactness.cases
+    monkeypatch.setattr(exactness, "cases", lambda device_type: all_cases(device_type)[:2])
     monkeypatch.setattr(training, "MIN_STEPS", 6)
     monkeypatch.setattr(training, "TIMED_STEPS", 1)
     monkeypatch.setattr(training, "BATCH", 2)
@@ -129,7 +129,7 @@ def test_the_model_does_not_look_ahead():
 
 def test_training_with_either_attention_gives_the_same_losses():
     corpus = training.standard_library_bytes(50_000)
-    steps, seen = 12, []
+    steps, seen = 24, []
     ours = training.train(
         lambda q, k, v: flashtile.attention(q, k, v, causal=True), corpus, steps, CPU, SMALL, on_step=seen.append
     )
@@ -152,7 +152,7 @@ def test_training_fails_a_wrong_attention(console, brief, tmp_path):
 
 def test_demo(brief, tmp_path, capsys):
     picture = tmp_path / "demo.png"
-    cases = [Case.square(1, 64, 2, 16, dtype="float32")]
+    cases = [Case.square(1, 64, 2, 16, dtype="bfloat16")]
     assert demo.run(0.0, picture, speed_cases=cases, config=SMALL) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "Everything agrees." in capsys.readouterr().out
