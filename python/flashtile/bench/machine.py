@@ -22,7 +22,7 @@ def describe(device: torch.device) -> dict[str, object]:
         "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
     }
