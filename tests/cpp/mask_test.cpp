@@ -68,6 +68,20 @@ TEST(Mask, TilesHoldWhatTheElementsSay) {
   });
 }
 
+// What lets a kernel start at the first key that its rows see, as if there were none before it.
+TEST(Mask, KeysBeforeTheFirstVisibleOneMayBeDropped) {
+  for_each_mask([](Lengths n, Band band) {
+    for (int row = 0; row < n.q; ++row) {
+      const int first = band.columns(row, n).begin;
+      const Lengths rest{n.q, n.k - first};
+      for (int i = row; i < n.q; ++i) {
+        for (int j = 0; j < first; ++j) ASSERT_FALSE(band.keep(i, j, n));
+        for (int j = first; j < n.k; ++j) ASSERT_EQ(band.keep(i, j - first, rest), band.keep(i, j, n));
+      }
+    }
+  });
+}
+
 TEST(Mask, InteriorIsAPartOfVisible) {
   for_each_mask([](Lengths n, Band band) {
     for (int row = 0; row < n.q; ++row) {
