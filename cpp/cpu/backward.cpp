@@ -63,7 +63,7 @@ class Backward {
   Backward(const Problem& problem, const Variant& variant, int grid)
       : problem_(problem),
         sizes_(tile_sizes(problem, variant)),
-        threads_(threads_worth_starting(problem, grid)),
+        threads_(grid),
         key_tiles_(tile_count(problem.seqlen_k, sizes_.tile_n)),
         query_blocks_(tile_count(problem.seqlen_q, sizes_.tile_m)),
         row_stride_(static_cast<std::int64_t>(query_blocks_) * sizes_.tile_m) {

@@ -67,7 +67,7 @@ void attend(const Problem& problem, const ForwardTensors& t, const Sizes& sizes,
 }  // namespace
 
 std::int64_t forward_workspace_bytes(const Problem& problem, const Variant& variant, int threads) {
-  return threads_worth_starting(problem, threads) * thread_bytes(tile_sizes(problem, variant));
+  return threads * thread_bytes(tile_sizes(problem, variant));
 }
 
 void run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace, Stream) {
@@ -76,7 +76,7 @@ void run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* w
   const std::int64_t bytes = thread_bytes(sizes);
   const int blocks = (problem.seqlen_q + sizes.tile_m - 1) / sizes.tile_m;
   const std::int64_t items = std::int64_t{problem.batch} * problem.heads_q * blocks;
-  parallel_for(threads_worth_starting(problem, plan.grid), items, [&](int thread, std::int64_t item) {
+  parallel_for(plan.grid, items, [&](int thread, std::int64_t item) {
     Arena arena(static_cast<std::byte*>(workspace) + thread * bytes);
     const ThreadMemory memory = divide(arena, sizes);
     const int head = static_cast<int>(item / blocks % problem.heads_q);

@@ -40,11 +40,4 @@ Tile make_tile(const Problem& problem, const TileRows& rows, bool edge, const Ed
   return tile;
 }
 
-int threads_worth_starting(const Problem& problem, int grid) {
-  // A thread starts in about 30 µs, the time of 2 million multiply-adds.
-  const std::int64_t multiply_adds = std::int64_t{problem.batch} * problem.heads_q * problem.seqlen_q *
-                                     problem.seqlen_k * (problem.head_dim + problem.head_dim_v);
-  return multiply_adds < 2'000'000 ? 1 : std::max(grid, 1);
-}
-
 }  // namespace flashtile::cpu

@@ -73,7 +73,4 @@ inline Range tile_range(int index, int tile, int length) {
   return {index * tile, std::min((index + 1) * tile, length)};
 }
 
-/// `grid` threads, or one where a call is done before a thread has started.
-int threads_worth_starting(const Problem& problem, int grid);
-
 }  // namespace flashtile::cpu

@@ -44,12 +44,12 @@ def test_forward_and_backward_of_random_problems(case):
     exact_out, exact_lse = reference.attention(*case.tensors(), **case.options())
     rough_out, _ = reference.attention(*case.tensors(), dtype=case.dtype, **case.options())
     _, rough_lse = reference.attention(*case.tensors(), dtype=F32, **case.options())
-    assert_accurate(out.detach(), exact_out, rough_out, "out", slack=8 * score_rounding(exact_lse, exact_out))
-    assert_accurate(lse.detach(), exact_lse, rough_lse, "lse", slack=8 * score_rounding(exact_lse))
+    assert_accurate(out.detach(), exact_out, rough_out, "out", slack=2 * score_rounding(exact_lse, exact_out))
+    assert_accurate(lse.detach(), exact_lse, rough_lse, "lse", slack=2 * score_rounding(exact_lse))
 
     dout, dlse = torch.ones_like(out), torch.ones_like(lse)
     found = torch.autograd.grad([out, lse], inputs, [dout, dlse])
     exact = reference_gradients(case, torch.float64, dout, dlse)
     rough = reference_gradients(case, case.dtype, dout, dlse)
     for what, *values in zip(("dq", "dk", "dv"), found, exact, rough, strict=True):
-        assert_accurate(*values, what, slack=32 * score_rounding(exact_lse, values[1]))
+        assert_accurate(*values, what, slack=4 * score_rounding(exact_lse, values[1]))
