@@ -37,9 +37,7 @@ constexpr int kMaxDevices = 64;
 
 DeviceInfo read_cuda_device(int index) {
   cudaDeviceProp properties;
-  const cudaError_t status = cudaGetDeviceProperties(&properties, index);
-  if (status != cudaSuccess) cudaGetLastError();  // leave no error behind for the next caller of the runtime
-  throw_on_error(status, "cudaGetDeviceProperties");
+  throw_on_error(cudaGetDeviceProperties(&properties, index), "cudaGetDeviceProperties");
   DeviceInfo info;
   info.device = {DeviceType::kCuda, index};
   info.name = properties.name;
@@ -92,26 +90,21 @@ const char* cuda_architectures() {
 }
 
 #ifdef FLASHTILE_WITH_CUDA
-DeviceGuard::DeviceGuard(Device device) : device_(device) {
-  if (device_.type != DeviceType::kCuda) return;
+DeviceGuard::DeviceGuard(Device device) {
+  if (device.type != DeviceType::kCuda) return;
   int current = 0;
   throw_on_error(cudaGetDevice(&current), "cudaGetDevice");
-  if (current == device_.index) return;
-  throw_on_error(cudaSetDevice(device_.index), "cudaSetDevice");
+  if (current == device.index) return;
+  throw_on_error(cudaSetDevice(device.index), "cudaSetDevice");
   previous_ = current;
 }
 
 DeviceGuard::~DeviceGuard() {
   if (previous_ >= 0) cudaSetDevice(previous_);
 }
-
-void DeviceGuard::check_launch() const {
-  if (device_.type == DeviceType::kCuda) throw_on_error(cudaGetLastError(), "kernel launch");
-}
 #else
-DeviceGuard::DeviceGuard(Device device) : device_(device) {}
+DeviceGuard::DeviceGuard(Device) {}
 DeviceGuard::~DeviceGuard() = default;
-void DeviceGuard::check_launch() const {}
 #endif
 
 }  // namespace flashtile

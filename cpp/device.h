@@ -12,11 +12,7 @@ class DeviceGuard {
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
-  /// Throws CudaError when what was launched under this guard did not start.
-  void check_launch() const;
-
  private:
-  Device device_;
   int previous_ = -1;  // the device to go back to; -1: none
 };
 

@@ -12,7 +12,9 @@
 namespace flashtile {
 
 inline void throw_on_error(cudaError_t status, const char* action) {
-  if (status != cudaSuccess) throw CudaError(std::string(action) + ": " + cudaGetErrorString(status));
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // leave no error behind for the next caller of the runtime
+  throw CudaError(std::string(action) + ": " + cudaGetErrorString(status));
 }
 
 /// Lets `kernel` have `bytes` of dynamic shared memory on `device`; a load and a test after the first call.

@@ -19,10 +19,22 @@ constexpr const char* kForward = "attention";
 constexpr const char* kBackward = "attention backward";
 constexpr const char* kExplain = "explain";
 
-/// What select may use: the device as the core knows it, with as many CPU threads as the caller grants.
-DeviceInfo device_for(const char* function, Device device, int num_threads) try {
+/// Names and values that every call needs; they live as long as the process.
+struct Interned {
+  handle new_empty = nb::str("new_empty").release();
+  handle float32 = nb::object(nb::module_::import_("torch").attr("float32")).release();
+  handle get_num_threads = nb::object(nb::module_::import_("torch").attr("get_num_threads")).release();
+};
+
+const Interned& interned() {
+  static const Interned values;
+  return values;
+}
+
+/// What select may use: the device as the core knows it, with as many CPU threads as PyTorch may take.
+DeviceInfo device_for(const char* function, Device device) try {
   DeviceInfo info = device_info(device);
-  if (device.type == DeviceType::kCpu) info.threads = num_threads;
+  if (device.type == DeviceType::kCpu) info.threads = nb::cast<int>(interned().get_num_threads());
   return info;
 } catch (const Unsupported& error) {
   throw Unsupported(std::string(function) + ": " + error.what());
@@ -43,17 +55,6 @@ std::unique_ptr<void, Free> allocate_workspace(const Plan& plan) {
   return memory;
 }
 
-/// Names and values that every call needs; they live as long as the process.
-struct Interned {
-  handle new_empty = nb::str("new_empty").release();
-  handle float32 = nb::object(nb::module_::import_("torch").attr("float32")).release();
-};
-
-const Interned& interned() {
-  static const Interned values;
-  return values;
-}
-
 ForwardTensors input_tensors(const char* function, handle q, handle k, handle v, handle alibi_slopes) {
   return {
       .q = tensor_view(function, "q", q),
@@ -63,21 +64,30 @@ ForwardTensors input_tensors(const char* function, handle q, handle k, handle v,
   };
 }
 
-/// (out, lse), or (out, None) without lse. Nothing is allocated before every argument has been checked.
-nb::tuple forward(handle q, handle k, handle v, handle alibi_slopes, handle causal, handle window_left,
-                  handle window_right, handle scale, handle softcap, bool with_lse, int num_threads) {
+enum class Lse { kNone, kTensor, kBuffer };
+
+nb::object new_lse(handle q, const Problem& p, Lse kind) {
+  if (kind == Lse::kNone) return nb::none();
+  if (kind == Lse::kBuffer)
+    if (auto buffer = Buffer::allocate(q, p.device, {p.batch, p.heads_q, p.seqlen_q}))
+      return nb::cast(std::move(*buffer));
+  return q.attr(interned().new_empty)(p.batch, p.heads_q, p.seqlen_q, "dtype"_a = interned().float32);
+}
+
+TensorView lse_view(const char* function, handle lse) {
+  return nb::isinstance<Buffer>(lse) ? nb::cast<const Buffer&>(lse).view() : optional_view(function, "lse", lse);
+}
+
+/// (out, lse). Nothing is allocated before every argument has been checked.
+nb::tuple forward(handle q, handle k, handle v, handle alibi_slopes, const nb::tuple& options, Lse lse_kind) {
   ForwardTensors tensors = input_tensors(kForward, q, k, v, alibi_slopes);
-  const Options options = to_options(kForward, causal, window_left, window_right, scale, softcap);
-  const ForwardPlan plan =
-      plan_forward(kForward, tensors, options, device_for(kForward, tensors.q.device, num_threads));
+  const ForwardPlan plan = plan_forward(kForward, tensors, to_options(kForward, options),
+                                        device_for(kForward, tensors.q.device));
   const Problem& p = plan.problem;
-  // The framework's own allocator: q.new_empty(...).
-  const auto new_empty = q.attr(interned().new_empty);
-  const nb::object out = new_empty(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v);
-  const nb::object lse =
-      with_lse ? new_empty(p.batch, p.heads_q, p.seqlen_q, "dtype"_a = interned().float32) : nb::none();
+  const nb::object out = q.attr(interned().new_empty)(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v);
+  const nb::object lse = new_lse(q, p, lse_kind);
   tensors.out = tensor_view(kForward, "out", out);
-  tensors.lse = optional_view(kForward, "lse", lse);
+  tensors.lse = lse_view(kForward, lse);
   const Stream stream = current_stream(q, p.device);
   const auto workspace = allocate_workspace(plan);
   {
@@ -87,9 +97,16 @@ nb::tuple forward(handle q, handle k, handle v, handle alibi_slopes, handle caus
   return nb::make_tuple(out, lse);
 }
 
+nb::tuple forward_as_asked(handle q, handle k, handle v, handle alibi_slopes, nb::tuple options, bool with_lse) {
+  return forward(q, k, v, alibi_slopes, options, with_lse ? Lse::kTensor : Lse::kNone);
+}
+
+nb::tuple forward_keeping_lse(handle q, handle k, handle v, handle alibi_slopes, nb::tuple options) {
+  return forward(q, k, v, alibi_slopes, options, Lse::kBuffer);
+}
+
 void backward(handle dout, handle dlse, handle q, handle k, handle v, handle out, handle lse, handle alibi_slopes,
-              handle dq, handle dk, handle dv, handle causal, handle window_left, handle window_right, handle scale,
-              handle softcap, int num_threads) {
+              handle dq, handle dk, handle dv, nb::tuple options) {
   BackwardTensors tensors = {
       .forward = input_tensors(kBackward, q, k, v, alibi_slopes),
       .dout = tensor_view(kBackward, "dout", dout),
@@ -99,38 +116,35 @@ void backward(handle dout, handle dlse, handle q, handle k, handle v, handle out
       .dv = optional_view(kBackward, "dv", dv),
   };
   tensors.forward.out = tensor_view(kBackward, "out", out);
-  tensors.forward.lse = tensor_view(kBackward, "lse", lse);
-  const Options options = to_options(kBackward, causal, window_left, window_right, scale, softcap);
+  tensors.forward.lse = lse_view(kBackward, lse);
   const Device device = tensors.forward.q.device;
-  const BackwardPlan plan = plan_backward(kBackward, tensors, options, device_for(kBackward, device, num_threads));
+  const BackwardPlan plan =
+      plan_backward(kBackward, tensors, to_options(kBackward, options), device_for(kBackward, device));
   const Stream stream = current_stream(q, device);
   const auto workspace = allocate_workspace(plan);
   const nb::gil_scoped_release no_gil;
   run_backward(plan, tensors, workspace.get(), stream);
 }
 
-nb::str explain(handle q, handle k, handle v, handle alibi_slopes, handle causal, handle window_left,
-                handle window_right, handle scale, handle softcap, int num_threads) {
+nb::str explain(handle q, handle k, handle v, handle alibi_slopes, nb::tuple options) {
   const ForwardTensors tensors = input_tensors(kExplain, q, k, v, alibi_slopes);
-  const Options options = to_options(kExplain, causal, window_left, window_right, scale, softcap);
-  const ForwardPlan plan =
-      plan_forward(kExplain, tensors, options, device_for(kExplain, tensors.q.device, num_threads));
+  const ForwardPlan plan = plan_forward(kExplain, tensors, to_options(kExplain, options),
+                                        device_for(kExplain, tensors.q.device));
   return nb::str(to_string(plan).c_str());
 }
 
 }  // namespace
 
 void bind_attention(nb::module_& module) {
-  // Every object goes to the conversions of tensor.h and options.h, None too: their messages name the argument.
+  // Every tensor goes to the conversions of tensor.h, None too: their messages name the argument.
   const auto any = [](const char* name) { return nb::arg(name).none(); };
-  const auto num_threads = nb::arg("num_threads");
-  module.def("forward", &forward, any("q"), any("k"), any("v"), any("alibi_slopes"), any("causal"), any("window_left"),
-             any("window_right"), any("scale"), any("softcap"), nb::arg("with_lse"), num_threads);
+  const auto options = nb::arg("options");
+  module.def("forward", &forward_as_asked, any("q"), any("k"), any("v"), any("alibi_slopes"), options,
+             nb::arg("with_lse"));
+  module.def("forward_keeping_lse", &forward_keeping_lse, any("q"), any("k"), any("v"), any("alibi_slopes"), options);
   module.def("backward", &backward, any("dout"), any("dlse"), any("q"), any("k"), any("v"), any("out"), any("lse"),
-             any("alibi_slopes"), any("dq"), any("dk"), any("dv"), any("causal"), any("window_left"),
-             any("window_right"), any("scale"), any("softcap"), num_threads);
-  module.def("explain", &explain, any("q"), any("k"), any("v"), any("alibi_slopes"), any("causal"), any("window_left"),
-             any("window_right"), any("scale"), any("softcap"), num_threads);
+             any("alibi_slopes"), any("dq"), any("dk"), any("dv"), options);
+  module.def("explain", &explain, any("q"), any("k"), any("v"), any("alibi_slopes"), options);
 }
 
 }  // namespace flashtile::bindings

@@ -40,10 +40,21 @@ struct ExchangeHeader {
   const ExchangeHeader* previous;  // the table of an older version, or null
 };
 
-// Functions return 0, or −1 with a Python exception set.
+struct ManagedTensor {
+  std::uint32_t major;
+  std::uint32_t minor;
+  void* manager;
+  void (*free)(ManagedTensor* self);  // may be null
+  std::uint64_t flags;
+  Tensor tensor;
+};
+
+using SetError = void (*)(void* context, const char* kind, const char* message);
+
+// Functions return 0, or −1 with a Python exception set; `allocate` calls `set_error` instead.
 struct Exchange {
   ExchangeHeader header;
-  void* allocate;
+  int (*allocate)(const Tensor* prototype, ManagedTensor** out, void* context, SetError set_error);
   void* managed_from_object;
   void* managed_to_object;
   int (*tensor_from_object)(void* object, Tensor* out);  // borrows; may be null

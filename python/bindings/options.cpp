@@ -36,16 +36,24 @@ std::optional<std::int64_t> to_distance(const char* function, const char* name, 
   return value;
 }
 
+void to_window(const char* function, nb::handle window, Options& options) {
+  if (window.is_none()) return;
+  if (!PyTuple_Check(window.ptr()) || nb::len(window) != 2)
+    wrong_type(function, "window", window, "None or a tuple (left, right) of int or None");
+  options.window_left = to_distance(function, "window[0]", nb::object(window[0]));
+  options.window_right = to_distance(function, "window[1]", nb::object(window[1]));
+}
+
 }  // namespace
 
-Options to_options(const char* function, nb::handle causal, nb::handle window_left, nb::handle window_right,
-                   nb::handle scale, nb::handle softcap) {
+Options to_options(const char* function, nb::tuple given) {
+  if (nb::len(given) != 4) wrong_type(function, "options", given, "(causal, window, scale, softcap)");
   Options options;
-  options.causal = to_bool(function, "causal", causal);
-  options.window_left = to_distance(function, "window[0]", window_left);
-  options.window_right = to_distance(function, "window[1]", window_right);
+  options.causal = to_bool(function, "causal", nb::object(given[0]));
+  to_window(function, nb::object(given[1]), options);
+  const nb::object scale = given[2];
   if (!scale.is_none()) options.scale = to_double(function, "scale", scale, "a number or None");
-  options.softcap = to_double(function, "softcap", softcap, "a number");
+  options.softcap = to_double(function, "softcap", nb::object(given[3]), "a number");
   return options;
 }
 

@@ -6,8 +6,7 @@
 
 namespace flashtile::bindings {
 
-/// Throws InvalidType naming the option that is not of its type.
-Options to_options(const char* function, nb::handle causal, nb::handle window_left, nb::handle window_right,
-                   nb::handle scale, nb::handle softcap);
+/// From the tuple (causal, window, scale, softcap). Throws InvalidType naming the option that is not of its type.
+Options to_options(const char* function, nb::tuple options);
 
 }  // namespace flashtile::bindings

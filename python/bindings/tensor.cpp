@@ -92,11 +92,7 @@ Device to_device(dlpack::Device device) {
   }
 }
 
-TensorView view_by_exchange(const char* function, const char* name, nb::handle object,
-                            const dlpack::Exchange& exchange) {
-  dlpack::Tensor tensor;
-  if (exchange.tensor_from_object(object.ptr(), &tensor) != 0) not_viewable(function, name);
-  if (tensor.rank > kMaxRank) rank_too_high(function, name, tensor.shape, tensor.rank);
+TensorView to_view(const dlpack::Tensor& tensor) {
   TensorView view;
   view.data = tensor.data ? static_cast<char*>(tensor.data) + tensor.byte_offset : nullptr;
   view.dtype = to_dtype(tensor.dtype);
@@ -105,6 +101,14 @@ TensorView view_by_exchange(const char* function, const char* name, nb::handle o
   std::copy_n(tensor.shape, tensor.rank, view.shape.begin());
   std::copy_n(tensor.strides, tensor.rank, view.strides.begin());
   return view;
+}
+
+TensorView view_by_exchange(const char* function, const char* name, nb::handle object,
+                            const dlpack::Exchange& exchange) {
+  dlpack::Tensor tensor;
+  if (exchange.tensor_from_object(object.ptr(), &tensor) != 0) not_viewable(function, name);
+  if (tensor.rank > kMaxRank) rank_too_high(function, name, tensor.shape, tensor.rank);
+  return to_view(tensor);
 }
 
 // ---- by attributes
@@ -160,6 +164,27 @@ TensorView tensor_view(const char* function, const char* name, nb::handle object
       exchange ? view_by_exchange(function, name, object, *exchange) : view_by_attributes(function, name, object));
 }
 
+std::optional<Buffer> Buffer::allocate(nb::handle like, Device device, std::initializer_list<std::int64_t> shape) {
+  const dlpack::Exchange* exchange = exchange_of(like);
+  if (!exchange || !exchange->allocate) return std::nullopt;
+  dlpack::Tensor prototype{};
+  prototype.device = {device.type == DeviceType::kCuda ? dlpack::kCuda : dlpack::kCpu, device.index};
+  prototype.rank = static_cast<std::int32_t>(shape.size());
+  prototype.dtype = {dlpack::kFloat, 32, 1};
+  prototype.shape = const_cast<std::int64_t*>(shape.begin());
+  dlpack::ManagedTensor* memory = nullptr;
+  const auto no_error = [](void*, const char*, const char*) {};  // the caller has another way, with its own errors
+  if (exchange->allocate(&prototype, &memory, nullptr, no_error) != 0) return std::nullopt;
+  Buffer buffer;
+  buffer.memory_.reset(memory);
+  buffer.view_ = to_view(memory->tensor);
+  return buffer;
+}
+
+void Buffer::Free::operator()(dlpack::ManagedTensor* memory) const {
+  if (memory->free) memory->free(memory);
+}
+
 Stream current_stream(nb::handle tensor, Device device) {
   if (device.type != DeviceType::kCuda) return nullptr;
   if (const dlpack::Exchange* exchange = exchange_of(tensor)) {
@@ -172,6 +197,7 @@ Stream current_stream(nb::handle tensor, Device device) {
 }
 
 void bind_tensor(nb::module_& module) {
+  nb::class_<Buffer>(module, "Buffer");
   // For tests of the attribute path on a PyTorch that has the exchange table.
   module.def("_enable_exchange", [](bool enabled) { exchange_enabled = enabled; }, nb::arg("enabled"));
 }

@@ -4,22 +4,21 @@ from typing import Any, SupportsFloat, SupportsIndex
 
 from torch import Tensor
 
+_Window = tuple[SupportsIndex | None, SupportsIndex | None] | None
+_Options = tuple[bool, _Window, SupportsFloat | None, SupportsFloat]  # causal, window, scale, softcap
+
 class Misaligned(NotImplementedError):
     """A CUDA kernel reads 16 bytes at a time, and an operand's address or stride is no multiple of 16 bytes."""
 
+class Buffer:
+    """Memory from PyTorch's allocator that no tensor shows; freed with the object."""
+
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alibi_slopes: Tensor | None,
-    causal: bool,
-    window_left: SupportsIndex | None,
-    window_right: SupportsIndex | None,
-    scale: SupportsFloat | None,
-    softcap: SupportsFloat,
-    with_lse: bool,
-    num_threads: int,
+    q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, options: _Options, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]: ...
+def forward_keeping_lse(
+    q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, options: _Options
+) -> tuple[Tensor, Tensor | Buffer]: ...
 def backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -27,29 +26,13 @@ def backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    lse: Tensor,
+    lse: Tensor | Buffer,
     alibi_slopes: Tensor | None,
     dq: Tensor | None,
     dk: Tensor | None,
     dv: Tensor | None,
-    causal: bool,
-    window_left: SupportsIndex | None,
-    window_right: SupportsIndex | None,
-    scale: SupportsFloat | None,
-    softcap: SupportsFloat,
-    num_threads: int,
+    options: _Options,
 ) -> None: ...
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alibi_slopes: Tensor | None,
-    causal: bool,
-    window_left: SupportsIndex | None,
-    window_right: SupportsIndex | None,
-    scale: SupportsFloat | None,
-    softcap: SupportsFloat,
-    num_threads: int,
-) -> str: ...
+def explain(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, options: _Options) -> str: ...
 def info() -> dict[str, Any]: ...
 def _enable_exchange(enabled: bool) -> None: ...

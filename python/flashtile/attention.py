@@ -1,7 +1,7 @@
 """Dense attention: defaults, outputs and autograd around the compiled core."""
 
 import torch
-from torch import Tensor, get_num_threads, is_grad_enabled
+from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
@@ -76,24 +76,27 @@ def attention(
     queries, Ainslie et al. 2023 (arXiv:2305.13245); ALiBi, Press et al. 2021 (arXiv:2108.12409); sliding window,
     Longformer (Beltagy et al. 2020, arXiv:2004.05150); softcap, Gemma 2 (2024, arXiv:2408.00118).
     """
-    left, right = (None, None) if window is None else _sides("attention", window)
     if forward_ad._current_level >= 0:
         _refuse_tangents(q=q, k=k, v=v)
-    if is_grad_enabled():
-        try:
-            differentiable = q.requires_grad or k.requires_grad or v.requires_grad
-            if alibi_slopes is not None and alibi_slopes.requires_grad:
-                raise NotImplementedError(
-                    "attention: alibi_slopes requires grad, expected slopes that do not: "
-                    "no kernel computes their gradient; nearest supported: alibi_slopes.detach()"
-                )
-        except AttributeError:
-            differentiable = False  # one is no tensor; the module says which
-        if differentiable:
+    options = (causal, window, scale, softcap)
+    try:
+        if is_grad_enabled() and _requires_grad(q, k, v, alibi_slopes):
             apply = _Attention.apply if _under_functorch() else _apply
-            return apply(q, k, v, (alibi_slopes, causal, left, right, scale, softcap), return_lse)
-    out, lse = _forward(q, k, v, alibi_slopes, causal, left, right, scale, softcap, return_lse)
-    return (out, lse) if return_lse else out
+            return apply(q, k, v, alibi_slopes, options, return_lse)
+        out, lse = _C.forward(q, k, v, alibi_slopes, options, return_lse)
+        return (out, lse) if return_lse else out
+    except _C.Misaligned:
+        return attention(
+            _aligned(q),
+            _aligned(k),
+            _aligned(v),
+            causal=causal,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            return_lse=return_lse,
+        )
 
 
 def explain(
@@ -116,29 +119,31 @@ def explain(
     >>> q = torch.randn(1, 1024, 8, 64)
     >>> print(flashtile.explain(q, q, q, causal=True))  # doctest: +SKIP
     """
-    left, right = (None, None) if window is None else _sides("explain", window)
-    options = (causal, left, right, scale, softcap, get_num_threads())
+    options = (causal, window, scale, softcap)
     try:
-        return _C.explain(q, k, v, alibi_slopes, *options)
+        return _C.explain(q, k, v, alibi_slopes, options)
     except _C.Misaligned:
-        return _C.explain(_aligned(q), _aligned(k), _aligned(v), alibi_slopes, *options)
+        return _C.explain(_aligned(q), _aligned(k), _aligned(v), alibi_slopes, options)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, options, return_lse):
-        out, lse = _forward(q, k, v, *options, True)
-        ctx.save_for_backward(q, k, v, out, lse, options[0])
-        ctx.options = options[1:]
-        if not return_lse:
-            return out
-        ctx.set_materialize_grads(False)  # a loss of one output must not pay for zeros of the other
-        return out, lse
+    def forward(ctx, q, k, v, alibi_slopes, options, return_lse):
+        ctx.options = options
+        if return_lse:
+            out, lse = _C.forward(q, k, v, alibi_slopes, options, True)
+            ctx.save_for_backward(q, k, v, alibi_slopes, out, lse)
+            ctx.set_materialize_grads(False)  # a loss of one output must not pay for zeros of the other
+            return out, lse
+        out, ctx.lse = _C.forward_keeping_lse(q, k, v, alibi_slopes, options)
+        ctx.save_for_backward(q, k, v, alibi_slopes, out)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse=None):
-        q, k, v, out, lse, alibi_slopes = ctx.saved_tensors
+        q, k, v, alibi_slopes, out, *lse = ctx.saved_tensors
+        lse = lse[0] if lse else ctx.lse
         dout = torch.zeros_like(out) if dout is None else _dense(dout)
         if dlse is not None:
             dlse = dlse.contiguous()
@@ -146,21 +151,24 @@ class _Attention(torch.autograd.Function):
             torch.empty_like(x, memory_format=_CONTIGUOUS) if needed else None
             for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
         ]
-        _C.backward(dout, dlse, q, k, v, out, lse, alibi_slopes, *gradients, *ctx.options, get_num_threads())
-        return *gradients, None, None
+        _C.backward(dout, dlse, q, k, v, out, lse, alibi_slopes, *gradients, ctx.options)
+        return *gradients, None, None, None
 
 
 # Function.apply without its Python half, which serves functorch and takes 3 µs of the 12 of a call with gradients.
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
-def _forward(q, k, v, *options):
-    """(out, lse), where lse is None unless it is asked for."""
-    threads = get_num_threads()
+def _requires_grad(q, k, v, alibi_slopes):
     try:
-        return _C.forward(q, k, v, *options, threads)
-    except _C.Misaligned:
-        return _C.forward(_aligned(q), _aligned(k), _aligned(v), *options, threads)
+        if alibi_slopes is not None and alibi_slopes.requires_grad:
+            raise NotImplementedError(
+                "attention: alibi_slopes requires grad, expected slopes that do not: "
+                "no kernel computes their gradient; nearest supported: alibi_slopes.detach()"
+            )
+        return q.requires_grad or k.requires_grad or v.requires_grad
+    except AttributeError:
+        return False  # one is no tensor; the module says which
 
 
 def _refuse_tangents(**tensors):
@@ -169,12 +177,6 @@ def _refuse_tangents(**tensors):
             raise NotImplementedError(
                 f"attention: {name} carries a forward-mode tangent, expected none: only reverse mode is supported"
             )
-
-
-def _sides(function, window):
-    if isinstance(window, tuple) and len(window) == 2:
-        return window
-    raise TypeError(f"{function}: window is {window!r}, expected None or a tuple (left, right) of int or None")
 
 
 def _aligned(x):

@@ -1,13 +1,17 @@
 """What is read and what is written: nothing outside the views, every element of the outputs, whatever memory held."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from cases import BF16, DEVICE_PARAMS, F16, F32, LAYOUTS, Case, lay_out, on_devices
 from compare import assert_bitwise
+
+import flashtile
 
 LAYOUT_CASES = [
     Case("causal", dtype=F32, causal=True, heads_q=4, heads_k=2, head_dim=72, head_dim_v=40, batch=3),
@@ -83,3 +87,26 @@ def test_the_heap_before_does_not_show():
     clean, perturbed = run("0").stdout, run("1").stdout
     assert clean.count("\n") == 45 and "nan" not in clean
     assert perturbed == clean
+
+
+def test_the_lse_that_nobody_asked_for_goes_with_the_graph():
+    q = torch.zeros(1, 2**14, 16, 8, requires_grad=True)  # 1 MiB of lse
+    k = v = torch.zeros(1, 1, 16, 8)
+    status = Path("/proc/self/status").read_text
+    before = int(re.search(r"VmRSS:\s+(\d+)", status()).group(1))
+    for _ in range(300):
+        flashtile.attention(q, k, v)
+    assert int(re.search(r"VmRSS:\s+(\d+)", status()).group(1)) - before < 150 * 1024
+
+
+def test_the_lse_that_nobody_asked_for_serves_as_often_as_the_graph():
+    inputs = Case("again", dtype=F32, causal=True).tensors(requires_grad=True)
+    out = flashtile.attention(*inputs, causal=True)
+    dout = torch.randn_like(out)
+    first = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    out_too, _ = flashtile.attention(*inputs, causal=True, return_lse=True)
+    for again in (torch.autograd.grad(out, inputs, dout), torch.autograd.grad(out_too, inputs, dout)):
+        for a, b in zip(again, first, strict=True):
+            assert_bitwise(a, b)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, inputs, dout)

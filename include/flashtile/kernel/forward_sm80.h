@@ -44,9 +44,12 @@ void launch_forward_sm80(const ForwardPlan& plan, const ForwardTensors& tensors,
   static std::atomic<std::uint64_t> devices_prepared{0};
   const auto kernel = forward_sm80<Row>;
   allow_shared_memory(kernel, plan.shared_memory, plan.problem.device.index, devices_prepared);
-  kernel<<<plan.grid, Row::kVariant.threads(), plan.shared_memory, static_cast<cudaStream_t>(stream)>>>(
-      ForwardParams::of(plan, tensors));
-  throw_on_error(cudaGetLastError(), "launch of the forward kernel");
+  cudaLaunchConfig_t config{};
+  config.gridDim = plan.grid;
+  config.blockDim = Row::kVariant.threads();
+  config.dynamicSmemBytes = plan.shared_memory;
+  config.stream = static_cast<cudaStream_t>(stream);
+  throw_on_error(cudaLaunchKernelEx(&config, kernel, ForwardParams::of(plan, tensors)), "launch of the forward kernel");
 }
 
 }  // namespace flashtile
