@@ -10,7 +10,7 @@
 #include "flashtile/flashtile.h"
 
 #ifdef FLASHTILE_WITH_CUDA
-#include "flashtile/cuda_error.h"
+#include "flashtile/launch.h"
 #endif
 
 namespace flashtile {
@@ -33,8 +33,6 @@ int cpu_threads() {
 }
 
 #ifdef FLASHTILE_WITH_CUDA
-constexpr int kMaxDevices = 64;
-
 DeviceInfo read_cuda_device(int index) {
   cudaDeviceProp properties;
   throw_on_error(cudaGetDeviceProperties(&properties, index), "cudaGetDeviceProperties");

@@ -46,14 +46,12 @@ void to_window(const char* function, nb::handle window, Options& options) {
 
 }  // namespace
 
-Options to_options(const char* function, nb::tuple given) {
-  if (nb::len(given) != 4) wrong_type(function, "options", given, "(causal, window, scale, softcap)");
+Options to_options(const char* function, nb::handle causal, nb::handle window, nb::handle scale, nb::handle softcap) {
   Options options;
-  options.causal = to_bool(function, "causal", nb::object(given[0]));
-  to_window(function, nb::object(given[1]), options);
-  const nb::object scale = given[2];
+  options.causal = to_bool(function, "causal", causal);
+  to_window(function, window, options);
   if (!scale.is_none()) options.scale = to_double(function, "scale", scale, "a number or None");
-  options.softcap = to_double(function, "softcap", nb::object(given[3]), "a number");
+  options.softcap = to_double(function, "softcap", softcap, "a number");
   return options;
 }
 

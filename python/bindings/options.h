@@ -6,7 +6,7 @@
 
 namespace flashtile::bindings {
 
-/// From the tuple (causal, window, scale, softcap). Throws InvalidType naming the option that is not of its type.
-Options to_options(const char* function, nb::tuple options);
+/// Throws InvalidType naming the option that is not of its type.
+Options to_options(const char* function, nb::handle causal, nb::handle window, nb::handle scale, nb::handle softcap);
 
 }  // namespace flashtile::bindings

@@ -158,31 +158,30 @@ TensorView view_by_attributes(const char* function, const char* name, nb::handle
 }  // namespace
 
 TensorView tensor_view(const char* function, const char* name, nb::handle object) {
+  if (PyCapsule_IsValid(object.ptr(), dlpack::kManagedTensorCapsule))
+    return to_view(
+        static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(object.ptr(), dlpack::kManagedTensorCapsule))->tensor);
   const dlpack::Exchange* exchange = exchange_of(object);
   return readable(
       function, name, object,
       exchange ? view_by_exchange(function, name, object, *exchange) : view_by_attributes(function, name, object));
 }
 
-std::optional<Buffer> Buffer::allocate(nb::handle like, Device device, std::initializer_list<std::int64_t> shape) {
+nb::object hidden_memory(nb::handle like, Device device, std::initializer_list<std::int64_t> shape) {
   const dlpack::Exchange* exchange = exchange_of(like);
-  if (!exchange || !exchange->allocate) return std::nullopt;
+  if (!exchange || !exchange->allocate) return nb::none();
   dlpack::Tensor prototype{};
   prototype.device = {device.type == DeviceType::kCuda ? dlpack::kCuda : dlpack::kCpu, device.index};
   prototype.rank = static_cast<std::int32_t>(shape.size());
   prototype.dtype = {dlpack::kFloat, 32, 1};
-  prototype.shape = const_cast<std::int64_t*>(shape.begin());
+  prototype.shape = const_cast<std::int64_t*>(shape.begin());  // read only
   dlpack::ManagedTensor* memory = nullptr;
   const auto no_error = [](void*, const char*, const char*) {};  // the caller has another way, with its own errors
-  if (exchange->allocate(&prototype, &memory, nullptr, no_error) != 0) return std::nullopt;
-  Buffer buffer;
-  buffer.memory_.reset(memory);
-  buffer.view_ = to_view(memory->tensor);
-  return buffer;
-}
-
-void Buffer::Free::operator()(dlpack::ManagedTensor* memory) const {
-  if (memory->free) memory->free(memory);
+  if (exchange->allocate(&prototype, &memory, nullptr, no_error) != 0) return nb::none();
+  return nb::steal(PyCapsule_New(memory, dlpack::kManagedTensorCapsule, [](PyObject* capsule) {
+    auto* held = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, dlpack::kManagedTensorCapsule));
+    if (held->free) held->free(held);
+  }));
 }
 
 Stream current_stream(nb::handle tensor, Device device) {
@@ -197,7 +196,6 @@ Stream current_stream(nb::handle tensor, Device device) {
 }
 
 void bind_tensor(nb::module_& module) {
-  nb::class_<Buffer>(module, "Buffer");
   // For tests of the attribute path on a PyTorch that has the exchange table.
   module.def("_enable_exchange", [](bool enabled) { exchange_enabled = enabled; }, nb::arg("enabled"));
 }

@@ -3,22 +3,18 @@
 from typing import Any, SupportsFloat, SupportsIndex
 
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 _Window = tuple[SupportsIndex | None, SupportsIndex | None] | None
-_Options = tuple[bool, _Window, SupportsFloat | None, SupportsFloat]  # causal, window, scale, softcap
+# alibi_slopes, causal, window, scale, softcap
+_Options = tuple[Tensor | None, bool, _Window, SupportsFloat | None, SupportsFloat]
 
 class Misaligned(NotImplementedError):
     """A CUDA kernel reads 16 bytes at a time, and an operand's address or stride is no multiple of 16 bytes."""
 
-class Buffer:
-    """Memory from PyTorch's allocator that no tensor shows; freed with the object."""
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, options: _Options, with_lse: bool
-) -> tuple[Tensor, Tensor | None]: ...
-def forward_keeping_lse(
-    q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, options: _Options
-) -> tuple[Tensor, Tensor | Buffer]: ...
+def forward(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor: ...
+def forward_with_lse(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]: ...
+def saving_forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor: ...
 def backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -26,13 +22,12 @@ def backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    lse: Tensor | Buffer,
-    alibi_slopes: Tensor | None,
+    lse: object,  # a tensor, or the memory that saving_forward left in ctx.lse
     dq: Tensor | None,
     dk: Tensor | None,
     dv: Tensor | None,
     options: _Options,
 ) -> None: ...
-def explain(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, options: _Options) -> str: ...
+def explain(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> str: ...
 def info() -> dict[str, Any]: ...
 def _enable_exchange(enabled: bool) -> None: ...

@@ -78,13 +78,19 @@ def attention(
     """
     if forward_ad._current_level >= 0:
         _refuse_tangents(q=q, k=k, v=v)
-    options = (causal, window, scale, softcap)
+    if alibi_slopes is not None:
+        _refuse_gradient(alibi_slopes)
     try:
-        if is_grad_enabled() and _requires_grad(q, k, v, alibi_slopes):
-            apply = _Attention.apply if _under_functorch() else _apply
-            return apply(q, k, v, alibi_slopes, options, return_lse)
-        out, lse = _C.forward(q, k, v, alibi_slopes, options, return_lse)
-        return (out, lse) if return_lse else out
+        differentiable = is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    except AttributeError:
+        differentiable = False  # one is no tensor; the module says which
+    options = (alibi_slopes, causal, window, scale, softcap)
+    try:
+        if differentiable:
+            function = _AttentionWithLse if return_lse else _Attention
+            apply = function.apply if _under_functorch() else function.quick_apply
+            return apply(q, k, v, options)
+        return _C.forward_with_lse(q, k, v, options) if return_lse else _C.forward(q, k, v, options)
     except _C.Misaligned:
         return attention(
             _aligned(q),
@@ -119,56 +125,64 @@ def explain(
     >>> q = torch.randn(1, 1024, 8, 64)
     >>> print(flashtile.explain(q, q, q, causal=True))  # doctest: +SKIP
     """
-    options = (causal, window, scale, softcap)
+    options = (alibi_slopes, causal, window, scale, softcap)
     try:
-        return _C.explain(q, k, v, alibi_slopes, options)
+        return _C.explain(q, k, v, options)
     except _C.Misaligned:
-        return _C.explain(_aligned(q), _aligned(k), _aligned(v), alibi_slopes, options)
+        return _C.explain(_aligned(q), _aligned(k), _aligned(v), options)
 
 
 class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, alibi_slopes, options, return_lse):
-        ctx.options = options
-        if return_lse:
-            out, lse = _C.forward(q, k, v, alibi_slopes, options, True)
-            ctx.save_for_backward(q, k, v, alibi_slopes, out, lse)
-            ctx.set_materialize_grads(False)  # a loss of one output must not pay for zeros of the other
-            return out, lse
-        out, ctx.lse = _C.forward_keeping_lse(q, k, v, alibi_slopes, options)
-        ctx.save_for_backward(q, k, v, alibi_slopes, out)
-        return out
+    """Returns out."""
+
+    forward = staticmethod(_C.saving_forward)  # (ctx, q, k, v, options): sets ctx.options and ctx.lse, saves the rest
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, dlse=None):
-        q, k, v, alibi_slopes, out, *lse = ctx.saved_tensors
-        lse = lse[0] if lse else ctx.lse
-        dout = torch.zeros_like(out) if dout is None else _dense(dout)
-        if dlse is not None:
-            dlse = dlse.contiguous()
-        gradients = [
-            torch.empty_like(x, memory_format=_CONTIGUOUS) if needed else None
-            for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
-        ]
-        _C.backward(dout, dlse, q, k, v, out, lse, alibi_slopes, *gradients, ctx.options)
-        return *gradients, None, None, None
+    def backward(ctx, dout):
+        return _gradients(ctx, dout, None, *ctx.saved_tensors, ctx.lse)
+
+
+class _AttentionWithLse(torch.autograd.Function):
+    """Returns (out, lse)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, options):
+        out, lse = _C.forward_with_lse(q, k, v, options)
+        ctx.options = options
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)  # a loss of one output must not pay for zeros of the other
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        return _gradients(ctx, dout, dlse, *ctx.saved_tensors)
 
 
 # Function.apply without its Python half, which serves functorch and takes 3 µs of the 12 of a call with gradients.
-_apply = super(torch.autograd.Function, _Attention).apply
+for _function in (_Attention, _AttentionWithLse):
+    _function.quick_apply = super(torch.autograd.Function, _function).apply
 
 
-def _requires_grad(q, k, v, alibi_slopes):
-    try:
-        if alibi_slopes is not None and alibi_slopes.requires_grad:
-            raise NotImplementedError(
-                "attention: alibi_slopes requires grad, expected slopes that do not: "
-                "no kernel computes their gradient; nearest supported: alibi_slopes.detach()"
-            )
-        return q.requires_grad or k.requires_grad or v.requires_grad
-    except AttributeError:
-        return False  # one is no tensor; the module says which
+def _gradients(ctx, dout, dlse, q, k, v, out, lse):
+    dout = torch.zeros_like(out) if dout is None else _dense(dout)
+    if dlse is not None:
+        dlse = dlse.contiguous()
+    gradients = [
+        torch.empty_like(x, memory_format=_CONTIGUOUS) if needed else None
+        for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
+    ]
+    _C.backward(dout, dlse, q, k, v, out, lse, *gradients, ctx.options)
+    return *gradients, None
+
+
+def _refuse_gradient(alibi_slopes):
+    if is_grad_enabled() and getattr(alibi_slopes, "requires_grad", False):
+        raise NotImplementedError(
+            "attention: alibi_slopes requires grad, expected slopes that do not: "
+            "no kernel computes their gradient; nearest supported: alibi_slopes.detach()"
+        )
 
 
 def _refuse_tangents(**tensors):

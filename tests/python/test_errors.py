@@ -248,6 +248,6 @@ def test_backward_needs_what_the_forward_wrote(missing):
     given[missing] = given[missing][:1]
     gradients = [torch.full_like(x, 3) for x in (q, k, v)]
     with pytest.raises(ValueError, match=f"^attention backward: {missing} has shape"):
-        options = (False, None, None, 0.0)
-        flashtile._C.backward(given["dout"], None, q, k, v, given["out"], given["lse"], None, *gradients, options)
+        options = (None, False, None, None, 0.0)
+        flashtile._C.backward(given["dout"], None, q, k, v, given["out"], given["lse"], *gradients, options)
     assert all((x == 3).all() for x in gradients), "something was written"

@@ -1,12 +1,10 @@
 // The forward kernel for Ampere and later: one thread block per tile of query rows.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <cute/tensor.hpp>
 
-#include "flashtile/cuda_error.h"
 #include "flashtile/epilogue/final.h"
+#include "flashtile/launch.h"
 #include "flashtile/mainloop/forward_sm80.h"
 #include "flashtile/params.h"
 
@@ -41,15 +39,8 @@ template <class Row>
 void launch_forward_sm80(const ForwardPlan& plan, const ForwardTensors& tensors, Stream stream) {
   using Storage = typename ForwardMainloopSm80<Row::kVariant>::SharedStorage;
   static_assert(sizeof(Storage) == forward_shared_memory(Row::kVariant));
-  static std::atomic<std::uint64_t> devices_prepared{0};
-  const auto kernel = forward_sm80<Row>;
-  allow_shared_memory(kernel, plan.shared_memory, plan.problem.device.index, devices_prepared);
-  cudaLaunchConfig_t config{};
-  config.gridDim = plan.grid;
-  config.blockDim = Row::kVariant.threads();
-  config.dynamicSmemBytes = plan.shared_memory;
-  config.stream = static_cast<cudaStream_t>(stream);
-  throw_on_error(cudaLaunchKernelEx(&config, kernel, ForwardParams::of(plan, tensors)), "launch of the forward kernel");
+  static KernelHandles handles;
+  launch(forward_sm80<Row>, handles, plan, Row::kVariant.threads(), ForwardParams::of(plan, tensors), stream);
 }
 
 }  // namespace flashtile
