@@ -20,7 +20,7 @@ LEVELS = [
     {"problem"},
     {"plan"},
     {"registry", "scheduler"},
-    {"flashtile", "params"},
+    {"flashtile", "params", "launch"},
     {"mainloop", "epilogue"},
     {"kernel"},
 ]
