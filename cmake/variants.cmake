@@ -3,7 +3,11 @@
 # Targets of each architecture's rows. One front-end pass makes one PTX and from it machine code for several GPUs;
 # the PTX itself goes along for GPUs that are newer than these.
 set(FLASHTILE_GENCODE_sm80 arch=compute_80,code=[sm_80,sm_90,compute_80])
-set(FLASHTILE_CUDA_ARCHITECTURES "sm_80, sm_90, compute_80")
+set(FLASHTILE_GENCODE_sm90 arch=compute_90a,code=sm_90a)
+set(FLASHTILE_CUDA_ARCHITECTURES "sm_80, sm_90, sm_90a, compute_80")
+
+# Widths of Hopper's matmuls that CuTe has in its menu; the others cost 20 seconds of compilation.
+set(FLASHTILE_SM90_WIDTHS 8 16 32 64 96 128 192 256)
 
 # What FLASHTILE_STRICT adds to every row that is not marked `may spill`.
 set(FLASHTILE_NO_SPILLS -Xptxas=--warn-on-spills,--warning-as-error)
@@ -33,6 +37,9 @@ function(flashtile_variant_sources table template out_sources)
     set(source ${CMAKE_BINARY_DIR}/variants/${kind}_${NAME}.cu)
     configure_file(${template} ${source} @ONLY)
     set_source_files_properties(${source} PROPERTIES COMPILE_OPTIONS -gencode=${FLASHTILE_GENCODE_${ARCH}})
+    if(ARCH STREQUAL "sm90" AND NOT TILE_N IN_LIST FLASHTILE_SM90_WIDTHS)
+      set_source_files_properties(${source} PROPERTIES COMPILE_DEFINITIONS CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
+    endif()
     if(comment MATCHES "may spill:")
       set_source_files_properties(${source} PROPERTIES FLASHTILE_MAY_SPILL ON)
     endif()

@@ -24,6 +24,8 @@
 #define FLASHTILE_DECLARE_sm80(...)
 #define FLASHTILE_FORWARD_sm80(...) nullptr
 #endif
+#define FLASHTILE_DECLARE_sm90(...) FLASHTILE_DECLARE_sm80(__VA_ARGS__)
+#define FLASHTILE_FORWARD_sm90(...) FLASHTILE_FORWARD_sm80(__VA_ARGS__)
 
 namespace flashtile {
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "balance.h"
 #include "cpu/cpu.h"
 #include "flashtile/flashtile.h"
 
@@ -15,6 +16,7 @@ constexpr std::int64_t kFlopsPerThread = 1 << 20;
 
 constexpr const char* kNarrowest = "the first row of this dtype that is wide enough";
 constexpr const char* kSmallerTile = "the first row of this dtype that is wide enough and fits the GPU's shared memory";
+constexpr const char* kFastest = "of the rows that are just wide enough, the one with the least estimated time";
 
 [[noreturn, gnu::cold]] void refuse_device(const DeviceInfo& device) {
   const int cc = device.compute_capability;
@@ -51,23 +53,63 @@ int shared_memory(const BackwardRow&) {
   return 0;
 }
 
+/// Keys that a tile of query rows is multiplied with, on average: those that it sees, and what its edges waste.
+double keys_per_tile(const Variant& v, const Problem& p) {
+  const double all = (p.seqlen_k + v.tile_n - 1) / v.tile_n * v.tile_n;
+  if (p.band == Band::full() || p.seqlen_q == 0) return all;
+  const double seen = static_cast<double>(p.visible_elements()) / p.seqlen_q;
+  return std::min(all, seen + (v.tile_m + v.tile_n) / 2.0);
+}
+
+/// Estimated time of one head, in keys of a 128-row tile in the steady state. The constants are fitted to runs on an
+/// H200 (docs/performance.md): a larger tile is faster in the long run; without a second tile of Q, each begins late.
+double estimated_time(const ForwardRow& row, const Problem& p) {
+  const Variant& v = row.variant;
+  const double speed = v.tile_m == 192 ? 1.25 * 128 / 192 : v.tile_n == 176 ? 1.06 : 1;
+  const double overhead = forward_stages_q(v) == 2 ? 100 : 256;
+  return (p.seqlen_q + v.tile_m - 1) / v.tile_m * (keys_per_tile(v, p) / speed + overhead);
+}
+
+double estimated_time(const BackwardRow&, const Problem&) {
+  return 0;
+}
+
 template <class Row>
 struct Choice {
   const Row& row;
   const char* why;
 };
 
+/// Hopper has kernels of its own; every newer GPU runs Ampere's.
+Arch gpu_arch(std::span<const ForwardRow>, const DeviceInfo& device) {
+  return device.compute_capability == 90 ? Arch::kSm90 : Arch::kSm80;
+}
+
+Arch gpu_arch(std::span<const BackwardRow>, const DeviceInfo&) {
+  return Arch::kSm80;
+}
+
 template <class Row>
 Choice<Row> choose(const char* pass, const Problem& problem, const DeviceInfo& device, std::span<const Row> rows) {
-  const Arch arch = problem.device.type == DeviceType::kCpu ? Arch::kCpu : Arch::kSm80;
-  if (arch != Arch::kCpu && device.compute_capability < kOldestComputeCapability) refuse_device(device);
+  const bool on_cpu = problem.device.type == DeviceType::kCpu;
+  if (!on_cpu && device.compute_capability < kOldestComputeCapability) refuse_device(device);
+  const Arch arch = on_cpu ? Arch::kCpu : gpu_arch(rows, device);
   const char* why = kNarrowest;
+  const Row* best = nullptr;
   for (const Row& row : rows) {
     const Variant& v = row.variant;
     if (v.arch != arch || v.dtype != problem.dtype || v.head_dim < problem.wider_head_dim()) continue;
-    if (shared_memory(row) <= device.max_shared_memory) return {row, why};
-    why = kSmallerTile;
+    if (best && v.head_dim > best->variant.head_dim) break;
+    if (shared_memory(row) > device.max_shared_memory) {
+      why = kSmallerTile;
+    } else if (!best) {
+      best = &row;
+    } else {
+      why = kFastest;
+      if (estimated_time(row, problem) < estimated_time(*best, problem)) best = &row;
+    }
   }
+  if (best) return {*best, why};
   refuse_problem(pass, problem, arch, rows);
 }
 
@@ -94,6 +136,10 @@ ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device) {
   plan.tiles = std::int64_t{problem.batch} * problem.heads_q * ((problem.seqlen_q + v.tile_m - 1) / v.tile_m);
   plan.grid = grid_for(problem, device, plan.tiles, forward_cost);
   plan.shared_memory = shared_memory(row);
+  if (v.arch == Arch::kSm90) {
+    plan.grid = std::min(plan.grid, device.multiprocessors);
+    plan.heads_at_once = heads_at_once(problem, v, plan.grid);
+  }
   if (v.arch == Arch::kCpu) plan.workspace_bytes = cpu::forward_workspace_bytes(problem, v, plan.grid);
   plan.why = why;
   plan.run = row.run;

@@ -1,13 +1,10 @@
 // Launches through the driver's own entry, which takes 0.2 µs less than the runtime's.
 #pragma once
 
-#include <cuda.h>
-#include <cuda_runtime.h>
-
 #include <array>
 #include <atomic>
 
-#include "flashtile/cuda_error.h"
+#include "flashtile/driver.h"
 #include "flashtile/plan.h"
 
 namespace flashtile {
@@ -33,29 +30,17 @@ class KernelHandles {
   std::array<std::atomic<CUfunction>, kMaxDevices> handles_{};
 };
 
-/// cuLaunchKernel of the driver that is installed; the library links to none, so that it loads where there is none.
-inline auto driver_launch() {
-  static const auto entry = [] {
-    void* pointer = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    throw_on_error(cudaGetDriverEntryPointByVersion("cuLaunchKernel", &pointer, 12000, cudaEnableDefault, &found),
-                   "looking up cuLaunchKernel");
-    return reinterpret_cast<decltype(&cuLaunchKernel)>(pointer);
-  }();
-  return entry;
-}
-
 /// Launches `kernel` on the plan's grid, as a one-dimensional block of `threads`.
 template <class Params>
-void launch(void (*kernel)(Params), KernelHandles& handles, const ForwardPlan& plan, int threads, Params params,
+void launch(void (*kernel)(Params), KernelHandles& handles, const Plan& plan, int threads, Params params,
             Stream stream) {
+  static const auto start = driver_function<decltype(&cuLaunchKernel)>("cuLaunchKernel");
   const CUfunction function =
       handles.get(reinterpret_cast<const void*>(kernel), plan.problem.device.index, plan.shared_memory);
   void* arguments[] = {&params};
-  const CUresult result = driver_launch()(function, plan.grid, 1, 1, threads, 1, 1, plan.shared_memory,
-                                          static_cast<CUstream>(stream), arguments, nullptr);
-  // The driver numbers its errors as the runtime does.
-  throw_on_error(static_cast<cudaError_t>(result), "launch of a kernel");
+  throw_on_error(start(function, plan.grid, 1, 1, threads, 1, 1, plan.shared_memory, static_cast<CUstream>(stream),
+                       arguments, nullptr),
+                 "launch of a kernel");
 }
 
 }  // namespace flashtile

@@ -1,4 +1,5 @@
 // Forward, backward and explain of dense attention.
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -34,10 +35,13 @@ const Interned& interned() {
   return values;
 }
 
+int compute_capability_limit = 1000;
+
 /// What select may use: the device as the core knows it, with as many CPU threads as PyTorch may take.
 DeviceInfo device_for(const char* function, Device device) try {
   DeviceInfo info = device_info(device);
   if (device.type == DeviceType::kCpu) info.threads = nb::cast<int>(interned().get_num_threads());
+  info.compute_capability = std::min(info.compute_capability, compute_capability_limit);
   return info;
 } catch (const Unsupported& error) {
   throw Unsupported(std::string(function) + ": " + error.what());
@@ -162,6 +166,8 @@ void bind_attention(nb::module_& module) {
     return nb::make_tuple(results.out, results.lse);
   });
   bind_forward("explain", explain);
+  // For tests of an older GPU's kernels on a newer one.
+  module.def("_limit_compute_capability", [](int limit) { compute_capability_limit = limit; }, nb::arg("limit"));
   module.def("saving_forward", &saving_forward, nb::arg("ctx"), any("q"), any("k"), any("v"), any("options"));
   module.def("backward", &backward, any("dout"), any("dlse"), any("q"), any("k"), any("v"), any("out"), any("lse"),
              any("dq"), any("dk"), any("dv"), any("options"));

@@ -13,7 +13,7 @@ from pathlib import Path
 # Bottom first. Rooms of one line stand side by side and may not know each other; a room is a folder of
 # include/flashtile or one of its headers.
 LEVELS = [
-    {"macros", "error", "cuda_error", "tensor_view"},
+    {"macros", "error", "cuda_error", "driver", "tensor_view"},
     {"variant", "sequence", "barrier"},
     {"math"},
     {"load"},
@@ -25,8 +25,8 @@ LEVELS = [
     {"kernel"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-# Within the lowest line, errors of CUDA are errors.
-NEIGHBOURS = {("cuda_error", "error")}
+# Within the lowest line, errors of CUDA are errors, and its driver makes such.
+NEIGHBOURS = {("cuda_error", "error"), ("driver", "cuda_error")}
 # Who besides the library itself may include what: (folder, pattern of allowed project includes).
 USERS = [
     ("python/bindings", r"flashtile/(flashtile|error|plan|problem|registry|tensor_view|variant)\.h"),

@@ -3,11 +3,14 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "flashtile/flashtile.h"
+#include "flashtile/scheduler/persistent.h"
 
 namespace flashtile {
 namespace {
@@ -102,11 +105,64 @@ TEST(Registry, NamesSayEveryField) {
 }
 
 TEST(Select, GridHasATilePerBlockOfRows) {
-  const DeviceInfo device = gpu(90, 227);
+  const DeviceInfo device = gpu(80, 163);
   const ForwardPlan plan = select_forward(problem_on(device, DType::kFloat16, 64, 64, 1000), device);
   const int blocks = (1000 + plan.variant.tile_m - 1) / plan.variant.tile_m;
   EXPECT_EQ(plan.tiles, 2 * 8 * blocks);
   EXPECT_EQ(plan.grid, plan.tiles);
+}
+
+TEST(Select, HopperHasOneBlockPerMultiprocessor) {
+  const DeviceInfo device = gpu(90, 227);
+  for (const int seqlen : {1, 1000, 50000}) {
+    const ForwardPlan plan = select_forward(problem_on(device, DType::kFloat16, 64, 64, seqlen), device);
+    EXPECT_EQ(plan.variant.arch, Arch::kSm90);
+    EXPECT_EQ(plan.tiles, 2 * 8 * ((seqlen + plan.variant.tile_m - 1) / plan.variant.tile_m));
+    EXPECT_EQ(plan.grid, std::min<std::int64_t>(plan.tiles, device.multiprocessors));
+  }
+}
+
+/// Key blocks, and one more for the tile itself, of the busiest thread block over the mean.
+double unevenness(const ForwardPlan& plan) {
+  const Problem& p = plan.problem;
+  const int m_blocks = static_cast<int>(plan.tiles) / (p.batch * p.heads_q);
+  const PersistentScheduler scheduler{p.heads_q, m_blocks, p.batch * p.heads_q, plan.heads_at_once};
+  const auto blocks = static_cast<unsigned>(plan.grid);
+  double sum = 0, most = 0;
+  for (unsigned block = 0; block < blocks; ++block) {
+    double busy = 0;
+    for (unsigned round = 0; round < scheduler.rounds(blocks); ++round) {
+      const unsigned index = scheduler.index(round, block, blocks);
+      if (index >= scheduler.tiles()) continue;
+      const int first = scheduler.tile(index).m_block * plan.variant.tile_m;
+      const Range rows = {first, std::min(first + plan.variant.tile_m, p.seqlen_q)};
+      const Range visible = p.band.tiles(rows, plan.variant.tile_n, p.lengths()).visible;
+      busy += 1 + visible.end - visible.begin;
+    }
+    sum += busy;
+    most = std::max(most, busy);
+  }
+  return most * blocks / sum;
+}
+
+TEST(Select, HopperDividesCausalWorkEvenly) {
+  for (const int multiprocessors : {114, 132, 144}) {
+    DeviceInfo device = gpu(90, 227);
+    device.multiprocessors = multiprocessors;
+    for (const int head_dim : {64, 128, 256}) {
+      for (int seqlen = 512; seqlen <= 16384; seqlen *= 2) {
+        Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim, seqlen);
+        problem.batch = 16384 / seqlen;
+        problem.heads_q = problem.heads_k = 2048 / head_dim;
+        problem.band = Band::causal();
+        const ForwardPlan plan = select_forward(problem, device);
+        // Whole tiles: with few of them for each block, some blocks have one more than the mean.
+        const double rounds = static_cast<double>(plan.tiles) / plan.grid;
+        EXPECT_LE(unevenness(plan), std::max(1.06, std::ceil(rounds) / rounds + 0.01)) << to_string(plan);
+        EXPECT_EQ(select_forward(problem, device).heads_at_once, plan.heads_at_once);
+      }
+    }
+  }
 }
 
 TEST(Select, SmallWorkWakesFewThreads) {

@@ -8,7 +8,15 @@ import torch
 import flashtile
 
 
-def pytest_configure():
+def pytest_addoption(parser):
+    parser.addoption(
+        "--compute-capability", type=int, metavar="CC", help="use the kernels of GPUs up to this one, such as 80"
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--compute-capability"):
+        flashtile._C._limit_compute_capability(config.getoption("--compute-capability"))
     # The cases are small: waking threads costs more than they save, several times more where other work runs beside.
     # test_threads.py covers the rest.
     torch.set_num_threads(1)

@@ -3,7 +3,7 @@
 
 #include <cute/tensor.hpp>
 
-#include "flashtile/math/online_softmax.h"
+#include "flashtile/epilogue/rows.h"
 #include "flashtile/params.h"
 
 namespace flashtile {
@@ -25,27 +25,8 @@ struct FinalEpilogue {
     const int first_row = tile.m_block * kM;
     const int rows = params.lengths.q - first_row;
 
-    softmax.finish();
-    Tensor rows_of_o = rows_and_columns(tOrO);  // (row, head_dim)
-    CUTE_UNROLL
-    for (int r = 0; r < size<0>(rows_of_o); ++r) {
-      const float normaliser = softmax.row[r].normaliser();
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(rows_of_o); ++c) rows_of_o(r, c) *= normaliser;
-    }
-
     Tensor cO = make_identity_tensor(Shape<Int<kM>, Int<kHeadDim>>{});  // (M, head_dim)
-    if (params.lse) {
-      Tensor tOcO = rows_and_columns(mma_thread.partition_C(cO));  // (row, head_dim)
-      float* lse = params.lse + (std::int64_t(tile.batch) * params.heads + tile.head) * params.lengths.q + first_row;
-      if (get<1>(tOcO(0, 0)) == 0) {  // the first thread of each quad
-        CUTE_UNROLL
-        for (int r = 0; r < size<0>(tOcO); ++r) {
-          const int row = get<0>(tOcO(r, 0));
-          if (row < rows) lse[row] = softmax.row[r].lse();
-        }
-      }
-    }
+    finish_rows(params, tile, rows_and_columns(tOrO), rows_and_columns(mma_thread.partition_C(cO)), softmax, first_row);
 
     Tensor rounded = make_fragment_like<Element>(tOrO);
     CUTE_UNROLL

@@ -25,8 +25,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) forward_sm80(const __
   const Range rows = {first_row, min(first_row + Mainloop::kM, params.lengths.q)};
   const VisibleKeys<Mainloop::kN> keys(params.band, rows, params.lengths);
 
-  // An increasing linear score map is folded into the exponent; any other is applied to each score first.
-  const bool folded = params.score_map.order_preserving() && params.alibi_slopes == nullptr;
+  const bool folded = ScoreTile::folded(params);
   typename Mainloop::Softmax softmax(folded ? params.score_map.outer_log2 : 1.0f);
   Tensor tOrO = partition_fragment_C(typename Mainloop::TiledMma{},
                                      Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDim>>{});  // (mma, m, head_dim)

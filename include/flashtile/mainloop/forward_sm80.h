@@ -5,37 +5,17 @@
 // of P·V.
 #pragma once
 
-#include <cutlass/numeric_conversion.h>
-
 #include <cute/tensor.hpp>
 
 #include "flashtile/load/cp_async.h"
+#include "flashtile/mainloop/scores.h"
 #include "flashtile/math/online_softmax.h"
+#include "flashtile/math/round.h"
+#include "flashtile/math/visible_keys.h"
 #include "flashtile/params.h"
 #include "flashtile/variant.h"
 
 namespace flashtile {
-
-/// The keys that a tile of query rows sees, in blocks of kN from the first such key on.
-///
-/// Masks are aligned at the last key, so dropping keys at the front leaves the same problem with a shorter seqlen_k:
-/// `lengths` and all block indices are those of that problem. Keys that no row sees are never read, whatever they hold.
-template <int kN>
-struct VisibleKeys {
-  int first;  // of all keys
-  int count;  // up to the last visible one
-  int blocks;
-  Range interior;   // blocks that need no mask
-  Lengths lengths;  // all rows, and the keys from `first` on
-
-  CUTE_DEVICE VisibleKeys(Band band, Range rows, Lengths all) : first(band.columns(rows.begin, all).begin) {
-    lengths = {all.q, all.k - first};
-    count = band.columns(rows.end - 1, lengths).end;
-    const TileRanges tiles = band.tiles(rows, kN, lengths);
-    blocks = tiles.visible.end;
-    interior = tiles.interior;
-  }
-};
 
 template <Variant kV>
 struct ForwardMainloopSm80 {
@@ -134,49 +114,6 @@ struct ForwardMainloopSm80 {
     return stage<kStep>(n_block);
   }
 
-  /// Applies a score map that cannot be folded into the exponent. `scores` is (row, column), `coord` its place.
-  template <class Scores, class Coord>
-  CUTE_DEVICE void map_scores(Scores& scores, Coord const& coord, int n_block) const {
-    using namespace cute;
-    const ScoreMap map = params.score_map;
-    if (map.capped()) {
-      CUTE_UNROLL
-      for (int i = 0; i < size(scores); ++i) scores(i) = tanhf(map.inner * scores(i));
-    }
-    const float slope_log2 =
-        params.alibi_slopes
-            ? kLog2e *
-                  params.alibi_slopes[tile.batch * params.alibi_batch_stride + tile.head * params.alibi_head_stride]
-            : 0.0f;
-    CUTE_UNROLL
-    for (int r = 0; r < size<0>(scores); ++r) {
-      const int to_diagonal = n_block * kN - keys.lengths.diagonal(tile.m_block * kM + get<0>(coord(r, 0)));
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) {
-        const float distance = fabsf(float(to_diagonal + get<1>(coord(r, c))));
-        scores(r, c) = map.outer_log2 * scores(r, c) - slope_log2 * distance;
-      }
-    }
-  }
-
-  /// Hides what the band does not show of an edge tile.
-  template <class Scores, class Coord>
-  CUTE_DEVICE void mask_scores(Scores& scores, Coord const& coord, int n_block) const {
-    using namespace cute;
-    CUTE_UNROLL
-    for (int r = 0; r < size<0>(scores); ++r) {
-      const Range visible = params.band.columns(tile.m_block * kM + get<0>(coord(r, 0)), keys.lengths);
-      const int first_column = n_block * kN + get<1>(coord(r, 0));
-      const int begin = visible.begin - first_column;
-      const int end = visible.end - first_column;
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) {
-        const int column = get<1>(coord(Int<0>{}, c)) - get<1>(coord(Int<0>{}, Int<0>{}));
-        if (column < begin || column >= end) scores(r, c) = -kInfinity;
-      }
-    }
-  }
-
   /// Accumulates P·V of all visible keys into `tOrO` (mma, m, head_dim) and their weights into the softmax state.
   template <class Accumulator>
   CUTE_DEVICE void run(Accumulator& tOrO, Softmax& softmax, bool folded) const {
@@ -198,6 +135,7 @@ struct ForwardMainloopSm80 {
     Tensor tScS = rows_and_columns(mma_thread.partition_C(cS));       // (row, column)
     Tensor rows_of_o = rows_and_columns(tOrO);                        // (row, head_dim)
 
+    const ScoreTile score_tile{params, tile, tile.m_block * kM, keys.lengths};
     load_q();
     for_each(make_int_sequence<kStages - kStepsPerBarrier>{}, [&](auto step) { load_step<step>(0); });
 
@@ -220,13 +158,12 @@ struct ForwardMainloopSm80 {
       Tensor scores = rows_and_columns(tSrS);  // (row, column)
       const bool edge = !keys.interior.contains(n_block);
       if (edge || !folded) [[unlikely]] {
-        if (!folded) map_scores(scores, tScS, n_block);
-        if (edge) mask_scores(scores, tScS, n_block);
+        if (!folded) score_tile.map(scores, tScS, n_block * kN);
+        if (edge) score_tile.mask(scores, tScS, n_block * kN);
       }
-      softmax.fit(scores, [&](int r, float factor) {
-        CUTE_UNROLL
-        for (int c = 0; c < size<1>(rows_of_o); ++c) rows_of_o(r, c) *= factor;
-      });
+      float factor[kRowsPerThread];
+      if (softmax.fit(scores, factor)) [[unlikely]]
+        scale_rows(rows_of_o, factor);
 
       Tensor sVt = make_tensor(make_smem_ptr(acquire<kStepV>(n_block)), SmemLayoutVt{});  // (head_dim, N)
       Tensor tOsV = copy_v_thread.partition_S(sVt);                                       // (copy, head_dim, k)
@@ -254,12 +191,7 @@ struct ForwardMainloopSm80 {
   CUTE_DEVICE static auto as_operand_a(Accumulator const& acc) {
     using namespace cute;
     Tensor rounded = make_fragment_like<Element>(acc);
-    CUTE_UNROLL
-    for (int i = 0; i < size(acc); i += 2) {
-      const auto pair = cutlass::NumericArrayConverter<Element, float, 2>::convert({acc(i), acc(i + 1)});
-      rounded(i) = pair[0];
-      rounded(i + 1) = pair[1];
-    }
+    round_to(acc, rounded);
     auto l = rounded.layout();
     return make_tensor(rounded.data(), make_layout(make_layout(get<0>(l), get<2>(l)), get<1>(l)));
   }

@@ -3,6 +3,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/math/round.h"
 #include "flashtile/math/state.h"
 
 namespace flashtile {
@@ -13,13 +14,30 @@ CUTE_DEVICE float exp2_approx(float x) {
   return y;
 }
 
-/// An accumulator of m16n8 MMAs, (value, m, n), seen as (row, column) of one thread: two rows of each m16.
+/// An accumulator, (value, m, n), seen as (row, column) of one thread: two rows of each m16 (mma.sync) or m64 (wgmma).
 template <class Accumulator>
 CUTE_DEVICE auto rows_and_columns(Accumulator&& acc) {
   using namespace cute;
-  auto split = logical_divide(acc.layout(), Shape<_2>{});  // ((2, 2), m, n)
-  return make_tensor(acc.data(), make_layout(make_layout(get<0, 1>(split), get<1>(split)),
-                                             make_layout(get<0, 0>(split), get<2>(split))));
+  auto l = acc.layout();
+  if constexpr (decltype(rank<0>(l))::value == 3) {  // wgmma: ((2, 2, n / 8), m, 1)
+    return make_tensor(acc.data(), make_layout(make_layout(get<0, 1>(l), get<1>(l)),
+                                               make_layout(get<0, 0>(l), get<0, 2>(l), get<2>(l))));
+  } else {
+    auto split = logical_divide(l, Shape<_2>{});  // ((2, 2), m, n)
+    return make_tensor(acc.data(), make_layout(make_layout(get<0, 1>(split), get<1>(split)),
+                                               make_layout(get<0, 0>(split), get<2>(split))));
+  }
+}
+
+/// rows (row, column) ← factor[row] · rows
+template <class Rows, class Factors>
+CUTE_DEVICE void scale_rows(Rows&& rows, Factors const& factor) {
+  using namespace cute;
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(rows); ++r) {
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(rows); ++c) rows(r, c) *= factor[r];
+  }
 }
 
 /// State of the rows that one thread shares with the other three of its quad. `sum` covers this thread's columns only
@@ -29,6 +47,7 @@ CUTE_DEVICE auto rows_and_columns(Accumulator&& acc) {
 /// shuffles or for rescaling the output. Any reference gives the exact softmax; float32 holds the slack with ease.
 template <int kRows>
 struct OnlineSoftmax {
+  static constexpr int kRowCount = kRows;
   static constexpr float kSlack = 8;
 
   RowState row[kRows];
@@ -36,27 +55,39 @@ struct OnlineSoftmax {
 
   CUTE_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {}
 
-  /// Raises references to fit `scores` (row, column); `rescale(r, factor)` is told of every row that moves.
-  template <class Scores, class Rescale>
-  CUTE_DEVICE void fit(Scores const& scores, Rescale&& rescale) {
+  /// References for the first scores of all.
+  template <class Scores>
+  CUTE_DEVICE void begin(Scores const& scores) {
     using namespace cute;
-    float top[kRows];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) row[r] = {top_of_quad(top_of_row(scores, r)) * scale_log2, 0};
+  }
+
+  /// Raises references to fit `scores` (row, column). Where any moves, sets the factors of everything accumulated so
+  /// far and returns true, in all threads of the warp.
+  template <class Scores>
+  CUTE_DEVICE bool fit(Scores const& scores, float (&factor)[kRows]) {
+    using namespace cute;
     bool outgrown = false;
+    float top[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      top[r] = scores(r, 0);
-      CUTE_UNROLL
-      for (int c = 1; c < size<1>(scores); ++c) top[r] = fmaxf(top[r], scores(r, c));
+      top[r] = top_of_row(scores, r);
       outgrown |= top[r] * scale_log2 > row[r].reference_log2 + kSlack;
     }
     if (!__any_sync(0xffffffff, outgrown)) [[likely]]
-      return;
+      return false;
+    raise(top, factor);
+    return true;
+  }
+
+  /// The same without asking.
+  template <class Scores>
+  CUTE_DEVICE void raise(Scores const& scores, float (&factor)[kRows]) {
+    float top[kRows];
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffff, top[r], 1));
-      top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffff, top[r], 2));
-      rescale(r, row[r].rebase(fmaxf(row[r].reference_log2, top[r] * scale_log2)));
-    }
+    for (int r = 0; r < kRows; ++r) top[r] = top_of_row(scores, r);
+    raise(top, factor);
   }
 
   /// scores ← 2^(scores − reference), added to the row sums. Takes few columns at a time: their sum is added as one,
@@ -79,6 +110,41 @@ struct OnlineSoftmax {
     }
   }
 
+  /// weights ← 2^(scores − reference), rounded, and `added` ← their sums by row, before rounding. `scores` are wgmma
+  /// accumulators ((2, 2, n / 8), 1, 1) and stay as they are; `weights` stand in the same order.
+  template <class Scores, class Weights>
+  CUTE_DEVICE void weigh(Scores const& scores, Weights&& weights, float (&added)[kRows]) const {
+    using namespace cute;
+    using Element = typename std::decay_t<Weights>::value_type;
+    static_assert(kRows == 2);
+    auto words = recast<std::uint32_t>(weights);
+    float offset[kRows];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      offset[r] = row[r].reference_log2 == -kInfinity ? 0.0f : row[r].reference_log2;
+      added[r] = 0;
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < size(words); ++i) {
+      const int r = i % 2;
+      const float a = exp2_approx(fmaf(scores(2 * i), scale_log2, -offset[r]));
+      const float b = exp2_approx(fmaf(scores(2 * i + 1), scale_log2, -offset[r]));
+      added[r] = i < 2 ? a + b : added[r] + a + b;
+      words(i) = round_pair<Element>(a, b);
+    }
+  }
+
+  /// Whether, in any thread of the warp, weights with these sums are too large for Element, or mean nothing because
+  /// their row had no reference yet.
+  template <class Element>
+  CUTE_DEVICE bool outgrown(float const (&added)[kRows]) const {
+    constexpr float kLimit = std::is_same_v<Element, cute::half_t> ? 0x1p15f : 0x1p60f;
+    bool outgrown = false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) outgrown |= added[r] > (row[r].reference_log2 == -kInfinity ? -1.0f : kLimit);
+    return __any_sync(0xffffffff, outgrown);
+  }
+
   /// Completes the row sums across the quad.
   CUTE_DEVICE void finish() {
     CUTE_UNROLL
@@ -86,6 +152,24 @@ struct OnlineSoftmax {
       row[r].sum += __shfl_xor_sync(0xffffffff, row[r].sum, 1);
       row[r].sum += __shfl_xor_sync(0xffffffff, row[r].sum, 2);
     }
+  }
+
+ private:
+  CUTE_DEVICE void raise(float const (&top)[kRows], float (&factor)[kRows]) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r)
+      factor[r] = row[r].rebase(fmaxf(row[r].reference_log2, top_of_quad(top[r]) * scale_log2));
+  }
+  template <class Scores>
+  CUTE_DEVICE static float top_of_row(Scores const& scores, int r) {
+    float top = scores(r, 0);
+    CUTE_UNROLL
+    for (int c = 1; c < cute::size<1>(scores); ++c) top = fmaxf(top, scores(r, c));
+    return top;
+  }
+  CUTE_DEVICE static float top_of_quad(float top) {
+    top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
+    return fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
   }
 };
 

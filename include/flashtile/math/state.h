@@ -12,6 +12,14 @@ namespace flashtile {
 
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
+FLASHTILE_HOST_DEVICE float reciprocal(float x) {
+#ifdef __CUDA_ARCH__
+  return __frcp_rn(x);
+#else
+  return 1 / x;
+#endif
+}
+
 /// sum = Σ 2^(s_log2 − reference). The reference is any value near the row's maximum; −inf: nothing seen yet.
 struct RowState {
   float reference_log2 = -kInfinity;
@@ -21,7 +29,7 @@ struct RowState {
   FLASHTILE_HOST_DEVICE float lse() const { return sum == 0 ? -kInfinity : (reference_log2 + log2f(sum)) * kLn2; }
 
   /// What the accumulated output is multiplied with at the end: 0 for a row that saw nothing.
-  FLASHTILE_HOST_DEVICE float normaliser() const { return sum == 0 ? 0.0f : 1.0f / sum; }
+  FLASHTILE_HOST_DEVICE float normaliser() const { return sum == 0 ? 0.0f : reciprocal(sum); }
 
   /// Moves to a new reference; returns the factor for everything accumulated under the old one.
   FLASHTILE_HOST_DEVICE float rebase(float new_reference_log2) {

@@ -1,0 +1,79 @@
+// The register of barriers: which there are, who arrives and who waits for what. Hopper kernels only.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include <cute/tensor.hpp>
+
+namespace flashtile {
+
+/// A place in a ring of kStages stages, and the parity of the barriers of this round.
+template <int kStages>
+struct RingCursor {
+  int stage = 0;
+  unsigned parity = 0;
+
+  CUTE_DEVICE void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+/// Stages of shared memory that a producer fills by TMA and consumers empty, in the same order.
+///
+///   full[s]   the producer thread arrives with the bytes it expects, the TMA engine with the bytes; consumers wait
+///   empty[s]  one thread of each consumer warp arrives; the producer waits
+template <int kStages>
+struct Ring {
+  using Cursor = RingCursor<kStages>;
+  cutlass::arch::ClusterTransactionBarrier full[kStages];
+  cutlass::arch::ClusterBarrier empty[kStages];
+
+  /// By one thread, before any other touches the ring.
+  CUTE_DEVICE void init(int consumer_warps) {
+    CUTE_UNROLL
+    for (int s = 0; s < kStages; ++s) {
+      full[s].init(1);
+      empty[s].init(consumer_warps);
+    }
+  }
+
+  /// Producer: waits for the stage to be empty, and announces the bytes that `prepare()` returns, after what it writes.
+  /// Returns the barrier that the bytes complete.
+  template <class Prepare>
+  CUTE_DEVICE std::uint64_t* fill(Cursor at, Prepare&& prepare) {
+    empty[at.stage].wait(at.parity ^ 1);  // a new barrier counts as past its first round
+    full[at.stage].arrive_and_expect_tx(prepare());
+    return reinterpret_cast<std::uint64_t*>(&full[at.stage]);
+  }
+
+  CUTE_DEVICE void wait_full(Cursor at) { full[at.stage].wait(at.parity); }
+
+  /// Consumer: every thread calls this when its warp has done reading.
+  CUTE_DEVICE void release(Cursor at) {
+    if (threadIdx.x % 32 == 0) empty[at.stage].arrive();
+  }
+};
+
+/// Lets warpgroups take turns, each arriving at the next one's barrier: the named barriers 0, 1, 2 of those that
+/// CUTLASS leaves to its users, one per warpgroup, of 256 threads: those who wait and those who let them pass.
+template <int kWarpgroups>
+struct Turns {
+  int warpgroup;
+
+  /// Once, before the first turn of warpgroup 0.
+  CUTE_DEVICE void begin() const {
+    if (warpgroup == kWarpgroups - 1) pass();
+  }
+  CUTE_DEVICE void await() const { cutlass::arch::NamedBarrier::sync(256, id(warpgroup)); }
+  CUTE_DEVICE void pass() const {
+    cutlass::arch::NamedBarrier::arrive(256, id(warpgroup + 1 == kWarpgroups ? 0 : warpgroup + 1));
+  }
+
+ private:
+  CUTE_DEVICE static unsigned id(int warpgroup) { return static_cast<unsigned>(warpgroup); }
+};
+
+}  // namespace flashtile

@@ -1,0 +1,26 @@
+// Functions of the CUDA driver that is installed. The library links to none, so that it loads where there is none.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "flashtile/cuda_error.h"
+
+namespace flashtile {
+
+/// `name` as of CUDA 12.0.
+template <class Function>
+Function driver_function(const char* name) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  throw_on_error(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found), name);
+  if (found != cudaDriverEntryPointSuccess) throw CudaError(std::string(name) + ": not in the CUDA driver");
+  return reinterpret_cast<Function>(function);
+}
+
+/// The driver numbers its errors as the runtime does.
+inline void throw_on_error(CUresult status, const char* action) {
+  throw_on_error(static_cast<cudaError_t>(status), action);
+}
+
+}  // namespace flashtile

@@ -1,0 +1,62 @@
+// The finished rows of one tile, from registers straight to memory: no shared memory, no barrier.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flashtile/epilogue/rows.h"
+#include "flashtile/math/round.h"
+#include "flashtile/params.h"
+
+namespace flashtile {
+
+/// Turns four words of each thread of a quad into four words of the quad's thread: thread t gets the t-th word of
+/// threads 0, 1, 2, 3. A 4 × 4 transpose in two steps: halves, then neighbours.
+CUTE_DEVICE void transpose_quad(std::uint32_t (&word)[4], int lane) {
+  const auto exchange = [&](std::uint32_t& a, std::uint32_t& b, int distance) {
+    const bool upper = lane & distance;
+    const std::uint32_t got = __shfl_xor_sync(0xffffffff, upper ? a : b, distance);
+    (upper ? a : b) = got;
+  };
+  exchange(word[0], word[2], 2);
+  exchange(word[1], word[3], 2);
+  exchange(word[0], word[1], 1);
+  exchange(word[2], word[3], 1);
+}
+
+/// A store under a predicate: as an `if`, each would be a branch.
+CUTE_DEVICE void store_if(bool condition, void* to, std::uint32_t const (&word)[4]) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %0, 0; @p st.global.v4.b32 [%1], {%2, %3, %4, %5}; }" ::"r"(int(condition)),
+      "l"(to), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+      : "memory");
+}
+
+/// For accumulators of a wgmma TiledMma: in a block of 8 columns a thread holds two, and after exchanging four blocks
+/// with its quad eight neighbouring ones: 16 bytes to store.
+template <class Element, class Rows, class Coord>
+CUTE_DEVICE void store_rows(ForwardParams const& params, TileCoord tile, Rows const& rows, Coord const& coord,
+                            int first_row) {
+  using namespace cute;
+  constexpr int kColumnsOfThread = size<1>(decltype(rows.layout()){});  // two of each block of 8
+  static_assert(kColumnsOfThread % 8 == 0);
+  const int quad_lane = threadIdx.x % 4;
+  const int columns = params.head_dim_v - 8 * quad_lane;
+  Element* out = static_cast<Element*>(params.out) + tile.batch * params.out_strides.batch +
+                 tile.head * params.out_strides.head + 8 * quad_lane;
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(rows); ++r) {
+    const int row = first_row + get<0>(coord(r, 0));
+    const int columns_of_row = row < params.lengths.q ? columns : 0;
+    Element* const out_row = out + row * params.out_strides.row;
+    CUTE_UNROLL
+    for (int c = 0; c < kColumnsOfThread; c += 8) {
+      std::uint32_t word[4];
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) word[i] = round_pair<Element>(rows(r, c + 2 * i), rows(r, c + 2 * i + 1));
+      transpose_quad(word, quad_lane);
+      store_if(4 * c < columns_of_row, out_row + 4 * c, word);
+    }
+  }
+}
+
+}  // namespace flashtile

@@ -1,0 +1,81 @@
+// The forward kernel for Hopper: one persistent thread block per multiprocessor, a producer warp and two or three
+// consumer warpgroups.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cute/tensor.hpp>
+
+#include "flashtile/epilogue/direct.h"
+#include "flashtile/launch.h"
+#include "flashtile/mainloop/forward_sm90.h"
+#include "flashtile/params.h"
+
+namespace flashtile {
+
+template <class Row>
+__global__ void __launch_bounds__(Row::kVariant.threads(), 1)
+    forward_sm90(const __grid_constant__ ForwardParamsSm90 params) {
+  using namespace cute;
+  using Mainloop = ForwardMainloopSm90<Row::kVariant>;
+  constexpr int kWarpgroups = Mainloop::kWarpgroups;
+  // What the producer gives up of the registers of the launch, 168 or 128 a thread, goes to the consumers: asking for
+  // one more would wait for ever.
+  constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
+  constexpr int kLaunchRegisters = kWarpgroups == 2 ? 168 : 128;
+  static_assert(kProducerRegisters + kWarpgroups * Mainloop::kRegisters <= (kWarpgroups + 1) * kLaunchRegisters);
+
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.q));
+    prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.k));
+    prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.v));
+    shared.q_barriers.init(4 * kWarpgroups);
+    shared.ring_barriers.init(4 * kWarpgroups);
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+
+  if (threadIdx.x < 128) {
+    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+    if (threadIdx.x == 0) typename Mainloop::Producer{params, shared}.run();
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Mainloop::kRegisters>();
+    const int thread = threadIdx.x - 128;
+    Tensor cO = make_identity_tensor(Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDim>>{});         // (M, head_dim)
+    Tensor tOcO = rows_and_columns(typename Mainloop::MmaPV{}.get_slice(thread).partition_C(cO));  // (row, head_dim)
+    const auto finish = [&](TileCoord tile, auto& tOrO, typename Mainloop::Softmax& softmax) {
+      const int first_row = tile.m_block * Mainloop::kM;
+      Tensor rows = rows_and_columns(tOrO);
+      finish_rows(params.forward, tile, rows, tOcO, softmax, first_row);
+      store_rows<typename Mainloop::Element>(params.forward, tile, rows, tOcO, first_row);
+    };
+    const auto skip = [&](TileCoord tile) {
+      typename Mainloop::Softmax nothing(1.0f);
+      Tensor zeros = partition_fragment_C(typename Mainloop::MmaPV{}, shape(cO));
+      clear(zeros);
+      finish(tile, zeros, nothing);
+    };
+    typename Mainloop::Consumer{params, shared, thread}.run(finish, skip);
+  }
+}
+
+template <class Row>
+void launch_forward_sm90(const ForwardPlan& plan, const ForwardTensors& tensors, Stream stream) {
+  using Mainloop = ForwardMainloopSm90<Row::kVariant>;
+  static_assert(sizeof(typename Mainloop::SharedStorage) == forward_shared_memory(Row::kVariant));
+  static KernelHandles handles;
+  const Problem& p = plan.problem;
+  const int m_blocks = (p.seqlen_q + Mainloop::kM - 1) / Mainloop::kM;
+  const ForwardParamsSm90 params{
+      .forward = ForwardParams::of(plan, tensors),
+      .q = head_tiles(tensors.q, Mainloop::kM, Mainloop::kColumns),
+      .k = head_tiles(tensors.k, Mainloop::kN, Mainloop::kColumns),
+      .v = head_tiles(tensors.v, Mainloop::kN, Mainloop::kColumns),
+      .scheduler = {p.heads_q, m_blocks, p.batch * p.heads_q, plan.heads_at_once},
+  };
+  launch(forward_sm90<Row>, handles, plan, Row::kVariant.threads(), params, stream);
+}
+
+}  // namespace flashtile

@@ -1,0 +1,315 @@
+// One tile of query rows against all keys it sees, on Hopper's warpgroup matmuls (FlashAttention-3, Shah et al. 2024).
+//
+// A producer warp has TMA bring K and V tiles into a ring of shared memory. Each consumer warpgroup owns 64 whole rows
+// of Q. It asks for the scores of the next key tile before it needs them, so that its softmax runs under the matmuls
+// of P·V; and warpgroups take turns at asking, so that the softmax of one runs under the matmuls of another.
+#pragma once
+
+#include <cute/arch/mma_sm90.hpp>
+#include <cute/atom/mma_traits_sm90_gmma.hpp>
+#include <cute/tensor.hpp>
+
+#include "flashtile/barrier.h"
+#include "flashtile/load/tma.h"
+#include "flashtile/mainloop/scores.h"
+#include "flashtile/math/online_softmax.h"
+#include "flashtile/math/round.h"
+#include "flashtile/math/visible_keys.h"
+#include "flashtile/params.h"
+#include "flashtile/scheduler/persistent.h"
+#include "flashtile/variant.h"
+
+namespace flashtile {
+
+struct ForwardParamsSm90 {
+  ForwardParams forward;
+  CUtensorMap q, k, v;  // tiles of (M, head_dim) and (N, head_dim)
+  PersistentScheduler scheduler;
+};
+
+/// c = a · b, or c += a · b, asynchronously.
+template <class Mma, class A, class B, class C>
+CUTE_DEVICE void start_matmul(Mma& mma, A const& a, B const& b, C& c, cute::SM90::GMMA::ScaleOut accumulate) {
+  using namespace cute;
+  warpgroup_fence_operand(c);
+  warpgroup_arrive();
+  mma.accumulate_ = accumulate;
+  CUTE_UNROLL
+  for (int k = 0; k < size<2>(a); ++k) {
+    gemm(mma, a(_, _, k), b(_, _, k), c);
+    mma.accumulate_ = SM90::GMMA::ScaleOut::One;
+  }
+  warpgroup_commit_batch();
+}
+
+/// Waits until at most kPending of the matmuls that were started last are unfinished.
+template <int kPending, class C>
+CUTE_DEVICE void wait_matmul(C& c) {
+  cute::warpgroup_wait<kPending>();
+  cute::warpgroup_fence_operand(c);
+}
+
+template <Variant kV>
+struct ForwardMainloopSm90 {
+  static constexpr int kM = kV.tile_m;
+  static constexpr int kN = kV.tile_n;
+  static constexpr int kHeadDim = kV.head_dim;
+  static constexpr int kStages = kV.stages;
+  static constexpr int kWarpgroups = kM / 64;  // consumers
+  static_assert(kV.warps == 4 * (kWarpgroups + 1) && kM % 64 == 0 && kN % 16 == 0 && kHeadDim % 32 == 0);
+
+  using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
+  using ShapeQK = cute::Shape<cute::Int<kM>, cute::Int<kN>, cute::Int<kHeadDim>>;
+  using ShapePV = cute::Shape<cute::Int<kM>, cute::Int<kHeadDim>, cute::Int<kN>>;
+  using Warpgroups = cute::Layout<cute::Shape<cute::Int<kWarpgroups>, cute::_1, cute::_1>>;
+
+  // Where registers allow, Q comes from them: that spares a fifth of the reads of shared memory, and power with them.
+  static constexpr int kRegisters = kWarpgroups == 2 ? 240 : 160;  // of a consumer
+  static constexpr bool kKeepQ = 2 * kHeadDim / 4 + kHeadDim / 4 + 3 * kN / 4 <= kRegisters * 5 / 6;
+  static constexpr auto op_qk() {
+    using namespace cute::SM90;
+    if constexpr (kKeepQ)
+      return GMMA::rs_op_selector<Element, Element, float, ShapeQK>();
+    else
+      return GMMA::ss_op_selector<Element, Element, float, ShapeQK>();
+  }
+  using MmaQK = decltype(cute::make_tiled_mma(op_qk(), Warpgroups{}));
+  using MmaPV = decltype(cute::make_tiled_mma(
+      cute::SM90::GMMA::rs_op_selector<Element, Element, float, ShapePV, cute::SM90::GMMA::Major::K,
+                                       cute::SM90::GMMA::Major::MN>(),
+      Warpgroups{}));
+
+  // Columns of one TMA box: 128 bytes, 64 where the head dimension is no multiple of 64.
+  static constexpr int kColumns = kHeadDim % 64 == 0 ? 64 : 32;
+  using AtomK = std::conditional_t<kColumns == 64, cute::SM90::GMMA::Layout_K_SW128_Atom<Element>,
+                                   cute::SM90::GMMA::Layout_K_SW64_Atom<Element>>;
+  using AtomMN = std::conditional_t<kColumns == 64, cute::SM90::GMMA::Layout_MN_SW128_Atom<Element>,
+                                    cute::SM90::GMMA::Layout_MN_SW64_Atom<Element>>;
+  using SmemLayoutQ = decltype(cute::tile_to_shape(
+      AtomK{}, cute::Shape<cute::Int<kM>, cute::Int<kHeadDim>, cute::Int<forward_stages_q(kV)>>{}));
+  using SmemLayoutK =
+      decltype(cute::tile_to_shape(AtomK{}, cute::Shape<cute::Int<kN>, cute::Int<kHeadDim>, cute::Int<kStages>>{}));
+  // V as the matmul sees it, (head_dim, N): the same memory as (N, head_dim) rows.
+  using SmemLayoutVt =
+      decltype(cute::tile_to_shape(AtomMN{}, cute::Shape<cute::Int<kHeadDim>, cute::Int<kN>, cute::Int<kStages>>{},
+                                   cute::Step<cute::_2, cute::_1, cute::_3>{}));
+
+  // Two tiles of Q where they fit: the next one lands while the last is still in use.
+  static constexpr int kStagesQ = forward_stages_q(kV);
+
+  /// What consumers are told of a tile. No key block at all: its rows see nothing. Fewer: there are no more tiles.
+  struct Work {
+    TileCoord tile;
+    VisibleKeys<kN> keys;
+  };
+
+  struct SharedStorage {
+    alignas(1024) Element q[kStagesQ][kM * kHeadDim];
+    alignas(1024) Element ring[kStages][kN * kHeadDim];
+    Work work[kStagesQ];  // comes and goes with the tile of Q
+    Ring<kStagesQ> q_barriers;
+    Ring<kStages> ring_barriers;
+  };
+  using Softmax = OnlineSoftmax<2>;
+
+  /// One thread hands out tiles and brings their Q, K and V. In the ring these stand as consumers need them: the K of
+  /// each block before the V of the block ahead of it, across tiles too: K0, K1, V0, K2, V1, …
+  struct Producer {
+    ForwardParamsSm90 const& params;
+    SharedStorage& shared;
+    typename Ring<kStagesQ>::Cursor q_at{};
+    typename Ring<kStages>::Cursor at{};
+
+    CUTE_DEVICE void hand_out(Work const& work) {
+      const bool empty = work.keys.blocks <= 0;
+      std::uint64_t* barrier = shared.q_barriers.fill(q_at, [&] {
+        shared.work[q_at.stage] = work;
+        return empty ? 0 : sizeof(Element) * kM * kHeadDim;
+      });
+      if (!empty)
+        load_tile<kM, kHeadDim, kColumns>(params.q, barrier, shared.q[q_at.stage], work.tile.m_block * kM,
+                                          work.tile.head, work.tile.batch);
+      q_at.advance();
+    }
+
+    CUTE_DEVICE void load_kv(CUtensorMap const& map, TileCoord tile, int first_key) {
+      std::uint64_t* barrier = shared.ring_barriers.fill(at, [] { return sizeof(Element) * kN * kHeadDim; });
+      load_tile<kN, kHeadDim, kColumns>(map, barrier, shared.ring[at.stage], first_key,
+                                        tile.head / params.forward.group, tile.batch);
+      at.advance();
+    }
+
+    CUTE_DEVICE void run() {
+      PersistentScheduler const& scheduler = params.scheduler;
+      Lengths const& lengths = params.forward.lengths;
+      TileCoord v_tile;
+      int v_key = -1;
+      CUTE_NO_UNROLL
+      for (unsigned round = 0; round < scheduler.rounds(gridDim.x); ++round) {
+        const unsigned index = scheduler.index(round, blockIdx.x, gridDim.x);
+        if (index >= scheduler.tiles()) break;
+        const TileCoord tile = scheduler.tile(index);
+        const int first_row = tile.m_block * kM;
+        const VisibleKeys<kN> keys(params.forward.band, {first_row, min(first_row + kM, lengths.q)}, lengths);
+        hand_out({tile, keys});
+        CUTE_NO_UNROLL
+        for (int n_block = 0; n_block < keys.blocks; ++n_block) {
+          const int key = keys.first + n_block * kN;
+          load_kv(params.k, tile, key);
+          if (v_key >= 0) load_kv(params.v, v_tile, v_key);
+          v_tile = tile;
+          v_key = key;
+        }
+      }
+      if (v_key >= 0) load_kv(params.v, v_tile, v_key);
+      Work end;
+      end.keys.blocks = -1;
+      hand_out(end);
+    }
+  };
+
+  /// A thread of the consumer warpgroups; `thread` counts from the first of them.
+  struct Consumer {
+    ForwardParamsSm90 const& params;
+    SharedStorage& shared;
+    int thread;
+
+    /// Computes tile after tile. Calls `finish(tile, accumulators, softmax state)`, or `skip(tile)` if it sees no key.
+    template <class Finish, class Skip>
+    CUTE_DEVICE void run(Finish&& finish, Skip&& skip) {
+      using namespace cute;
+      MmaQK mma_qk;
+      MmaPV mma_pv;
+      auto qk_thread = mma_qk.get_slice(thread);
+      auto pv_thread = mma_pv.get_slice(thread);
+      Tensor sQ = make_tensor(make_smem_ptr(shared.q[0]), SmemLayoutQ{});       // (M, head_dim, stage)
+      Tensor sK = make_tensor(make_smem_ptr(shared.ring[0]), SmemLayoutK{});    // (N, head_dim, stage)
+      Tensor sVt = make_tensor(make_smem_ptr(shared.ring[0]), SmemLayoutVt{});  // (head_dim, N, stage)
+      Tensor tSrQ = [&] {
+        if constexpr (kKeepQ)
+          return qk_thread.partition_fragment_A(sQ(_, _, 0));  // (mma, m, k)
+        else
+          return qk_thread.partition_fragment_A(sQ);  // (mma, m, k, stage)
+      }();
+      Tensor tSrK = qk_thread.partition_fragment_B(sK);             // (mma, n, k, stage)
+      Tensor tOrV = pv_thread.partition_fragment_B(sVt);            // (mma, head_dim, k, stage)
+      Tensor cS = make_identity_tensor(Shape<Int<kM>, Int<kN>>{});  // (M, N)
+      Tensor tScS = rows_and_columns(qk_thread.partition_C(cS));    // (row, column)
+      Tensor tSrS = partition_fragment_C(mma_qk, shape(cS));        // (mma, m, n)
+      Tensor tOrP = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kN / 16>>>{});  // (mma, m, k)
+      Tensor tOrO = partition_fragment_C(mma_pv, Shape<Int<kM>, Int<kHeadDim>>{});               // (mma, m, head_dim)
+
+      typename Ring<kStagesQ>::Cursor q_at{};
+      typename Ring<kStages>::Cursor at{};
+      const Turns<kWarpgroups> turns{thread / 128};
+      const bool folded = ScoreTile::folded(params.forward);
+      Softmax softmax(folded ? params.forward.score_map.outer_log2 : 1.0f);
+      TileCoord tile;
+      int blocks;
+      Range interior;
+      const auto take_q = [&] {
+        if constexpr (kKeepQ) {
+          const auto copy_q = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, mma_qk);
+          const auto copy_q_thread = copy_q.get_slice(thread);
+          copy(copy_q, copy_q_thread.partition_S(sQ(_, _, q_at.stage)), copy_q_thread.retile_D(tSrQ));
+        }
+      };
+      const auto start_scores = [&](int stage) {
+        if constexpr (kKeepQ)
+          start_matmul(mma_qk, tSrQ, tSrK(_, _, _, stage), tSrS, SM90::GMMA::ScaleOut::Zero);
+        else
+          start_matmul(mma_qk, tSrQ(_, _, _, q_at.stage), tSrK(_, _, _, stage), tSrS, SM90::GMMA::ScaleOut::Zero);
+      };
+      // The next tile that sees a key; false if there is none.
+      const auto next_tile = [&] {
+        while (true) {
+          shared.q_barriers.wait_full(q_at);
+          Work const& work = shared.work[q_at.stage];
+          blocks = work.keys.blocks;
+          interior = work.keys.interior;
+          if (blocks > 0) {
+            take_q();
+            return true;
+          }
+          if (blocks < 0) return false;
+          skip(work.tile);
+          shared.q_barriers.release(q_at);
+          q_at.advance();
+        }
+      };
+      // Scores to weights. Almost never do they outgrow what the first block of the tile, where `kFirst`, has set.
+      const auto weigh = [&](int n_block, auto first) __attribute__((always_inline)) {
+        constexpr bool kFirst = decltype(first)::value;
+        Tensor scores = rows_and_columns(tSrS);  // (row, column)
+        const bool edge = !interior.contains(n_block);
+        if (edge || !folded) [[unlikely]] {
+          Work const& work = shared.work[q_at.stage];
+          const ScoreTile score_tile{params.forward, work.tile, work.tile.m_block * kM, work.keys.lengths};
+          if (!folded) score_tile.map(scores, tScS, n_block * kN);
+          if (edge) score_tile.mask(scores, tScS, n_block * kN);
+        }
+        if (kFirst) softmax.begin(scores);
+        float added[2];
+        softmax.weigh(tSrS, tOrP, added);
+        if (!kFirst && softmax.template outgrown<Element>(added)) [[unlikely]] {
+          float factor[2];
+          softmax.raise(scores, factor);
+          scale_rows(rows_and_columns(tOrO), factor);
+          softmax.weigh(tSrS, tOrP, added);
+        }
+        softmax.row[0].sum += added[0];
+        softmax.row[1].sum += added[1];
+      };
+
+      if (!next_tile()) return;
+      turns.begin();
+      shared.ring_barriers.wait_full(at);
+      turns.await();
+      start_scores(at.stage);
+      turns.pass();
+      wait_matmul<0>(tSrS);
+      shared.ring_barriers.release(at);
+      at.advance();
+      weigh(0, true_type{});
+
+      auto opening = SM90::GMMA::ScaleOut::Zero;  // the first P·V of a tile overwrites what the last one left
+      // P·V of the block in hand, under the scores and the softmax of the next one; `kCloses`: of the next tile.
+      const auto step = [&](int n_block, auto closes) __attribute__((always_inline)) {
+        constexpr bool kCloses = decltype(closes)::value;
+        const auto k_at = at;
+        at.advance();
+        const auto v_at = at;
+        at.advance();
+        shared.ring_barriers.wait_full(k_at);
+        turns.await();
+        start_scores(k_at.stage);
+        shared.ring_barriers.wait_full(v_at);
+        start_matmul(mma_pv, tOrP, tOrV(_, _, _, v_at.stage), tOrO, opening);
+        turns.pass();
+        wait_matmul<1>(tSrS);
+        shared.ring_barriers.release(k_at);
+        wait_matmul<0>(tOrO);
+        shared.ring_barriers.release(v_at);
+        Softmax finished = softmax;
+        weigh(n_block, closes);
+        if (kCloses) finish(tile, tOrO, finished);
+        opening = kCloses ? SM90::GMMA::ScaleOut::Zero : SM90::GMMA::ScaleOut::One;
+      };
+      while (true) {
+        CUTE_NO_UNROLL
+        for (int n_block = 1; n_block < blocks; ++n_block) step(n_block, false_type{});
+        tile = shared.work[q_at.stage].tile;
+        shared.q_barriers.release(q_at);
+        q_at.advance();
+        if (!next_tile()) break;
+        step(0, true_type{});
+      }
+      shared.ring_barriers.wait_full(at);
+      start_matmul(mma_pv, tOrP, tOrV(_, _, _, at.stage), tOrO, opening);
+      wait_matmul<0>(tOrO);
+      finish(tile, tOrO, softmax);
+    }
+  };
+};
+
+}  // namespace flashtile
