@@ -41,6 +41,19 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16"), help="of the GPU suites")
     bench.add_argument("--full", action="store_true", help="also the lengths between 512, 2048 and 16384")
     bench.add_argument("--quick", action="store_true", help="a few small cases: does everything run?")
+    bench.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=MODULE:FUNCTION",
+        help="suite forward: also time FUNCTION(q, k, v, causal), imported from MODULE; it takes tensors (B, S, H, D) "
+        "and returns out, or a tuple with out first; may be given more than once",
+    )
+    bench.add_argument(
+        "--flex",
+        action="store_true",
+        help="suite forward: also time FlexAttention; compiling it for each case takes long",
+    )
     bench.add_argument("--json", type=Path, metavar="FILE", help="store the results")
     bench.add_argument("--markdown", type=Path, nargs="+", metavar="FILE", help="measure nothing; print stored results")
     bench.add_argument(
@@ -93,7 +106,13 @@ def _bench(options: argparse.Namespace) -> int:
         except (OSError, ValueError) as error:
             return _refuse(error)
     return command.measure(
-        options.suite, dtype=options.dtype, full=options.full, quick=options.quick, json_path=options.json
+        options.suite,
+        dtype=options.dtype,
+        full=options.full,
+        quick=options.quick,
+        json_path=options.json,
+        peers=options.peer,
+        flex=options.flex,
     )
 
 

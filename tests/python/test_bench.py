@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
-from flashtile.bench import command, report, run, suites, timing
+from flashtile.bench import command, further, report, run, suites, timing
 from flashtile.bench.cases import Case, Work, make_inputs, visible
 from flashtile.bench.oracle import Oracle, Verdict, attention_float64, attention_sdpa, results
-from flashtile.bench.peers import OURS, Contestant
+from flashtile.bench.peers import OURS, Contestant, Peer
 
 CPU = torch.device("cpu")
 EFFORT = timing.Effort(seconds=0, min_rounds=2, max_rounds=2)
@@ -26,6 +26,48 @@ def scaled_wrongly(q, k, v, **options):
 
 def unsupported(q, k, v, **options):
     raise NotImplementedError("attention: no kernel serves this")
+
+
+def outside_bare(q, k, v, causal):
+    # TINY's mask is not the one that is_causal stands for, so it is written out.
+    assert isinstance(causal, bool)
+    keep = visible(Case(1, q.shape[1], k.shape[1], 1, 1, 8, 8, causal=causal), q.device)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep, enable_gqa=True).transpose(1, 2)
+
+
+def outside_tuple(q, k, v, causal):
+    return outside_bare(q, k, v, causal), "lse"
+
+
+def outside_unmasked(q, k, v, causal):
+    return outside_bare(q, k, v, False)
+
+
+def outside_heads_first(q, k, v, causal):
+    return outside_bare(q, k, v, causal).transpose(1, 2)
+
+
+def outside_nothing(q, k, v, causal):
+    return None
+
+
+def outside_silent_refusal(q, k, v, causal):
+    raise NotImplementedError
+
+
+NOT_CALLABLE = 3
+
+
+def entries_with(peers, case=TINY[0]):
+    import flashtile
+
+    (cell,) = run.run_cases([case], CPU, EFFORT, flashtile.attention, peers)
+    return {entry.name: entry for entry in cell.entries}
+
+
+def timed_cell(case=TINY[0], **medians):
+    return run.Cell(case, [run.Entry(name, timing.Timing(t, t, t, 1) if t else None) for name, t in medians.items()])
 
 
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(3, 3), (2, 5), (5, 2)])
@@ -92,12 +134,20 @@ def test_flops_by_the_usual_convention():
 
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_gpu_suites_hold_the_tokens_and_the_width_constant(name):
-    assert len(suites.cases(name)) == 18
-    assert len(suites.cases(name, full=True)) == 36
+    assert len(suites.cases(name)) == 20
+    assert len(suites.cases(name, full=True)) == 38
     for case in suites.cases(name, full=True):
         assert case.batch * case.seqlen_q == 16384
-        assert case.heads_q * case.head_dim == 2048
+        assert case.heads_q != case.heads_k or case.heads_q * case.head_dim == 2048
         assert case.work is Work(name)
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_gpu_suites_end_with_the_shapes_of_llama(name):
+    grouped = [case for case in suites.cases(name, dtype="float16") if case.heads_q != case.heads_k]
+    assert grouped == suites.cases(name, dtype="float16", full=True)[-2:]
+    work = Work(name).value
+    assert [str(case) for case in grouped] == [f"B2 S8192 H{heads}/8 D128 causal f16 {work}" for heads in (32, 64)]
 
 
 def test_cpu_suite():
@@ -146,6 +196,169 @@ def test_summary_is_the_geometric_mean_and_the_minimum():
     refused = run.Cell(TINY[0], [run.Entry(OURS, refusal="no"), cell(1, 1).entries[1]])
     summary = run.summary([cell(1.0, 2.0), cell(2.0, 1.0), cell(1.0, 8.0), refused])
     assert summary == {"SDPA": {"geomean": pytest.approx(2.0), "min": 0.5, "cells": 3}}
+
+
+def test_the_best_peer_is_chosen_cell_by_cell():
+    cells = [
+        timed_cell(flashtile=1.0, a=2.0, b=8.0),
+        timed_cell(flashtile=1.0, a=3.0, b=0.5),
+        timed_cell(flashtile=2.0, a=16.0, b=None),
+        timed_cell(flashtile=None, a=1.0, b=1.0),
+    ]
+    assert run.against_the_best(cells) == {"geomean": pytest.approx(2.0), "min": 0.5, "cells": 3}
+    assert run.against_the_best(cells[2:]) is None  # one peer is its own best
+    assert run.against_the_best([]) is None
+
+
+def test_the_forward_record_names_the_best_peer_and_the_part_of_a_matmul():
+    def cell(seqlen, head_dim, tflops, **options):
+        case = Case.square(1, seqlen, 1, head_dim, **options)
+        time = case.flops / tflops / 1e12 if tflops else None
+        return timed_cell(case, flashtile=time, a=1.0, b=2.0)
+
+    cells = [
+        cell(64, 128, 80),
+        cell(128, 128, 50),
+        cell(256, 128, 90, causal=True),
+        cell(256, 128, 90, window=(3, None)),
+        cell(128, 64, 40),
+        cell(32, 256, 20),
+        cell(128, 256, None),
+    ]
+    record = report.to_record("forward", {"matmul_tflops": 100.0}, cells)
+    assert record["summary"][report.BEST_PEER] == record["summary"]["a"]
+    assert record["summary"][report.OF_MATMUL] == {
+        "S128": {"D64": pytest.approx(0.4), "D128": pytest.approx(0.5)},
+        "S32": {"D256": pytest.approx(0.2)},
+    }
+    lines = report.summary_lines(record)
+    assert [line.split(":")[0] for line in lines[:3]] == ["against a", "against b", "against the best of all peers"]
+    assert lines[2].endswith(", 6 cells")
+    assert lines[3:] == [
+        "of an 8192³ matmul at S128 full: D64 0.40, D128 0.50",
+        "of an 8192³ matmul at S32 full: D256 0.20",
+    ]
+
+
+def test_a_record_without_a_matmul_or_of_another_suite_says_nothing_of_it():
+    cells = [timed_cell(Case.square(1, 8, 1, 8), flashtile=1.0, a=2.0, b=3.0)]
+    assert set(report.to_record("forward", {}, cells)["summary"]) == {"a", "b", report.BEST_PEER}
+    assert set(report.to_record("backward", {"matmul_tflops": 100.0}, cells)["summary"]) == {"a", "b"}
+
+
+@pytest.mark.parametrize("function", ["outside_bare", "outside_tuple"])
+def test_an_outside_peer_is_checked_and_timed_with_the_others(function):
+    (peer,) = further.further_peers("forward", [f"Mine={__name__}:{function}"])
+    found = entries_with([peer])
+    assert list(found) == [OURS, "SDPA", "Mine"]
+    assert [verdict.name for verdict in found["Mine"].verdicts] == ["out"]
+    assert {entry.timing.rounds for entry in found.values()} == {EFFORT.min_rounds}
+
+
+def test_an_outside_peer_that_is_wrong_is_not_timed():
+    found = entries_with([further.outside_peer(f"Mine={__name__}:outside_unmasked")])
+    assert found["Mine"].wrong and found["Mine"].timing is None
+    assert found["SDPA"].timing
+
+
+@pytest.mark.parametrize(
+    "function, refusal",
+    [
+        ("outside_silent_refusal", "NotImplementedError"),
+        ("outside_heads_first", r"--peer: its function returned shape (2, 4, 9, 8), expected (2, 9, 4, 8)"),
+        ("outside_nothing", "--peer: its function returned NoneType, expected a tensor"),
+    ],
+)
+def test_an_outside_peer_that_does_not_serve_a_case_is_said_and_not_timed(function, refusal):
+    found = entries_with([further.outside_peer(f"Mine={__name__}:{function}")])
+    assert found["Mine"] == run.Entry("Mine", refusal=refusal)
+    assert found["SDPA"].timing
+
+
+def test_an_outside_peer_is_not_asked_for_a_window():
+    case = Case.square(1, 16, 2, 16, dtype="float32", window=(2, 0))
+    found = entries_with([further.outside_peer(f"Mine={__name__}:outside_bare")], case)
+    assert "no argument for a window" in found["Mine"].refusal
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("Mine", "--peer is 'Mine', expected NAME=MODULE:FUNCTION"),
+        ("Mine=math", "--peer is 'Mine=math', expected NAME=MODULE:FUNCTION"),
+        ("=math:sqrt", "--peer is '=math:sqrt', expected NAME=MODULE:FUNCTION"),
+        ("Mine=no_such:f", "has module 'no_such', expected one that can be imported (ModuleNotFoundError: No module"),
+        ("Mine=..math:f", "has module '..math', expected one that can be imported (TypeError: "),
+        ("Mine=math:nothing", "finds nothing in 'math', expected a function"),
+        (f"Mine={__name__}:NOT_CALLABLE", f"finds 3 in {__name__!r}, expected a function"),
+        ("SDPA FA2=math:sqrt", "is named 'SDPA FA2', expected a name that is not taken"),
+        ("best peer=math:sqrt", "is named 'best peer', expected a name that is not taken"),
+    ],
+)
+def test_a_wrong_peer_is_refused_before_anything_runs(text, message, capsys):
+    assert command.measure("forward", peers=[text]) == 2
+    shown = capsys.readouterr().out
+    assert shown.startswith("bench: --peer ") and message in shown
+
+
+def test_two_peers_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="is named 'Mine', expected a name that is not taken"):
+        further.further_peers("forward", ["Mine=math:sqrt", "Mine=math:exp"])
+
+
+@pytest.mark.parametrize("suite", ["backward", "host", "cpu"])
+@pytest.mark.parametrize("argument, options", [("--peer", {"peers": ["Mine=math:sqrt"]}), ("--flex", {"flex": True})])
+def test_only_the_forward_suite_takes_further_peers(suite, argument, options, capsys):
+    assert command.measure(suite, **options) == 2
+    assert f"{argument} is given with suite {suite!r}, expected suite 'forward'" in capsys.readouterr().out
+
+
+def test_flex_is_there_only_if_asked_for():
+    assert further.further_peers("forward") == []
+    assert [peer.name for peer in further.further_peers("forward", ["Mine=math:sqrt"], flex=True)] == ["Flex", "Mine"]
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(5, 5), (3, 7), (7, 3)])
+def test_flex_gets_the_contracts_mask(seqlen_q, seqlen_k):
+    rows, columns = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None, :]
+    for causal, left, right in itertools.product((False, True), (None, 0, 1), (None, 0, 2)):
+        case = Case(1, seqlen_q, seqlen_k, 1, 1, 8, 8, causal=causal, window=(left, right))
+        seen = further.mask_function(case)
+        assert (seen is None) == ((causal, left, right) == (False, None, None))
+        if seen:
+            assert torch.equal(seen(None, None, rows, columns), visible(case, CPU)), case
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_is_compiled_once_for_a_case_and_gets_grouped_heads(monkeypatch):
+    compiled = []
+    compile_others = torch.compile  # FlexAttention that is not compiled calls it too
+
+    def without_compiling(function, **options):
+        if function is not further.flex_attention:
+            return compile_others(function, **options)
+        compiled.append(options)
+        return function
+
+    monkeypatch.setattr(torch, "compile", without_compiling)
+    flex = Peer("Flex", further.FlexAttention())
+    for case in (TINY[0], Case.square(1, 16, 2, 16, dtype="float32"), TINY[0]):
+        found = entries_with([flex], case)
+        assert not found["Flex"].wrong and found["Flex"].timing
+    assert compiled == [{"dynamic": False, "fullgraph": True}] * 3
+
+
+def test_flex_that_does_not_compile_is_said_and_not_timed(monkeypatch):
+    def broken(function, **options):
+        def call(*arguments, **options):
+            raise TypeError("no such tile\nand a long trace")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    found = entries_with([Peer("Flex", further.FlexAttention())])
+    assert found["Flex"] == run.Entry("Flex", refusal="FlexAttention: TypeError: no such tile")
+    assert found["SDPA"].timing
 
 
 def test_measure_stores_what_it_shows(tmp_path, capsys, monkeypatch):
@@ -239,3 +452,16 @@ def test_gpu_suites(suite, tmp_path):
         timed = {name for name, result in cell["results"].items() if "median_us" in result}
         assert len(timed) >= 2, cell
         assert OURS in timed or "refusal" in cell["results"][OURS]
+
+
+@pytest.mark.gpu
+def test_further_peers_on_a_gpu(tmp_path):
+    path = tmp_path / "gpu.json"
+    outside = f"Mine={__name__}:outside_bare"
+    assert command.measure("forward", quick=True, json_path=path, peers=[outside], flex=True) == 0
+    record = json.loads(path.read_text())
+    assert report.BEST_PEER in record["summary"] and report.OF_MATMUL in record["summary"]
+    for cell in record["cells"]:
+        assert list(cell["results"])[-2:] == ["Flex", "Mine"]
+        assert "median_us" in cell["results"]["Mine"]
+        assert "median_us" in cell["results"]["Flex"] or "refusal" in cell["results"]["Flex"]

@@ -47,6 +47,22 @@ def test_bench_refuses_a_file_that_is_not_there(capsys):
     assert "/nonexistent.json" in capsys.readouterr().err
 
 
+def test_bench_passes_further_peers_on(monkeypatch):
+    from flashtile.bench import command
+
+    seen = {}
+    monkeypatch.setattr(command, "measure", lambda suite, **options: seen.update(options, suite=suite) or 0)
+    assert main(["bench", "--peer", "A=a:f", "--peer", "B C=b.c:g", "--flex"]) == 0
+    assert seen["peers"] == ["A=a:f", "B C=b.c:g"] and seen["flex"] is True
+    assert main(["bench"]) == 0
+    assert seen["peers"] == [] and seen["flex"] is False
+
+
+def test_bench_refuses_a_peer_that_is_not_there(capsys):
+    assert main(["bench", "--suite", "forward", "--peer", "Mine=no_such_module:f"]) == 2
+    assert "has module 'no_such_module', expected one that can be imported" in capsys.readouterr().out
+
+
 def test_demo_says_what_it_lacks(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["demo"]) == 2

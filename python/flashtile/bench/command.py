@@ -11,6 +11,7 @@ from rich.progress import Progress
 
 from flashtile.bench import machine, report, suites, timing
 from flashtile.bench.cases import Case
+from flashtile.bench.further import further_peers
 from flashtile.bench.peers import OURS
 from flashtile.bench.run import Cell, run_cases, run_host_cases
 
@@ -24,16 +25,24 @@ def measure(
     json_path: Path | None = None,
     attention: Callable[..., torch.Tensor] | None = None,
     cases: Sequence[Case] | None = None,
+    peers: Sequence[str] = (),
+    flex: bool = False,
 ) -> int:
     """Runs a suite and returns the exit status: 0 where flashtile was right everywhere.
 
-    `attention` stands in for flashtile's, `cases` for the suite's.
+    `attention` stands in for flashtile's, `cases` for the suite's. `peers` (NAME=MODULE:FUNCTION) and FlexAttention by
+    `flex` run beside the usual peers of suite forward.
     """
     if attention is None:
         from flashtile import attention
     has_cuda = torch.cuda.is_available()
     suite = suite or ("forward" if has_cuda else "cpu")
     console = wide_console()
+    try:
+        further = further_peers(suite, peers, flex=flex)
+    except ValueError as error:
+        console.print(str(error), markup=False, soft_wrap=True)
+        return 2
     if suite in ("forward", "backward") and not has_cuda:
         console.print(f"bench: suite {suite} needs a CUDA device, and torch sees none; try --suite cpu")
         return 2
@@ -45,12 +54,14 @@ def measure(
 
     facts = machine.describe(device)
     console.print(f"{facts['device']}, torch {facts['torch']}, flashtile {facts['flashtile']} {facts['commit']}")
-    run = run_host_cases if suite == "host" else run_cases
+    effort = _effort(suite, device, quick)
+    if suite == "host":
+        running = run_host_cases(cases, device, effort, attention)
+    else:
+        running = run_cases(cases, device, effort, attention, further)
     cells: list[Cell] = []
     with Progress(console=console) as progress:
-        cells += progress.track(
-            run(cases, device, _effort(suite, device, quick), attention), len(cases), description=suite
-        )
+        cells += progress.track(running, len(cases), description=suite)
     if device.type == "cuda":
         facts["readings_after"] = machine.gpu_readings(device)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 GPU_READINGS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "power.draw")
+MATMUL_SIZE = 8192
 
 
 def describe(device: torch.device) -> dict[str, object]:
@@ -47,7 +48,7 @@ def gpu_readings(device: torch.device) -> dict[str, str]:
     return dict(zip(GPU_READINGS, (field.strip() for field in text.split(",")), strict=False)) if text else {}
 
 
-def matmul_tflops(device: torch.device, size: int = 8192, rounds: int = 10) -> float:
+def matmul_tflops(device: torch.device, size: int = MATMUL_SIZE, rounds: int = 10) -> float:
     """What this GPU's tensor cores gave a large bf16 product just now: the scale for every other number of the run."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     times = []

@@ -42,7 +42,7 @@ def peers_of(device_type: str, attention: Callable[..., torch.Tensor]) -> list[P
         return attention(q, k, v, causal=case.causal, window=case.window)
 
     if device_type == "cuda":
-        theirs = [Peer(name, attention_sdpa, setting) for name, setting in _cuda_settings().items()]
+        theirs = [Peer(name, attention_sdpa, setting) for name, setting in cuda_settings().items()]
     else:
         theirs = [Peer("SDPA", attention_sdpa)]
     return [Peer(OURS, ours), *theirs]
@@ -66,12 +66,12 @@ def host_contestants(attention: Callable[..., torch.Tensor], inputs: Inputs, cas
     sdpa = torch.nn.functional.scaled_dot_product_attention
     settings = {"SDPA": contextlib.nullcontext}
     if q.is_cuda:
-        settings["SDPA FA2"] = _cuda_settings()["SDPA FA2"]
+        settings["SDPA FA2"] = cuda_settings()["SDPA FA2"]
     theirs = [Contestant(name, lambda: sdpa(*heads_first), setting) for name, setting in settings.items()]
     return [Contestant(OURS, lambda: attention(q, k, v)), *theirs]
 
 
-def _cuda_settings() -> dict[str, Setting]:
+def cuda_settings() -> dict[str, Setting]:
     backends = {
         "SDPA FA2": SDPBackend.FLASH_ATTENTION,
         "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,

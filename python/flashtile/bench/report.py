@@ -13,11 +13,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from flashtile.bench.machine import MATMUL_SIZE
 from flashtile.bench.peers import OURS
-from flashtile.bench.run import Cell, Entry, summary
+from flashtile.bench.run import Cell, Entry, against_the_best, summary
 
 Record = dict[str, Any]
 
+BEST_PEER, OF_MATMUL = "best peer", "of matmul"  # what the summary holds beside the peers
 FORMAT = 1  # of the record; raise it when a field changes its meaning
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
@@ -27,7 +29,7 @@ def to_record(suite: str, machine: dict[str, object], cells: Sequence[Cell]) -> 
         "format": FORMAT,
         "suite": suite,
         "machine": machine,
-        "summary": summary(cells),
+        "summary": summary(cells) | (_forward_summary(machine, cells) if suite == "forward" else {}),
         "cells": [_cell_record(cell) for cell in cells],
     }
 
@@ -65,10 +67,17 @@ def markdown(record: Record) -> str:
 
 
 def summary_lines(record: Record) -> list[str]:
-    return [
-        f"against {name}: geometric mean {of['geomean']:.2f}×, minimum {of['min']:.2f}×, {of['cells']} cells"
-        for name, of in record["summary"].items()
+    totals = dict(record["summary"])
+    of_matmul = totals.pop(OF_MATMUL, {})
+    lines = [
+        f"against {'the best of all peers' if name == BEST_PEER else name}: "
+        f"geometric mean {of['geomean']:.2f}×, minimum {of['min']:.2f}×, {of['cells']} cells"
+        for name, of in totals.items()
     ]
+    for length, fractions in of_matmul.items():
+        values = ", ".join(f"{head_dim} {fraction:.2f}" for head_dim, fraction in fractions.items())
+        lines.append(f"of an {MATMUL_SIZE}³ matmul at {length} full: {values}")
+    return lines
 
 
 def remarks(record: Record) -> list[str]:
@@ -138,6 +147,30 @@ def _value(result: Record | None, measure: Any) -> str:
     number = measure(result)
     spread = (result["high_us"] - result["low_us"]) / 2 / result["median_us"]
     return f"{number:.0f} ±{spread:.0%}" if number >= 100 else f"{number:.1f} ±{spread:.0%}"
+
+
+def _forward_summary(machine: dict[str, Any], cells: Sequence[Cell]) -> Record:
+    """What only the forward suite sums up: the ratio to the best peer, and the part of a matmul's rate."""
+    found: Record = {}
+    if best := against_the_best(cells):
+        found[BEST_PEER] = best
+    if (rate := machine.get("matmul_tflops")) and (of_matmul := _of_matmul(rate, cells)):
+        found[OF_MATMUL] = of_matmul
+    return found
+
+
+def _of_matmul(rate: float, cells: Sequence[Cell]) -> dict[str, dict[str, float]]:
+    """flashtile's TFLOP/s over `rate` on each head dimension's longest sequence without a mask, by that length."""
+    longest: dict[int, tuple[int, float]] = {}
+    for cell in cells:
+        case = cell.case
+        timing = next((entry.timing for entry in cell.entries if entry.name == OURS), None)
+        if timing and case.mask_name == "full" and case.seqlen_q > longest.get(case.head_dim, (0, 0.0))[0]:
+            longest[case.head_dim] = case.seqlen_q, case.flops / timing.median / 1e12 / rate
+    found: dict[str, dict[str, float]] = {}
+    for head_dim, (seqlen, fraction) in sorted(longest.items()):
+        found.setdefault(f"S{seqlen}", {})[f"D{head_dim}"] = fraction
+    return found
 
 
 def _cell_record(cell: Cell) -> Record:

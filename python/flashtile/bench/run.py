@@ -41,12 +41,16 @@ class Cell:
 
 
 def run_cases(
-    cases: Sequence[Case], device: torch.device, effort: Effort, attention: Callable[..., torch.Tensor]
+    cases: Sequence[Case],
+    device: torch.device,
+    effort: Effort,
+    attention: Callable[..., torch.Tensor],
+    further: Sequence[Peer] = (),
 ) -> Iterator[Cell]:
-    """Yields one cell per case, as it is done."""
+    """Yields one cell per case, as it is done; `further` peers run beside the usual ones."""
     for case in cases:
         inputs = make_inputs(case, device)
-        yield Cell(case, _run_device_cell(peers_of(device.type, attention), inputs, case, effort))
+        yield Cell(case, _run_device_cell([*peers_of(device.type, attention), *further], inputs, case, effort))
 
 
 def run_host_cases(
@@ -65,10 +69,19 @@ def summary(cells: Sequence[Cell]) -> dict[str, dict[str, float]]:
     for cell in cells:
         for name, ratio in cell.ratios().items():
             columns.setdefault(name, []).append(ratio)
-    return {
-        name: {"geomean": math.exp(sum(map(math.log, column)) / len(column)), "min": min(column), "cells": len(column)}
-        for name, column in columns.items()
-    }
+    return {name: _totals(column) for name, column in columns.items()}
+
+
+def against_the_best(cells: Sequence[Cell]) -> dict[str, float] | None:
+    """The same numbers against each cell's fastest peer; None where no cell has two that were timed."""
+    ratios = [list(cell.ratios().values()) for cell in cells]
+    if max(map(len, ratios), default=0) < 2:
+        return None
+    return _totals([min(row) for row in ratios if row])
+
+
+def _totals(ratios: Sequence[float]) -> dict[str, float]:
+    return {"geomean": math.exp(sum(map(math.log, ratios)) / len(ratios)), "min": min(ratios), "cells": len(ratios)}
 
 
 def _run_device_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, effort: Effort) -> list[Entry]:
@@ -86,7 +99,8 @@ def _run_device_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, effort: 
             # What a kernel does not serve it refuses with a RuntimeError, flashtile with the subclass below.
             if peer.name == OURS and not isinstance(refusal, NotImplementedError):
                 raise
-            entries[peer.name] = Entry(peer.name, refusal=str(refusal).strip().splitlines()[0])
+            reason = str(refusal).strip() or type(refusal).__name__
+            entries[peer.name] = Entry(peer.name, refusal=reason.splitlines()[0])
             continue
         entry = Entry(peer.name, verdicts=oracle.judge(_one_kv_head(found, group)))
         entries[peer.name] = entry

@@ -8,6 +8,7 @@ from flashtile.bench.cases import Case, Work
 
 TOKENS = 16384
 HIDDEN = 2048
+LLAMA_HEADS, LLAMA_KV_HEADS = (32, 64), 8  # Llama 3 8B and 70B
 NAMES = ("forward", "backward", "host", "cpu")
 TRAINING = (Work.FORWARD, Work.BACKWARD)
 
@@ -51,9 +52,13 @@ def demo(device_type: str) -> list[Case]:
 
 def _gpu(work: Work, dtype: str, full: bool) -> list[Case]:
     seqlens = (512, 1024, 2048, 4096, 8192, 16384) if full else (512, 2048, 16384)
-    return [
+    squares = [
         Case.square(TOKENS // seqlen, seqlen, HIDDEN // head_dim, head_dim, dtype=dtype, causal=causal, work=work)
         for head_dim, seqlen, causal in itertools.product((64, 128, 256), seqlens, (False, True))
+    ]
+    return squares + [
+        Case(2, 8192, 8192, heads, LLAMA_KV_HEADS, 128, 128, dtype=dtype, causal=True, work=work)
+        for heads in LLAMA_HEADS
     ]
 
 

@@ -1,0 +1,124 @@
+"""Peers that run only where they are asked for: FlexAttention, and attentions from outside."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from flashtile.bench.cases import Case
+from flashtile.bench.oracle import Attention
+from flashtile.bench.peers import OURS, Peer, cuda_settings
+from flashtile.bench.report import BEST_PEER, OF_MATMUL
+
+FLEX = "Flex"
+PEER_FORM = "NAME=MODULE:FUNCTION"
+# A column, or an entry of the summary, already has these names.
+TAKEN = (OURS, *cuda_settings(), FLEX, BEST_PEER, OF_MATMUL)
+
+
+def further_peers(suite: str, texts: Sequence[str] = (), *, flex: bool = False) -> list[Peer]:
+    """What `--flex` and each `--peer NAME=MODULE:FUNCTION` ask for; a ValueError says what is wrong with them."""
+    for argument, given in (("--flex", flex), ("--peer", texts)):
+        if given and suite != "forward":
+            raise ValueError(f"bench: {argument} is given with suite {suite!r}, expected suite 'forward'")
+    # Flex comes first: it clears what torch.compile holds, and a compiled peer behind it compiles in its own check.
+    peers = [Peer(FLEX, FlexAttention())] if flex else []
+    for text in texts:
+        peer = outside_peer(text)
+        if peer.name in (*TAKEN, *(other.name for other in peers)):
+            raise ValueError(f"bench: --peer {text!r} is named {peer.name!r}, expected a name that is not taken")
+        peers.append(peer)
+    return peers
+
+
+def outside_peer(text: str) -> Peer:
+    """The peer that NAME=MODULE:FUNCTION stands for; FUNCTION(q, k, v, causal) returns out, or a tuple of out first."""
+    name, _, target = text.partition("=")
+    module_name, _, function_name = target.partition(":")
+    if not (name and module_name and function_name):
+        raise ValueError(f"bench: --peer is {text!r}, expected {PEER_FORM}")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # what a module does as it is imported may fail in any way
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"bench: --peer {text!r} has module {module_name!r}, expected one that can be imported ({reason})"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        found = repr(function) if hasattr(module, function_name) else "nothing"
+        raise ValueError(f"bench: --peer {text!r} finds {found} in {module_name!r}, expected a function")
+    return Peer(name, _outside_attention(function))
+
+
+def _outside_attention(function: Callable[..., Any]) -> Attention:
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
+        if case.window is not None:
+            raise NotImplementedError("--peer: its function has no argument for a window")
+        found = function(q, k, v, case.causal)
+        out = found[0] if isinstance(found, tuple) and found else found
+        expected = (*q.shape[:3], v.shape[3])
+        if not isinstance(out, torch.Tensor):
+            raise RuntimeError(f"--peer: its function returned {type(out).__name__}, expected a tensor")
+        if out.shape != expected:
+            raise RuntimeError(f"--peer: its function returned shape {tuple(out.shape)}, expected {expected}")
+        return out
+
+    return attention
+
+
+class FlexAttention:
+    """PyTorch's FlexAttention, forward only. A case's first call, its check, compiles; the timed calls find that."""
+
+    def __init__(self) -> None:
+        self._case: Case | None = None
+        self._compiled: Callable[..., torch.Tensor] = flex_attention
+        self._block_mask: BlockMask | None = None
+
+    # The check runs without autograd and the timing with it, which to torch.compile would be two functions.
+    @torch.no_grad()
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
+        try:
+            if case != self._case:
+                self._prepare(case, q.device)
+            out = self._compiled(
+                *(t.transpose(1, 2) for t in (q, k, v)),
+                block_mask=self._block_mask,
+                enable_gqa=q.shape[2] != k.shape[2],
+            )
+        except Exception as error:  # a compiler fails in ways of its own; each means that there is no kernel
+            raise NotImplementedError(f"FlexAttention: {type(error).__name__}: {error}") from error
+        return out.transpose(1, 2)
+
+    def _prepare(self, case: Case, device: torch.device) -> None:
+        # Without this a second shape would be compiled as a dynamic one, and after a few torch.compile gives up.
+        torch.compiler.reset()
+        seen = mask_function(case)
+        self._block_mask = (
+            None if seen is None else create_block_mask(seen, None, None, case.seqlen_q, case.seqlen_k, device=device)
+        )
+        self._compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        self._case = case
+
+
+def mask_function(case: Case) -> Callable[..., torch.Tensor] | None:
+    """The contract's mask as FlexAttention asks for it: may this row see this column? None where all may."""
+    left, right = case.window or (None, None)
+    if case.causal:
+        right = 0 if right is None else min(right, 0)
+    if left is None and right is None:
+        return None
+
+    def seen(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        distance = column - (row + case.seqlen_k - case.seqlen_q)
+        if left is None:
+            return distance <= right
+        if right is None:
+            return distance >= -left
+        return (distance >= -left) & (distance <= right)
+
+    return seen
