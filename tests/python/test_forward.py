@@ -3,14 +3,34 @@
 import pytest
 import reference
 import torch
-from cases import CASES, F32, on_devices
+from cases import BF16, CASES, F16, F32, Case, on_devices
 from compare import assert_accurate
 
 
 @pytest.mark.parametrize("case, device", on_devices(CASES))
 def test_forward(case, device, attention):
+    check(attention, case, *case.tensors(device), **case.options(device))
+
+
+OUTGROWING = [
+    Case(f"{mask}{head_dim}", dtype=dtype, head_dim=head_dim, seqlen_q=200, seqlen_k=900, **options)
+    for mask, options in {"full": {}, "causal": {"causal": True}, "window": {"window": (700, 50)}}.items()
+    for head_dim in (64, 96, 128, 192, 256)
+    for dtype in (F16, BF16)
+]
+
+
+@pytest.mark.parametrize("case, device", on_devices(OUTGROWING))
+@pytest.mark.parametrize("first, last", [(0, 60), (60, 0), (-60, 0), (0, -60)])
+def test_scores_far_from_those_before(case, device, first, last, attention):
+    """Row maxima that move by hundreds from one block of keys to the next, up or down: whatever a kernel takes for its
+    reference must follow, or weights overflow or vanish."""
     q, k, v = case.tensors(device)
-    options = case.options(device)
+    steps = torch.linspace(first, last, 9, device=device).repeat_interleave(100)[None, :, None, None]
+    check(attention, case, q.abs(), (k.abs() * steps).to(k.dtype), v, **case.options(device))
+
+
+def check(attention, case, q, k, v, **options):
     out, lse = attention(q, k, v, return_lse=True, **options)
     exact_out, exact_lse = reference.attention(q, k, v, **options)
     rough_out, _ = reference.attention(q, k, v, dtype=case.dtype, **options)

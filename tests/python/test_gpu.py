@@ -142,6 +142,32 @@ assert torch.equal(out, flashtile.attention(q, q, q))
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_a_thousand_runs_agree_bitwise(head_dim):
+    inputs = Case("again", head_dim=head_dim, heads_q=40, seqlen_q=700, seqlen_k=700).tensors("cuda")
+    first = flashtile.attention(*inputs, causal=True, return_lse=True)
+    for _ in range(1000):
+        found = flashtile.attention(*inputs, causal=True, return_lse=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True))
+
+
+def test_each_gpu_gets_its_kernels(pytestconfig):
+    q = randn(1, 128, 1, 128)
+    limit = pytestconfig.getoption("--compute-capability") or 1000
+    on_hopper = torch.cuda.get_device_capability() == (9, 0) and limit >= 90
+    assert (" sm90_" if on_hopper else " sm80_") in flashtile.explain(q, q, q)
+
+
+@pytest.mark.parametrize("seqlen", [100, 512, 1000, 5000])
+def test_every_length_and_mask(seqlen):
+    """Hopper's kernels are chosen by length and mask."""
+    for head_dim in (64, 128):
+        q, k, v = (randn(1, seqlen, 2, head_dim) for _ in range(3))
+        check_rows(q, k, v, sample(seqlen), causal=True)
+        check_rows(q, k, v, sample(seqlen))
+        check_rows(q, k, v, sample(seqlen), window=(seqlen // 2, 3))
+
+
 def test_only_outputs_are_allocated():
     q, k, v = Case("memory", dtype=F16, seqlen_q=1000, seqlen_k=1000).tensors("cuda")
     flashtile.attention(q, k, v)

@@ -1,8 +1,12 @@
-// One tile of query rows against all keys it sees, on Hopper's warpgroup matmuls (FlashAttention-3, Shah et al. 2024).
+// Tiles of query rows against all keys they see, on Hopper's warpgroup matmuls (FlashAttention-3, Shah et al. 2024).
 //
-// A producer warp has TMA bring K and V tiles into a ring of shared memory. Each consumer warpgroup owns 64 whole rows
-// of Q. It asks for the scores of the next key tile before it needs them, so that its softmax runs under the matmuls
-// of P·V; and warpgroups take turns at asking, so that the softmax of one runs under the matmuls of another.
+// A producer thread hands out tiles and has TMA bring them into a ring of shared memory. Each consumer warpgroup owns
+// 64 whole rows of Q. Warpgroups take turns at the tensor cores: in its turn one asks for P·V of a block and for the
+// scores of the next block together, the next one being, at the end of a tile, the first of the next tile; then it
+// turns those scores into weights while the others have theirs. So the tensor cores see one stream of blocks, and
+// tiles begin and end under the matmuls of the other warpgroups.
+//
+// No row maximum is taken after the first block of a tile: see OnlineSoftmax.
 #pragma once
 
 #include <cute/arch/mma_sm90.hpp>
@@ -237,7 +241,7 @@ struct ForwardMainloopSm90 {
           q_at.advance();
         }
       };
-      // Scores to weights. Almost never do they outgrow what the first block of the tile, where `kFirst`, has set.
+      // Scores to weights. Almost never do they outgrow the reference that the tile's first block has set.
       const auto weigh = [&](int n_block, auto first) __attribute__((always_inline)) {
         constexpr bool kFirst = decltype(first)::value;
         Tensor scores = rows_and_columns(tSrS);  // (row, column)
@@ -273,7 +277,7 @@ struct ForwardMainloopSm90 {
       weigh(0, true_type{});
 
       auto opening = SM90::GMMA::ScaleOut::Zero;  // the first P·V of a tile overwrites what the last one left
-      // P·V of the block in hand, under the scores and the softmax of the next one; `kCloses`: of the next tile.
+      // P·V of the block in hand, and the weights of the next one, which where `kCloses` is the first of the next tile.
       const auto step = [&](int n_block, auto closes) __attribute__((always_inline)) {
         constexpr bool kCloses = decltype(closes)::value;
         const auto k_at = at;

@@ -43,8 +43,14 @@ CUTE_DEVICE void scale_rows(Rows&& rows, Factors const& factor) {
 /// State of the rows that one thread shares with the other three of its quad. `sum` covers this thread's columns only
 /// until finish().
 ///
-/// The reference is lazy: it is raised only when a row outgrows it by 2^kSlack, so that almost no tile pays for
-/// shuffles or for rescaling the output. Any reference gives the exact softmax; float32 holds the slack with ease.
+/// Any reference gives the exact softmax as long as no weight 2^(score − reference) overflows, so it is lazy, in one of
+/// two ways:
+///
+///   fit, exponentiate: the maximum of every tile is taken, and the reference raised when a row outgrows it by
+///   2^kSlack; so almost no tile pays for shuffles or for rescaling the output.
+///
+///   begin, weigh, outgrown, raise: the maximum of the first tile alone is taken. What outgrows it shows in the sums of
+///   the weights, which are needed anyway; the scores are still there, and that tile is weighed once more.
 template <int kRows>
 struct OnlineSoftmax {
   static constexpr int kRowCount = kRows;
