@@ -62,11 +62,12 @@ double keys_per_tile(const Variant& v, const Problem& p) {
 }
 
 /// Estimated time of one head, in keys of a 128-row tile in the steady state. The constants are fitted to runs on an
-/// H200 (docs/performance.md): a larger tile is faster in the long run; without a second tile of Q, each begins late.
+/// H200 (docs/performance.md): a larger tile is faster in the long run, but ends later; without a second tile of Q, it
+/// begins late.
 double estimated_time(const ForwardRow& row, const Problem& p) {
   const Variant& v = row.variant;
   const double speed = v.tile_m == 192 ? 1.25 * 128 / 192 : v.tile_n == 176 ? 1.06 : 1;
-  const double overhead = forward_stages_q(v) == 2 ? 100 : 256;
+  const double overhead = forward_stages_q(v) == 1 ? 256 : v.tile_m == 192 ? 200 : 100;
   return (p.seqlen_q + v.tile_m - 1) / v.tile_m * (keys_per_tile(v, p) / speed + overhead);
 }
 

@@ -51,8 +51,9 @@ struct Ring {
 
   CUTE_DEVICE void wait_full(Cursor at) { full[at.stage].wait(at.parity); }
 
-  /// Consumer: every thread calls this when its warp has done reading.
+  /// Consumer: every thread calls this when it has done reading.
   CUTE_DEVICE void release(Cursor at) {
+    __syncwarp();  // the first lane speaks for all
     if (threadIdx.x % 32 == 0) empty[at.stage].arrive();
   }
 };

@@ -27,10 +27,13 @@ def test_scores_far_from_those_before(case, device, first, last, attention):
     reference must follow, or weights overflow or vanish."""
     q, k, v = case.tensors(device)
     steps = torch.linspace(first, last, 9, device=device).repeat_interleave(100)[None, :, None, None]
-    check(attention, case, q.abs(), (k.abs() * steps).to(k.dtype), v, **case.options(device))
+    # All products of a score have one sign here, and tensor cores cut off what does not fit, once for 16 of them.
+    roundings = case.head_dim / 16 if device == "cuda" else 0
+    check(attention, case, q.abs(), (k.abs() * steps).to(k.dtype), v, roundings, **case.options(device))
 
 
-def check(attention, case, q, k, v, **options):
+def check(attention, case, q, k, v, roundings=0, **options):
+    """`roundings`: of the largest lse, allowed to lse beyond the usual bar."""
     out, lse = attention(q, k, v, return_lse=True, **options)
     exact_out, exact_lse = reference.attention(q, k, v, **options)
     rough_out, _ = reference.attention(q, k, v, dtype=case.dtype, **options)
@@ -39,5 +42,6 @@ def check(attention, case, q, k, v, **options):
     assert out.dtype is case.dtype and lse.dtype is F32
     assert out.is_contiguous() and lse.is_contiguous()
     assert_accurate(out, exact_out, rough_out, "out")
-    assert_accurate(lse, exact_lse, rough_lse, "lse")
+    largest = torch.where(exact_lse.isfinite(), exact_lse, 0).abs().max().item()
+    assert_accurate(lse, exact_lse, rough_lse, "lse", roundings * torch.finfo(F32).eps * largest)
     assert torch.equal(out, attention(q, k, v, **options)), "return_lse changes out"

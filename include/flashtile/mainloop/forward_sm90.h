@@ -255,7 +255,7 @@ struct ForwardMainloopSm90 {
         if (kFirst) softmax.begin(scores);
         float added[2];
         softmax.weigh(tSrS, tOrP, added);
-        if (!kFirst && softmax.template outgrown<Element>(added)) [[unlikely]] {
+        if (!kFirst && softmax.outgrown(added)) [[unlikely]] {
           float factor[2];
           softmax.raise(scores, factor);
           scale_rows(rows_and_columns(tOrO), factor);

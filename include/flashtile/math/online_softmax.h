@@ -140,11 +140,11 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Whether, in any thread of the warp, weights with these sums are too large for Element, or mean nothing because
-  /// their row had no reference yet.
-  template <class Element>
+  /// Whether, in any thread of the warp, weights with these sums have outgrown the reference, or mean nothing because
+  /// their row had none yet. float16 holds kLimit; bfloat16 would hold far more, but the exponents' and the lse's
+  /// rounding grow with the distance to the reference.
   CUTE_DEVICE bool outgrown(float const (&added)[kRows]) const {
-    constexpr float kLimit = std::is_same_v<Element, cute::half_t> ? 0x1p15f : 0x1p60f;
+    constexpr float kLimit = 0x1p15f;
     bool outgrown = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) outgrown |= added[r] > (row[r].reference_log2 == -kInfinity ? -1.0f : kLimit);
