@@ -69,7 +69,8 @@ struct ForwardMainloopSm90 {
 
   // Where registers allow, Q comes from them: that spares a fifth of the reads of shared memory, and power with them.
   static constexpr int kRegisters = kWarpgroups == 2 ? 240 : 160;  // of a consumer
-  static constexpr bool kKeepQ = 2 * kHeadDim / 4 + kHeadDim / 4 + 3 * kN / 4 <= kRegisters * 5 / 6;
+  static constexpr int kRegistersOfTiles = kHeadDim / 2 + kHeadDim / 4 + kN / 2 + kN / 4;  // O, Q, S, P
+  static constexpr bool kKeepQ = kRegistersOfTiles <= kRegisters * 5 / 6;
   static constexpr auto op_qk() {
     using namespace cute::SM90;
     if constexpr (kKeepQ)
