@@ -119,7 +119,7 @@ nb::object saving_forward(handle ctx, handle q, handle k, handle v, handle optio
   const Results results = forward(q, k, v, options, new_hidden_lse);
   ctx.attr(interned().options) = options;
   ctx.attr(interned().lse) = results.lse;
-  ctx.attr(interned().save_for_backward)(q, k, v, results.out);
+  ctx.attr(interned().save_for_backward)(q, k, v, nb::object(nb::borrow<nb::tuple>(options)[0]), results.out);
   return results.out;
 }
 

@@ -150,7 +150,7 @@ class _AttentionWithLse(torch.autograd.Function):
     def forward(ctx, q, k, v, options):
         out, lse = _C.forward_with_lse(q, k, v, options)
         ctx.options = options
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, options[0], out, lse)
         ctx.set_materialize_grads(False)  # a loss of one output must not pay for zeros of the other
         return out, lse
 
@@ -165,7 +165,7 @@ for _function in (_Attention, _AttentionWithLse):
     _function.quick_apply = super(torch.autograd.Function, _function).apply
 
 
-def _gradients(ctx, dout, dlse, q, k, v, out, lse):
+def _gradients(ctx, dout, dlse, q, k, v, alibi_slopes, out, lse):
     dout = torch.zeros_like(out) if dout is None else _dense(dout)
     if dlse is not None:
         dlse = dlse.contiguous()
@@ -173,7 +173,7 @@ def _gradients(ctx, dout, dlse, q, k, v, out, lse):
         torch.empty_like(x, memory_format=_CONTIGUOUS) if needed else None
         for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
     ]
-    _C.backward(dout, dlse, q, k, v, out, lse, *gradients, ctx.options)
+    _C.backward(dout, dlse, q, k, v, out, lse, *gradients, (alibi_slopes, *ctx.options[1:]))
     return *gradients, None
 
 

@@ -152,13 +152,18 @@ def test_second_derivative_is_refused(attention):
         dq.sum().backward()
 
 
-def test_changing_an_input_before_backward_is_noticed(attention):
-    inputs = SMALL.tensors(requires_grad=True)
-    out = attention(*inputs)
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("changed", ["q", "k", "v", "slopes", "out"])
+def test_changing_what_backward_needs_is_noticed(changed, return_lse, attention):
+    q, k, v = SMALL.tensors(requires_grad=True)
+    slopes = torch.full((SMALL.heads_q,), 0.1)
+    out = attention(q, k, v, alibi_slopes=slopes, return_lse=return_lse)
+    out = out[0] if return_lse else out
+    total = out.sum()
     with torch.no_grad():
-        inputs[1].zero_()
+        {"q": q, "k": k, "v": v, "slopes": slopes, "out": out}[changed].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
+        total.backward()
 
 
 @pytest.mark.gpu

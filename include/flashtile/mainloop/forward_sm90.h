@@ -68,7 +68,7 @@ struct ForwardMainloopSm90 {
   using Warpgroups = cute::Layout<cute::Shape<cute::Int<kWarpgroups>, cute::_1, cute::_1>>;
 
   // Where registers allow, Q comes from them: that spares a fifth of the reads of shared memory, and power with them.
-  static constexpr int kRegisters = kWarpgroups == 2 ? 240 : 160;  // of a consumer
+  static constexpr int kRegisters = kWarpgroups == 2 ? 240 : 160;                          // of a consumer
   static constexpr int kRegistersOfTiles = kHeadDim / 2 + kHeadDim / 4 + kN / 2 + kN / 4;  // O, Q, S, P
   static constexpr bool kKeepQ = kRegistersOfTiles <= kRegisters * 5 / 6;
   static constexpr auto op_qk() {
