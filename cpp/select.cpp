@@ -134,7 +134,8 @@ ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device) {
   ForwardPlan plan;
   plan.problem = problem;
   plan.variant = v;
-  plan.tiles = std::int64_t{problem.batch} * problem.heads_q * ((problem.seqlen_q + v.tile_m - 1) / v.tile_m);
+  plan.m_blocks = (problem.seqlen_q + v.tile_m - 1) / v.tile_m;
+  plan.tiles = std::int64_t{problem.batch} * problem.heads_q * plan.m_blocks;
   plan.grid = grid_for(problem, device, plan.tiles, forward_cost);
   plan.shared_memory = shared_memory(row);
   if (v.arch == Arch::kSm90) {

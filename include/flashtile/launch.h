@@ -38,9 +38,17 @@ void launch(void (*kernel)(Params), KernelHandles& handles, const Plan& plan, in
   const CUfunction function =
       handles.get(reinterpret_cast<const void*>(kernel), plan.problem.device.index, plan.shared_memory);
   void* arguments[] = {&params};
-  throw_on_error(start(function, plan.grid, 1, 1, threads, 1, 1, plan.shared_memory, static_cast<CUstream>(stream),
-                       arguments, nullptr),
-                 "launch of a kernel");
+  const auto attempt = [&] {
+    return start(function, plan.grid, 1, 1, threads, 1, 1, plan.shared_memory, static_cast<CUstream>(stream), arguments,
+                 nullptr);
+  };
+  CUresult status = attempt();
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {
+    // A thread that has not used CUDA yet: the runtime would have made the device's context its current one.
+    throw_on_error(cudaSetDevice(plan.problem.device.index), "cudaSetDevice");
+    status = attempt();
+  }
+  throw_on_error(status, "launch of a kernel");
 }
 
 }  // namespace flashtile

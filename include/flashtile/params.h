@@ -40,7 +40,6 @@ struct ForwardParams {
   static ForwardParams of(const ForwardPlan& plan, const ForwardTensors& t) {
     const Problem& p = plan.problem;
     const TensorView& slopes = t.alibi_slopes;
-    const int m_blocks = (p.seqlen_q + plan.variant.tile_m - 1) / plan.variant.tile_m;
     return {
         .q = t.q.data,
         .k = t.k.data,
@@ -61,7 +60,7 @@ struct ForwardParams {
         .group = p.group(),
         .head_dim = p.head_dim,
         .head_dim_v = p.head_dim_v,
-        .scheduler = {p.heads_q, m_blocks},
+        .scheduler = {p.heads_q, plan.m_blocks},
     };
   }
 };

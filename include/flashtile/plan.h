@@ -41,6 +41,7 @@ using ForwardKernel = void (*)(const ForwardPlan&, const ForwardTensors&, void* 
 using BackwardKernel = void (*)(const BackwardPlan&, const BackwardTensors&, void* workspace, Stream);
 
 struct ForwardPlan : Plan {
+  int m_blocks = 0;             // tiles of query rows in one head
   int heads_at_once = 1;        // order of the tiles of a persistent kernel: see PersistentScheduler
   ForwardKernel run = nullptr;  // null: this build holds no such kernel (planned for another device)
 };

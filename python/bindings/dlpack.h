@@ -9,7 +9,6 @@ namespace flashtile::bindings::dlpack {
 inline constexpr std::uint32_t kMajorVersion = 1;
 inline constexpr const char* kExchangeAttribute = "__dlpack_c_exchange_api__";  // of a tensor type
 inline constexpr const char* kExchangeCapsule = "dlpack_exchange_api";
-inline constexpr const char* kManagedTensorCapsule = "dltensor_versioned";
 
 enum DeviceCode : std::int32_t { kCpu = 1, kCuda = 2, kCudaHost = 3, kCudaManaged = 13 };
 enum TypeCode : std::uint8_t { kFloat = 2, kBfloat = 4 };

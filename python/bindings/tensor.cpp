@@ -14,6 +14,13 @@ namespace {
 
 bool exchange_enabled = true;
 
+/// Of capsules that hidden_memory made. DLPack's own capsules are not taken: anyone may have made those.
+constexpr const char* kHiddenMemory = "flashtile_hidden_memory";
+
+dlpack::ManagedTensor* held_by(PyObject* hidden_memory) {
+  return static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(hidden_memory, kHiddenMemory));
+}
+
 [[noreturn]] void not_a_tensor(const char* function, const char* name, nb::handle object) {
   throw InvalidType(std::string(function) + ": " + name + " is of type " + nb::type_name(object.type()).c_str() +
                     ", expected a torch.Tensor");
@@ -72,6 +79,10 @@ const dlpack::Exchange* exchange_of(nb::handle object) {
   entry.first.dec_ref();
   entry = {type, exchange};
   return exchange;
+}
+
+void release(dlpack::ManagedTensor* memory) {
+  if (memory->free) memory->free(memory);
 }
 
 DType to_dtype(dlpack::DataType type) {
@@ -158,9 +169,7 @@ TensorView view_by_attributes(const char* function, const char* name, nb::handle
 }  // namespace
 
 TensorView tensor_view(const char* function, const char* name, nb::handle object) {
-  if (PyCapsule_IsValid(object.ptr(), dlpack::kManagedTensorCapsule))
-    return to_view(
-        static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(object.ptr(), dlpack::kManagedTensorCapsule))->tensor);
+  if (PyCapsule_IsValid(object.ptr(), kHiddenMemory)) return to_view(held_by(object.ptr())->tensor);
   const dlpack::Exchange* exchange = exchange_of(object);
   return readable(
       function, name, object,
@@ -178,10 +187,12 @@ nb::object hidden_memory(nb::handle like, Device device, std::initializer_list<s
   dlpack::ManagedTensor* memory = nullptr;
   const auto no_error = [](void*, const char*, const char*) {};  // the caller has another way, with its own errors
   if (exchange->allocate(&prototype, &memory, nullptr, no_error) != 0) return nb::none();
-  return nb::steal(PyCapsule_New(memory, dlpack::kManagedTensorCapsule, [](PyObject* capsule) {
-    auto* held = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, dlpack::kManagedTensorCapsule));
-    if (held->free) held->free(held);
-  }));
+  PyObject* capsule = PyCapsule_New(memory, kHiddenMemory, [](PyObject* self) { release(held_by(self)); });
+  if (!capsule) {
+    release(memory);
+    throw nb::python_error();
+  }
+  return nb::steal(capsule);
 }
 
 Stream current_stream(nb::handle tensor, Device device) {

@@ -19,7 +19,7 @@ inline TensorView optional_view(const char* function, const char* name, nb::hand
   return object.is_none() ? TensorView{} : tensor_view(function, name, object);
 }
 
-/// float32 memory on `device` from the allocator of the framework of `like`, half the price of a tensor: a DLPack
+/// float32 memory on `device` from the allocator of the framework of `like`, half the price of a tensor: a
 /// capsule, which tensor_view takes. None where the framework offers no such memory or has none left.
 nb::object hidden_memory(nb::handle like, Device device, std::initializer_list<std::int64_t> shape);
 

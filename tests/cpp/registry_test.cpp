@@ -125,8 +125,7 @@ TEST(Select, HopperHasOneBlockPerMultiprocessor) {
 /// Key blocks, and one more for the tile itself, of the busiest thread block over the mean.
 double unevenness(const ForwardPlan& plan) {
   const Problem& p = plan.problem;
-  const int m_blocks = static_cast<int>(plan.tiles) / (p.batch * p.heads_q);
-  const PersistentScheduler scheduler{p.heads_q, m_blocks, p.batch * p.heads_q, plan.heads_at_once};
+  const PersistentScheduler scheduler{p.heads_q, plan.m_blocks, p.batch * p.heads_q, plan.heads_at_once};
   const auto blocks = static_cast<unsigned>(plan.grid);
   double sum = 0, most = 0;
   for (unsigned block = 0; block < blocks; ++block) {

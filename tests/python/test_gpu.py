@@ -1,5 +1,6 @@
 """What only a GPU has: sizes beyond 32-bit offsets, streams, graphs, several devices."""
 
+import concurrent.futures
 import os
 import subprocess
 import sys
@@ -180,6 +181,18 @@ def test_only_outputs_are_allocated():
     written = out.numel() * 2 + lse.numel() * 4
     assert torch.cuda.max_memory_allocated() - before <= written + 1024  # PyTorch rounds each to 512 bytes
     assert free - torch.cuda.mem_get_info()[0] <= 2 * 2**20 * 2  # at most a new block of PyTorch's for each
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_a_thread_that_has_not_used_cuda(head_dim):
+    """The driver launches for the calling thread's context, which a new thread has none of. PyTorch's allocator, which
+    has blocks left over here, gives it none."""
+    inputs = Case("thread", head_dim=head_dim, causal=True).tensors("cuda")
+    expected = flashtile.attention(*inputs, causal=True)
+    flashtile.attention(*inputs, causal=True)  # its memory is free again
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
+        found = pool.submit(flashtile.attention, *inputs, causal=True).result()
+    assert_bitwise(found, expected)
 
 
 def test_gradients_are_recorded_though_backward_is_not_there_yet():

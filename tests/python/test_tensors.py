@@ -50,6 +50,15 @@ def test_bad_tensors_by_attributes(change, exception, message):
         flashtile.attention(q, change(k), v)
 
 
+@pytest.mark.parametrize("name", ["k", "v", "alibi_slopes"])
+def test_capsules_of_others_are_no_tensors(name):
+    """Five dimensions are one more than the module has room for: what it does not know, it must not read."""
+    inputs = dict(zip("qkv", Case("capsule", dtype=F32).tensors(), strict=True))
+    inputs[name] = torch.zeros(1, 1, 1, 1, 8).__dlpack__(max_version=(1, 0))
+    with pytest.raises(TypeError, match=f"^attention: {name} is of type PyCapsule, expected a torch.Tensor"):
+        flashtile.attention(**inputs)
+
+
 @pytest.mark.usefixtures("by_attributes")
 def test_gradients_by_attributes():
     inputs = Case("grad", dtype=F32).tensors(requires_grad=True)

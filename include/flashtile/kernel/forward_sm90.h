@@ -67,13 +67,12 @@ void launch_forward_sm90(const ForwardPlan& plan, const ForwardTensors& tensors,
   static_assert(sizeof(typename Mainloop::SharedStorage) == forward_shared_memory(Row::kVariant));
   static KernelHandles handles;
   const Problem& p = plan.problem;
-  const int m_blocks = (p.seqlen_q + Mainloop::kM - 1) / Mainloop::kM;
   const ForwardParamsSm90 params{
       .forward = ForwardParams::of(plan, tensors),
       .q = head_tiles(tensors.q, Mainloop::kM, Mainloop::kColumns),
       .k = head_tiles(tensors.k, Mainloop::kN, Mainloop::kColumns),
       .v = head_tiles(tensors.v, Mainloop::kN, Mainloop::kColumns),
-      .scheduler = {p.heads_q, m_blocks, p.batch * p.heads_q, plan.heads_at_once},
+      .scheduler = {p.heads_q, plan.m_blocks, p.batch * p.heads_q, plan.heads_at_once},
   };
   launch(forward_sm90<Row>, handles, plan, Row::kVariant.threads(), params, stream);
 }

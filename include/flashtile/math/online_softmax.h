@@ -103,12 +103,8 @@ struct OnlineSoftmax {
     using namespace cute;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      // A row that has seen nothing holds only −inf; any finite offset turns that into 0 rather than NaN.
-      const float offset = row[r].reference_log2 == -kInfinity ? 0.0f : row[r].reference_log2;
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) {
-        scores(r, c) = exp2_approx(fmaf(scores(r, c), scale_log2, -offset));
-      }
+      for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = exp2_approx(fmaf(scores(r, c), scale_log2, -offset(r)));
       float sum = scores(r, 0);
       CUTE_UNROLL
       for (int c = 1; c < size<1>(scores); ++c) sum += scores(r, c);
@@ -124,17 +120,11 @@ struct OnlineSoftmax {
     using Element = typename std::decay_t<Weights>::value_type;
     static_assert(kRows == 2);
     auto words = recast<std::uint32_t>(weights);
-    float offset[kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      offset[r] = row[r].reference_log2 == -kInfinity ? 0.0f : row[r].reference_log2;
-      added[r] = 0;
-    }
     CUTE_UNROLL
     for (int i = 0; i < size(words); ++i) {
       const int r = i % 2;
-      const float a = exp2_approx(fmaf(scores(2 * i), scale_log2, -offset[r]));
-      const float b = exp2_approx(fmaf(scores(2 * i + 1), scale_log2, -offset[r]));
+      const float a = exp2_approx(fmaf(scores(2 * i), scale_log2, -offset(r)));
+      const float b = exp2_approx(fmaf(scores(2 * i + 1), scale_log2, -offset(r)));
       added[r] = i < 2 ? a + b : added[r] + a + b;
       words(i) = round_pair<Element>(a, b);
     }
@@ -161,6 +151,8 @@ struct OnlineSoftmax {
   }
 
  private:
+  /// A row that has seen nothing holds only −inf; any finite offset turns that into 0 rather than NaN.
+  CUTE_DEVICE float offset(int r) const { return row[r].reference_log2 == -kInfinity ? 0.0f : row[r].reference_log2; }
   CUTE_DEVICE void raise(float const (&top)[kRows], float (&factor)[kRows]) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r)
