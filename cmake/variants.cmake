@@ -55,15 +55,17 @@ function(flashtile_add_kernels target)
   list(LENGTH sources count)
   set(FLASHTILE_CUDA_UNITS ${count} PARENT_SCOPE)
 
-  add_library(${target} STATIC ${sources})
-  target_include_directories(${target} PRIVATE include)
+  add_library(${target} STATIC ${sources} cpp/cuda/tensor_map.cpp)
+  target_include_directories(${target} PRIVATE include cpp)
   target_link_libraries(${target} PRIVATE flashtile_cutlass flashtile_warnings)
   target_compile_definitions(
     ${target} PUBLIC FLASHTILE_WITH_CUDA FLASHTILE_CUDA_ARCHITECTURES="${FLASHTILE_CUDA_ARCHITECTURES}"
   )
   # The host side of the core calls the CUDA runtime: the headers are public, the library is linked statically.
   target_include_directories(${target} SYSTEM PUBLIC ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
-  target_compile_options(${target} PRIVATE --expt-relaxed-constexpr --compress-mode=size)
+  target_compile_options(
+    ${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;--compress-mode=size>
+  )
   set_target_properties(${target} PROPERTIES CUDA_STANDARD 20 CUDA_ARCHITECTURES OFF JOB_POOL_COMPILE nvcc)
 
   if(FLASHTILE_STRICT)

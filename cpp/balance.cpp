@@ -1,11 +1,11 @@
 #include "balance.h"
 
 #include <algorithm>
-#include <array>
 #include <vector>
 
 #include "flashtile/math/mask.h"
 #include "flashtile/scheduler/persistent.h"
+#include "recent.h"
 
 namespace flashtile {
 namespace {
@@ -64,13 +64,8 @@ int search(const Key& key) {
 int heads_at_once(const Problem& p, const Variant& v, int blocks) {
   if (p.band == Band::full()) return 1;  // all tiles are equal: head after head
   const Key key{p.band, p.lengths(), p.batch * p.heads_q, p.heads_q, v.tile_m, v.tile_n, blocks};
-  static thread_local std::array<std::pair<Key, int>, 16> known;
-  static thread_local std::size_t next = 0;
-  for (const auto& [k, heads] : known)
-    if (k == key) return heads;
-  const int heads = search(key);
-  known[next++ % known.size()] = {key, heads};
-  return heads;
+  static thread_local Recent<Key, int> recent;
+  return recent.get(key, [&] { return search(key); });
 }
 
 }  // namespace flashtile

@@ -14,7 +14,7 @@ from pathlib import Path
 # include/flashtile or one of its headers.
 LEVELS = [
     {"macros", "error", "cuda_error", "driver", "tensor_view"},
-    {"variant", "sequence", "barrier"},
+    {"variant", "sequence", "barrier", "tensor_map"},
     {"math"},
     {"load"},
     {"problem"},

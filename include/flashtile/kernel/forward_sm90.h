@@ -10,6 +10,7 @@
 #include "flashtile/launch.h"
 #include "flashtile/mainloop/forward_sm90.h"
 #include "flashtile/params.h"
+#include "flashtile/tensor_map.h"
 
 namespace flashtile {
 

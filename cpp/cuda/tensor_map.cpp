@@ -1,0 +1,57 @@
+#include "flashtile/tensor_map.h"
+
+#include <array>
+
+#include "flashtile/driver.h"
+#include "recent.h"
+
+namespace flashtile {
+namespace {
+
+/// All that a description holds but the address.
+struct Key {
+  DType dtype = DType::kOther;
+  int rows = 0, columns_per_box = 0;
+  std::array<std::int64_t, kMaxRank> shape{}, strides{};
+  bool operator==(const Key&) const = default;
+};
+
+CUtensorMap encode(const Key& key, void* data) {
+  static const auto encode_tiled = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
+  const auto size = static_cast<std::uint64_t>(bytes_of(key.dtype));
+  const auto extent = [&](std::size_t i) { return static_cast<std::uint64_t>(key.shape[i]); };
+  // A dimension of one element may have any stride, also one that TMA does not take.
+  const auto stride = [&](std::size_t i) {
+    return key.shape[i] == 1 ? 16 : static_cast<std::uint64_t>(key.strides[i]) * size;
+  };
+  const std::uint64_t shape[] = {extent(3), extent(1), extent(2), extent(0)};  // D, S, H, B
+  const std::uint64_t strides[] = {stride(1), stride(2), stride(0)};           // bytes; D is contiguous
+  const std::uint32_t box[] = {static_cast<std::uint32_t>(key.columns_per_box), static_cast<std::uint32_t>(key.rows), 1,
+                               1};
+  const std::uint32_t element_strides[] = {1, 1, 1, 1};
+  CUtensorMap map;
+  throw_on_error(
+      encode_tiled(&map,
+                   key.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
+                   data, shape, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                   key.columns_per_box * size == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+      "cuTensorMapEncodeTiled");
+  return map;
+}
+
+}  // namespace
+
+// To encode a description takes the driver far longer than to give a known one another address.
+CUtensorMap head_tiles(const TensorView& t, int rows, int columns_per_box) {
+  if (t.empty()) return {};
+  static const auto replace_address =
+      driver_function<decltype(&cuTensorMapReplaceAddress)>("cuTensorMapReplaceAddress");
+  static thread_local Recent<Key, CUtensorMap> recent;
+  const Key key{t.dtype, rows, columns_per_box, t.shape, t.strides};
+  CUtensorMap map = recent.get(key, [&] { return encode(key, t.data); });
+  throw_on_error(replace_address(&map, t.data), "cuTensorMapReplaceAddress");
+  return map;
+}
+
+}  // namespace flashtile
