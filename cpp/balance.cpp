@@ -18,7 +18,8 @@ constexpr double kAsGood = 0.995;
 struct Key {
   Band band;
   Lengths lengths;
-  int batch_heads = 0, heads = 0, tile_m = 0, tile_n = 0, blocks = 0;
+  HeadPacking packing;
+  int batch = 0, heads = 0, m_blocks = 0, tile_m = 0, tile_n = 0, blocks = 0;
   bool operator==(const Key&) const = default;
 };
 
@@ -37,23 +38,25 @@ double evenness(const PersistentScheduler& scheduler, const std::vector<int>& co
   return static_cast<double>(sum) / static_cast<double>(blocks * *std::max_element(busy.begin(), busy.end()));
 }
 
-int search(const Key& key) {
-  const int m_blocks = (key.lengths.q + key.tile_m - 1) / key.tile_m;
-  PersistentScheduler scheduler{key.heads, m_blocks, key.batch_heads, key.batch_heads};
-  if (scheduler.tiles() <= static_cast<unsigned>(key.blocks)) return key.batch_heads;
-  if (scheduler.tiles() > kLargestSearch) return std::clamp(4 * key.blocks / m_blocks, 1, key.batch_heads);
+int search(const ForwardPlan& plan) {
+  const Problem& p = plan.problem;
+  const Variant& v = plan.variant;
+  PersistentScheduler scheduler = PersistentScheduler::of(plan);
+  const int all = scheduler.batch_heads;
+  if (scheduler.tiles() <= static_cast<unsigned>(plan.grid)) return all;
+  if (scheduler.tiles() > kLargestSearch) return std::clamp(4 * plan.grid / plan.m_blocks, 1, all);
   std::vector<int> cost;
-  for (int m = 0; m < m_blocks; ++m) {
-    const Range rows = {m * key.tile_m, std::min((m + 1) * key.tile_m, key.lengths.q)};
-    const Range visible = key.band.tiles(rows, key.tile_n, key.lengths).visible;
+  for (int m = 0; m < plan.m_blocks; ++m) {
+    const Range queries = plan.packing.queries(m * v.tile_m, v.tile_m, p.seqlen_q);
+    const Range visible = p.band.tiles(queries, v.tile_n, p.lengths()).visible;
     cost.push_back(std::max(visible.end - visible.begin, 0) + kTileOverhead);
   }
   std::vector<std::pair<int, double>> found;
   double best = 0;
-  for (int heads = 1; heads < 2 * key.batch_heads; heads *= 2) {
-    scheduler.heads_at_once = std::min(heads, key.batch_heads);
-    if (scheduler.heads_at_once * m_blocks < kSmallestSection && heads < key.batch_heads) continue;
-    found.emplace_back(scheduler.heads_at_once, evenness(scheduler, cost, key.blocks));
+  for (int heads = 1; heads < 2 * all; heads *= 2) {
+    scheduler.heads_at_once = std::min(heads, all);
+    if (scheduler.heads_at_once * plan.m_blocks < kSmallestSection && heads < all) continue;
+    found.emplace_back(scheduler.heads_at_once, evenness(scheduler, cost, plan.grid));
     best = std::max(best, found.back().second);
   }
   return std::find_if(found.begin(), found.end(), [&](const auto& f) { return f.second >= kAsGood * best; })->first;
@@ -61,11 +64,13 @@ int search(const Key& key) {
 
 }  // namespace
 
-int heads_at_once(const Problem& p, const Variant& v, int blocks) {
+int heads_at_once(const ForwardPlan& plan) {
+  const Problem& p = plan.problem;
+  const Variant& v = plan.variant;
   if (p.band == Band::full()) return 1;  // all tiles are equal: head after head
-  const Key key{p.band, p.lengths(), p.batch * p.heads_q, p.heads_q, v.tile_m, v.tile_n, blocks};
+  const Key key{p.band, p.lengths(), plan.packing, p.batch, p.heads_q, plan.m_blocks, v.tile_m, v.tile_n, plan.grid};
   static thread_local Recent<Key, int> recent;
-  return recent.get(key, [&] { return search(key); });
+  return recent.get(key, [&] { return search(plan); });
 }
 
 }  // namespace flashtile

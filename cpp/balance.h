@@ -5,8 +5,8 @@
 
 namespace flashtile {
 
-/// PersistentScheduler::heads_at_once for `blocks` thread blocks: of the sections that are large enough for neighbours
-/// to share keys and values, the smallest that divides the work as well as any. Remembers what it found.
-int heads_at_once(const Problem& problem, const Variant& variant, int blocks);
+/// PersistentScheduler::heads_at_once for a plan that has all the rest: of the sections that are large enough for
+/// neighbours to share keys and values, the smallest that divides the work as well as any. Remembers what it found.
+int heads_at_once(const ForwardPlan& plan);
 
 }  // namespace flashtile

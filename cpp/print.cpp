@@ -44,7 +44,7 @@ std::string bound_string(const Cost& cost, bool on_cpu) {
   return format("%s, at %.1f FLOP per byte", intensity < ridge ? "memory" : "arithmetic", intensity);
 }
 
-std::string plan_string(const char* pass, const Plan& plan, const Cost& cost, bool built) {
+std::string plan_string(const char* pass, const Plan& plan, const std::string& rows, const Cost& cost, bool built) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
   const bool on_cpu = v.arch == Arch::kCpu;
@@ -52,7 +52,9 @@ std::string plan_string(const char* pass, const Plan& plan, const Cost& cost, bo
   text += line("problem", to_string(p));
   text += line("kernel", name_of(v) + (built ? "" : " (not in this build)"));
   text += line("why", plan.why);
-  text += line("tile", format("%d query rows × %d keys, head dimension up to %d", v.tile_m, v.tile_n, v.head_dim));
+  text +=
+      line("tile",
+           format("%d rows × %d keys, D up to %d, D_v up to %d", v.tile_m, v.tile_n, v.head_dim, v.head_dim_v) + rows);
   text += line("grid", on_cpu ? format("%lld tiles, threads: %d", static_cast<long long>(plan.tiles), plan.grid)
                               : format("%d thread blocks of %d threads", plan.grid, v.threads()));
   if (!on_cpu) text += line("shared", format("%d bytes per block, stages: %d", plan.shared_memory, v.stages));
@@ -82,7 +84,8 @@ std::string name_of(Device device) {
 
 std::string name_of(const Variant& v) {
   const char* dtype = v.dtype == DType::kFloat32 ? "f32" : v.dtype == DType::kFloat16 ? "f16" : "bf16";
-  return format("%s_%s_d%d_m%d_n%d_s%d_w%d", name_of(v.arch), dtype, v.head_dim, v.tile_m, v.tile_n, v.stages, v.warps);
+  return format("%s_%s_d%d_v%d_m%d_n%d_s%d_w%d", name_of(v.arch), dtype, v.head_dim, v.head_dim_v, v.tile_m, v.tile_n,
+                v.stages, v.warps);
 }
 
 std::string to_string(const Problem& p) {
@@ -95,11 +98,13 @@ std::string to_string(const Problem& p) {
 }
 
 std::string to_string(const ForwardPlan& plan) {
-  return plan_string("forward", plan, forward_cost(plan.problem), plan.run != nullptr);
+  const int packed = plan.packing.heads();
+  const std::string rows = packed > 1 ? format("; a row is one of %d heads of a query", packed) : "";
+  return plan_string("forward", plan, rows, forward_cost(plan.problem), plan.run != nullptr);
 }
 
 std::string to_string(const BackwardPlan& plan) {
-  return plan_string("backward", plan, backward_cost(plan.problem), plan.run != nullptr);
+  return plan_string("backward", plan, "", backward_cost(plan.problem), plan.run != nullptr);
 }
 
 }  // namespace flashtile

@@ -1,5 +1,6 @@
 // Which kernel, with which tile, grid and memory: the only place where these are chosen.
 #include <algorithm>
+#include <bit>
 #include <limits>
 
 #include "balance.h"
@@ -53,32 +54,53 @@ int shared_memory(const BackwardRow&) {
   return 0;
 }
 
-/// Keys that a tile of query rows is multiplied with, on average: those that it sees, and what its edges waste.
-double keys_per_tile(const Variant& v, const Problem& p) {
+/// Keys that a tile is multiplied with, on average: those that its queries see, and what its edges waste.
+double keys_per_tile(const Variant& v, const Problem& p, HeadPacking packing) {
   const double all = (p.seqlen_k + v.tile_n - 1) / v.tile_n * v.tile_n;
   if (p.band == Band::full() || p.seqlen_q == 0) return all;
   const double seen = static_cast<double>(p.visible_elements()) / p.seqlen_q;
-  return std::min(all, seen + (v.tile_m + v.tile_n) / 2.0);
+  return std::min(all, seen + (packing.query(v.tile_m) + v.tile_n) / 2.0);
 }
+
+struct Estimate {
+  double time = 0;
+  HeadPacking packing;
+};
 
 /// Estimated time of one head, in keys of a 128-row tile in the steady state. The constants are fitted to runs on an
-/// H200 (docs/performance.md): a larger tile is faster in the long run, but ends later; without a second tile of Q, it
-/// begins late.
-double estimated_time(const ForwardRow& row, const Problem& p) {
-  const Variant& v = row.variant;
-  const double speed = v.tile_m == 192 ? 1.25 * 128 / 192 : v.tile_n == 176 ? 1.06 : 1;
-  const double overhead = forward_stages_q(v) == 1 ? 256 : v.tile_m == 192 ? 200 : 100;
-  return (p.seqlen_q + v.tile_m - 1) / v.tile_m * (keys_per_tile(v, p) / speed + overhead);
+/// H200 (docs/performance.md): a larger tile is faster in the long run, but begins and ends slower.
+double estimated_time(const Variant& v, const Problem& p, HeadPacking packing) {
+  const bool large = v.tile_m == 192;
+  const double speed = large ? (v.head_dim == 64 ? 1.24 : 1.05) * 128 / 192 : 1;
+  const double overhead = large ? 180 : 100;
+  const int tiles = (packing.rows(p.seqlen_q) + v.tile_m - 1) / v.tile_m;
+  return tiles * (keys_per_tile(v, p, packing) / speed + overhead) / packing.heads();
 }
 
-double estimated_time(const BackwardRow&, const Problem&) {
-  return 0;
+/// As many heads of a group as one warp's rows take side by side; none for lengths whose rows int cannot count, nor
+/// where heads have slopes: the kernel takes that of a tile.
+HeadPacking widest_packing(const Problem& p) {
+  if (p.seqlen_q >= 1 << 25 || p.alibi) return {};
+  return {std::min(std::countr_zero(static_cast<unsigned>(p.group())), 4)};
+}
+
+Estimate estimate(const ForwardRow& row, const Problem& p) {
+  const Variant& v = row.variant;
+  if (v.arch != Arch::kSm90) return {};
+  const Estimate plain{estimated_time(v, p, {}), {}};
+  const Estimate packed{estimated_time(v, p, widest_packing(p)), widest_packing(p)};
+  return packed.time < plain.time ? packed : plain;
+}
+
+Estimate estimate(const BackwardRow&, const Problem&) {
+  return {};
 }
 
 template <class Row>
 struct Choice {
-  const Row& row;
-  const char* why;
+  const Row* row = nullptr;
+  Estimate estimate;
+  const char* why = "";
 };
 
 /// Hopper has kernels of its own; every newer GPU runs Ampere's.
@@ -95,22 +117,22 @@ Choice<Row> choose(const char* pass, const Problem& problem, const DeviceInfo& d
   const bool on_cpu = problem.device.type == DeviceType::kCpu;
   if (!on_cpu && device.compute_capability < kOldestComputeCapability) refuse_device(device);
   const Arch arch = on_cpu ? Arch::kCpu : gpu_arch(rows, device);
-  const char* why = kNarrowest;
-  const Row* best = nullptr;
+  Choice<Row> best{.why = kNarrowest};
   for (const Row& row : rows) {
     const Variant& v = row.variant;
-    if (v.arch != arch || v.dtype != problem.dtype || v.head_dim < problem.wider_head_dim()) continue;
-    if (best && v.head_dim > best->variant.head_dim) break;
+    if (v.arch != arch || v.dtype != problem.dtype || v.head_dim < problem.head_dim ||
+        v.head_dim_v < problem.head_dim_v)
+      continue;
+    if (best.row && (v.head_dim != best.row->variant.head_dim || v.head_dim_v != best.row->variant.head_dim_v)) break;
     if (shared_memory(row) > device.max_shared_memory) {
-      why = kSmallerTile;
-    } else if (!best) {
-      best = &row;
-    } else {
-      why = kFastest;
-      if (estimated_time(row, problem) < estimated_time(*best, problem)) best = &row;
+      best.why = kSmallerTile;
+      continue;
     }
+    const Estimate here = estimate(row, problem);
+    if (best.row) best.why = kFastest;
+    if (!best.row || here.time < best.estimate.time) best.row = &row, best.estimate = here;
   }
-  if (best) return {*best, why};
+  if (best.row) return best;
   refuse_problem(pass, problem, arch, rows);
 }
 
@@ -129,27 +151,30 @@ int grid_for(const Problem& problem, const DeviceInfo& device, std::int64_t tile
 }  // namespace
 
 ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device) {
-  const auto [row, why] = choose("forward", problem, device, forward_rows());
+  const auto choice = choose("forward", problem, device, forward_rows());
+  const ForwardRow& row = *choice.row;
   const Variant& v = row.variant;
   ForwardPlan plan;
   plan.problem = problem;
   plan.variant = v;
-  plan.m_blocks = (problem.seqlen_q + v.tile_m - 1) / v.tile_m;
-  plan.tiles = std::int64_t{problem.batch} * problem.heads_q * plan.m_blocks;
+  plan.packing = choice.estimate.packing;
+  plan.m_blocks = (plan.packing.rows(problem.seqlen_q) + v.tile_m - 1) / v.tile_m;
+  plan.tiles = std::int64_t{problem.batch} * (problem.heads_q / plan.packing.heads()) * plan.m_blocks;
   plan.grid = grid_for(problem, device, plan.tiles, forward_cost);
   plan.shared_memory = shared_memory(row);
   if (v.arch == Arch::kSm90) {
     plan.grid = std::min(plan.grid, device.multiprocessors);
-    plan.heads_at_once = heads_at_once(problem, v, plan.grid);
+    plan.heads_at_once = heads_at_once(plan);
   }
   if (v.arch == Arch::kCpu) plan.workspace_bytes = cpu::forward_workspace_bytes(problem, v, plan.grid);
-  plan.why = why;
+  plan.why = choice.why;
   plan.run = row.run;
   return plan;
 }
 
 BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
-  const auto [row, why] = choose("backward", problem, device, backward_rows());
+  const auto choice = choose("backward", problem, device, backward_rows());
+  const BackwardRow& row = *choice.row;
   const Variant& v = row.variant;
   BackwardPlan plan;
   plan.problem = problem;
@@ -157,7 +182,7 @@ BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
   plan.tiles = std::int64_t{problem.batch} * problem.heads_k * ((problem.seqlen_k + v.tile_n - 1) / v.tile_n);
   plan.grid = grid_for(problem, device, plan.tiles, backward_cost);
   if (v.arch == Arch::kCpu) plan.workspace_bytes = cpu::backward_workspace_bytes(problem, v, plan.grid);
-  plan.why = why;
+  plan.why = choice.why;
   plan.run = row.run;
   return plan;
 }

@@ -23,4 +23,16 @@ inline void throw_on_error(CUresult status, const char* action) {
   throw_on_error(static_cast<cudaError_t>(status), action);
 }
 
+/// Runs `call`, a call of the driver for `device`. A thread that has not used CUDA yet has no context; the runtime
+/// would have made the device's its current one.
+template <class Call>
+void call_driver(const char* action, int device, Call&& call) {
+  CUresult status = call();
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {
+    throw_on_error(cudaSetDevice(device), "cudaSetDevice");
+    status = call();
+  }
+  throw_on_error(status, action);
+}
+
 }  // namespace flashtile

@@ -38,17 +38,10 @@ void launch(void (*kernel)(Params), KernelHandles& handles, const Plan& plan, in
   const CUfunction function =
       handles.get(reinterpret_cast<const void*>(kernel), plan.problem.device.index, plan.shared_memory);
   void* arguments[] = {&params};
-  const auto attempt = [&] {
+  call_driver("launch of a kernel", plan.problem.device.index, [&] {
     return start(function, plan.grid, 1, 1, threads, 1, 1, plan.shared_memory, static_cast<CUstream>(stream), arguments,
                  nullptr);
-  };
-  CUresult status = attempt();
-  if (status == CUDA_ERROR_INVALID_CONTEXT) {
-    // A thread that has not used CUDA yet: the runtime would have made the device's context its current one.
-    throw_on_error(cudaSetDevice(plan.problem.device.index), "cudaSetDevice");
-    status = attempt();
-  }
-  throw_on_error(status, "launch of a kernel");
+  });
 }
 
 }  // namespace flashtile

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "flashtile/math/head_packing.h"
 #include "flashtile/math/mask.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/plan.h"
@@ -31,9 +32,10 @@ struct ForwardParams {
   Lengths lengths;
   Band band;
   ScoreMap score_map;
-  int heads;     // query heads
-  int group;     // query heads per KV head
-  int head_dim;  // of Q and K
+  int heads;            // query heads
+  int group;            // query heads per KV head
+  HeadPacking packing;  // of the rows of a tile, whose `head` counts packs
+  int head_dim;         // of Q and K
   int head_dim_v;
   SingleTileScheduler scheduler;
 
@@ -58,6 +60,7 @@ struct ForwardParams {
         .score_map = ScoreMap::of(p.scale, p.softcap),
         .heads = p.heads_q,
         .group = p.group(),
+        .packing = plan.packing,
         .head_dim = p.head_dim,
         .head_dim_v = p.head_dim_v,
         .scheduler = {p.heads_q, plan.m_blocks},

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 
+#include "flashtile/math/head_packing.h"
 #include "flashtile/problem.h"
 #include "flashtile/variant.h"
 
@@ -41,7 +42,8 @@ using ForwardKernel = void (*)(const ForwardPlan&, const ForwardTensors&, void* 
 using BackwardKernel = void (*)(const BackwardPlan&, const BackwardTensors&, void* workspace, Stream);
 
 struct ForwardPlan : Plan {
-  int m_blocks = 0;             // tiles of query rows in one head
+  HeadPacking packing;          // of the rows of a tile
+  int m_blocks = 0;             // tiles of rows in one head, or one pack of heads
   int heads_at_once = 1;        // order of the tiles of a persistent kernel: see PersistentScheduler
   ForwardKernel run = nullptr;  // null: this build holds no such kernel (planned for another device)
 };

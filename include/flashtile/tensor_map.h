@@ -3,12 +3,14 @@
 
 #include <cuda.h>
 
+#include "flashtile/math/head_packing.h"
 #include "flashtile/tensor_view.h"
 
 namespace flashtile {
 
-/// Describes the (rows, columns) tiles of the heads of a (B, S, H, D) tensor to TMA. A box is as wide as one swizzled
-/// row of shared memory, 128 or 64 bytes; what lies outside the tensor arrives as zero. An empty tensor has none.
-CUtensorMap head_tiles(const TensorView& tensor, int rows, int columns_per_box);
+/// Describes the (rows, columns) tiles of a (B, S, H, D) tensor to TMA: the coordinates of a tile are column, head
+/// within its pack, position, pack, batch. A box is as wide as one swizzled row of shared memory, 128 or 64 bytes; what
+/// lies outside the tensor is read as zero and not written. An empty tensor has none.
+CUtensorMap head_tiles(const TensorView& tensor, int rows, int columns_per_box, HeadPacking packing = {});
 
 }  // namespace flashtile

@@ -13,29 +13,41 @@ enum class Arch : std::uint8_t { kCpu, kSm80, kSm90 };
 struct Variant {
   Arch arch;
   DType dtype;
-  int head_dim;  // the largest D and D_v that it serves
-  int tile_m;    // query rows of a tile
-  int tile_n;    // keys of a tile
-  int stages;    // tiles of K and V in shared memory at a time, both together
+  int head_dim;    // the largest D that it serves
+  int head_dim_v;  // the largest D_v
+  int tile_m;      // query rows of a tile
+  int tile_n;      // keys of a tile
+  int stages;      // tiles of K and V in shared memory at a time, both together
   int warps;
 
   constexpr int threads() const { return warps * 32; }
   constexpr bool operator==(const Variant&) const = default;
 };
 
-/// Bytes that one thread block may have on Hopper.
-inline constexpr int kSharedMemorySm90 = 227 * 1024;
+/// The shared memory of Hopper's forward kernel. Two tiles of Q where they fit: the next one lands while the last is
+/// still in use. Where a tile of the output fits too, it leaves through shared memory, else from registers.
+struct ForwardMemorySm90 {
+  int stages_q = 1;
+  bool staged = false;
+  int bytes = 0;
 
-/// Tiles of Q in shared memory: Hopper's kernel has two where they fit.
-constexpr int forward_stages_q(const Variant& v) {
-  const int with_two = bytes_of(v.dtype) * v.head_dim * (2 * v.tile_m + v.stages * v.tile_n) + 1024;
-  return v.arch == Arch::kSm90 && with_two <= kSharedMemorySm90 ? 2 : 1;
-}
+  static constexpr ForwardMemorySm90 of(const Variant& v) {
+    constexpr int kLimit = 227 * 1024;  // of one thread block
+    constexpr int kBarriers = 1024;
+    const int q = bytes_of(v.dtype) * v.tile_m * v.head_dim;
+    const int out = bytes_of(v.dtype) * v.tile_m * v.head_dim_v;
+    ForwardMemorySm90 memory;
+    memory.bytes = kBarriers + q + bytes_of(v.dtype) * v.stages / 2 * v.tile_n * (v.head_dim + v.head_dim_v);
+    if (memory.bytes + q <= kLimit) memory.stages_q = 2, memory.bytes += q;
+    if (memory.bytes + out <= kLimit) memory.staged = true, memory.bytes += out;
+    return memory;
+  }
+};
 
-/// Bytes of shared memory of a CUDA forward kernel: tiles of Q, the ring of K and V tiles, and Hopper's barriers.
+/// Bytes of shared memory of a CUDA forward kernel: on Ampere a tile of Q and the ring of K and V tiles.
 constexpr int forward_shared_memory(const Variant& v) {
-  const int tiles = bytes_of(v.dtype) * v.head_dim * (forward_stages_q(v) * v.tile_m + v.stages * v.tile_n);
-  return tiles + (v.arch == Arch::kSm90 ? 1024 : 0);
+  if (v.arch == Arch::kSm90) return ForwardMemorySm90::of(v).bytes;
+  return bytes_of(v.dtype) * v.head_dim * (v.tile_m + v.stages * v.tile_n);
 }
 
 constexpr const char* name_of(Arch arch) {
@@ -52,7 +64,7 @@ inline constexpr DType f16 = DType::kFloat16;
 inline constexpr DType bf16 = DType::kBFloat16;
 }  // namespace table
 
-/// "sm80_bf16_d128_m128_n64_s2_w4"
+/// "sm80_bf16_d128_v128_m128_n64_s2_w4"
 std::string name_of(const Variant& variant);
 
 }  // namespace flashtile

@@ -14,8 +14,9 @@ from pathlib import Path
 # include/flashtile or one of its headers.
 LEVELS = [
     {"macros", "error", "cuda_error", "driver", "tensor_view"},
-    {"variant", "sequence", "barrier", "tensor_map"},
+    {"variant", "sequence", "barrier"},
     {"math"},
+    {"tensor_map"},
     {"load"},
     {"problem"},
     {"plan"},

@@ -66,7 +66,8 @@ TEST(Registry, EverySupportedProblemHasARowThatFits) {
   for_each_supported([](const Problem& problem, const DeviceInfo& device) {
     const ForwardPlan plan = select_forward(problem, device);
     ASSERT_EQ(plan.variant.dtype, problem.dtype);
-    ASSERT_GE(plan.variant.head_dim, problem.wider_head_dim());
+    ASSERT_GE(plan.variant.head_dim, problem.head_dim);
+    ASSERT_GE(plan.variant.head_dim_v, problem.head_dim_v);
     ASSERT_LE(plan.shared_memory, device.max_shared_memory) << to_string(plan);
     ASSERT_GE(plan.grid, 1);
     ASSERT_STRNE(plan.why, "");
@@ -100,8 +101,8 @@ TEST(Registry, KernelsAreThereAsTheBuildSays) {
 }
 
 TEST(Registry, NamesSayEveryField) {
-  const Variant variant{Arch::kSm80, DType::kBFloat16, 128, 64, 32, 2, 4};
-  EXPECT_EQ(name_of(variant), "sm80_bf16_d128_m64_n32_s2_w4");
+  const Variant variant{Arch::kSm90, DType::kBFloat16, 192, 128, 64, 32, 2, 4};
+  EXPECT_EQ(name_of(variant), "sm90_bf16_d192_v128_m64_n32_s2_w4");
 }
 
 TEST(Select, GridHasATilePerBlockOfRows) {
@@ -117,7 +118,9 @@ TEST(Select, HopperHasOneBlockPerMultiprocessor) {
   for (const int seqlen : {1, 1000, 50000}) {
     const ForwardPlan plan = select_forward(problem_on(device, DType::kFloat16, 64, 64, seqlen), device);
     EXPECT_EQ(plan.variant.arch, Arch::kSm90);
-    EXPECT_EQ(plan.tiles, 2 * 8 * ((seqlen + plan.variant.tile_m - 1) / plan.variant.tile_m));
+    const int rows = plan.packing.rows(seqlen);
+    const int packs = 8 / plan.packing.heads();
+    EXPECT_EQ(plan.tiles, 2 * packs * ((rows + plan.variant.tile_m - 1) / plan.variant.tile_m));
     EXPECT_EQ(plan.grid, std::min<std::int64_t>(plan.tiles, device.multiprocessors));
   }
 }
@@ -125,7 +128,7 @@ TEST(Select, HopperHasOneBlockPerMultiprocessor) {
 /// Key blocks, and one more for the tile itself, of the busiest thread block over the mean.
 double unevenness(const ForwardPlan& plan) {
   const Problem& p = plan.problem;
-  const PersistentScheduler scheduler{p.heads_q, plan.m_blocks, p.batch * p.heads_q, plan.heads_at_once};
+  const auto scheduler = PersistentScheduler::of(plan);
   const auto blocks = static_cast<unsigned>(plan.grid);
   double sum = 0, most = 0;
   for (unsigned block = 0; block < blocks; ++block) {
@@ -133,9 +136,9 @@ double unevenness(const ForwardPlan& plan) {
     for (unsigned round = 0; round < scheduler.rounds(blocks); ++round) {
       const unsigned index = scheduler.index(round, block, blocks);
       if (index >= scheduler.tiles()) continue;
-      const int first = scheduler.tile(index).m_block * plan.variant.tile_m;
-      const Range rows = {first, std::min(first + plan.variant.tile_m, p.seqlen_q)};
-      const Range visible = p.band.tiles(rows, plan.variant.tile_n, p.lengths()).visible;
+      const int first_row = scheduler.tile(index).m_block * plan.variant.tile_m;
+      const Range queries = plan.packing.queries(first_row, plan.variant.tile_m, p.seqlen_q);
+      const Range visible = p.band.tiles(queries, plan.variant.tile_n, p.lengths()).visible;
       busy += 1 + visible.end - visible.begin;
     }
     sum += busy;
@@ -162,6 +165,44 @@ TEST(Select, HopperDividesCausalWorkEvenly) {
       }
     }
   }
+}
+
+TEST(Select, HopperPacksHeadsWhereThatSavesKeysOrRows) {
+  const DeviceInfo device = gpu(90, 227);
+  for (const int group : {1, 2, 3, 4, 6, 8, 12, 16, 32}) {
+    Problem problem = problem_on(device, DType::kBFloat16, 128, 128, 6144);  // whole tiles of 128 and of 192
+    problem.heads_q = group * problem.heads_k;
+    const int widest = std::min(group & -group, 16);  // heads that share one warp's 16 rows
+    EXPECT_EQ(select_forward(problem, device).packing.heads(), 1) << "all tiles are whole, and see all keys";
+    problem.band = Band::causal();
+    const ForwardPlan causal = select_forward(problem, device);
+    EXPECT_EQ(causal.packing.heads(), widest) << group;
+    EXPECT_EQ(problem.heads_q % causal.packing.heads(), 0);
+    problem.alibi = true;
+    EXPECT_EQ(select_forward(problem, device).packing.heads(), 1) << "a tile has one slope";
+    problem.alibi = false;
+    problem.band = Band::full();
+    problem.seqlen_q = 1;
+    EXPECT_EQ(select_forward(problem, device).packing.heads(), widest) << group;
+    problem.seqlen_q = (1 << 30) - 1;
+    problem.batch = 1;
+    problem.band = Band::causal();
+    EXPECT_EQ(select_forward(problem, device).packing.heads(), 1) << "int counts the rows";
+    EXPECT_EQ(select_forward(problem, gpu(80, 163)).packing.heads(), 1);
+  }
+}
+
+TEST(Select, ValuesNarrowerThanKeysHaveARow) {
+  const DeviceInfo device = gpu(90, 227);
+  const auto row_for = [&](int d, int d_v) {
+    const Variant v = select_forward(problem_on(device, DType::kBFloat16, d, d_v, 1000), device).variant;
+    return std::pair(v.head_dim, v.head_dim_v);
+  };
+  EXPECT_EQ(row_for(192, 128), std::pair(192, 128));
+  EXPECT_EQ(row_for(136, 8), std::pair(192, 128));
+  EXPECT_EQ(row_for(192, 136), std::pair(192, 192));
+  EXPECT_EQ(row_for(128, 136), std::pair(192, 192));
+  EXPECT_EQ(row_for(200, 64), std::pair(256, 256));
 }
 
 TEST(Select, SmallWorkWakesFewThreads) {

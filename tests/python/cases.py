@@ -98,9 +98,11 @@ def _cases():
     for dim in HEAD_DIMS:
         for i, dtype in enumerate(DTYPES):
             add(f"D{dim}", head_dim=dim, dtype=dtype, causal=i % 2 == 0)
-    for dim, dim_v in ((192, 128), (64, 128), (128, 64), (8, 256), (256, 8), (96, 40)):
+    for dim, dim_v in ((192, 128), (64, 128), (128, 64), (8, 256), (256, 8), (96, 40), (136, 72), (192, 136)):
         for dtype in DTYPES:
             add(f"D{dim}_Dv{dim_v}", head_dim=dim, head_dim_v=dim_v, dtype=dtype, causal=dim < dim_v)
+            sizes = dict(seqlen_q=400, seqlen_k=500, head_dim=dim, head_dim_v=dim_v)
+            add(f"D{dim}_Dv{dim_v}_long", causal=True, dtype=dtype, **sizes)
 
     lengths = [(1, 1), (1, 17), (1, 129), (17, 1), (63, 65), (64, 64), (65, 63), (127, 129), (128, 257), (200, 100)]
     lengths += [(100, 200), (333, 77), (513, 511), (1, 1000), (1025, 1025)]
@@ -115,9 +117,16 @@ def _cases():
                     dtype=dtype,
                 )
 
-    for heads_q, heads_k in ((4, 4), (4, 2), (8, 2), (8, 1), (6, 3), (12, 1), (1, 1)):
+    for heads_q, heads_k in ((4, 4), (4, 2), (8, 2), (8, 1), (6, 3), (12, 1), (32, 1), (1, 1)):
         for dtype in (F32, BF16):
             add(f"H{heads_q}over{heads_k}", heads_q=heads_q, heads_k=heads_k, dtype=dtype, causal=heads_q > 4)
+
+    for group in (3, 4, 8, 16):  # packed into the rows of a tile, which end within a query's
+        for dtype in (F16, BF16):
+            heads = dict(heads_q=2 * group, heads_k=2, dtype=dtype)
+            add(f"group{group}_causal", causal=True, seqlen_q=301, seqlen_k=350, **heads)
+            add(f"group{group}_window", window=(60, 9), softcap=9.0, seqlen_q=77, layout="gaps", **heads)
+            add(f"group{group}_one_query", seqlen_q=1, seqlen_k=600, head_dim=128, **heads)
 
     windows = [(0, 0), (5, 0), (0, 5), (16, 16), (None, 3), (3, None), (100, None), (None, 0), (None, None), (40, 200)]
     for i, window in enumerate(windows):

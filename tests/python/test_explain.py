@@ -15,7 +15,7 @@ import flashtile
 def test_explain_names_the_kernel(device):
     case = Case("explain", dtype=F16, heads_q=4, heads_k=2, head_dim=72, causal=True)
     text = flashtile.explain(*case.tensors(device), **case.options(device))
-    kernel = re.search(r"\b(cpu|sm\d+)_f16_d\d+_m\d+_n\d+_s\d+_w\d+\b", text)
+    kernel = re.search(r"\b(cpu|sm\d+)_f16_d\d+_v\d+_m\d+_n\d+_s\d+_w\d+\b", text)
     assert kernel, text
     assert kernel[0] in flashtile.info()["forward_kernels"]
 

@@ -162,8 +162,8 @@ def test_each_gpu_gets_its_kernels(pytestconfig):
 @pytest.mark.parametrize("seqlen", [100, 512, 1000, 5000])
 def test_every_length_and_mask(seqlen):
     """Hopper's kernels are chosen by length and mask."""
-    for head_dim in (64, 128):
-        q, k, v = (randn(1, seqlen, 2, head_dim) for _ in range(3))
+    for heads_q, head_dim, head_dim_v in ((2, 64, 64), (2, 128, 128), (8, 128, 128), (2, 192, 128)):
+        q, k, v = randn(1, seqlen, heads_q, head_dim), randn(1, seqlen, 2, head_dim), randn(1, seqlen, 2, head_dim_v)
         check_rows(q, k, v, sample(seqlen), causal=True)
         check_rows(q, k, v, sample(seqlen))
         check_rows(q, k, v, sample(seqlen), window=(seqlen // 2, 3))

@@ -3,9 +3,12 @@
 import math
 
 import pytest
+import reference
 import torch
 from cases import BF16, DEVICE_PARAMS, F16, F32, Case, on_devices
-from compare import assert_bitwise
+from compare import assert_accurate, assert_bitwise
+
+import flashtile
 
 LAW_CASES = [
     Case("full", dtype=F32, heads_q=4, heads_k=2, seqlen_q=70, seqlen_k=150),
@@ -38,7 +41,15 @@ def test_gqa_is_repeated_kv(case, device, attention):
     q, k, v = case.tensors(device)
     group = case.heads_q // case.heads_k
     k_repeated, v_repeated = (x.repeat_interleave(group, dim=2) for x in (k, v))
-    assert_same(run(attention, case, q, k_repeated, v_repeated), run(attention, case, q, k, v))
+    repeated, grouped = run(attention, case, q, k_repeated, v_repeated), run(attention, case, q, k, v)
+    if "heads of a query" in flashtile.explain(q, k, v, **case.options(device)):
+        # Heads packed into the rows of other tiles round otherwise, by no more than the formula itself errs.
+        rough_out, _ = reference.attention(q, k, v, dtype=case.dtype, **case.options(device))
+        _, rough_lse = reference.attention(q, k, v, dtype=F32, **case.options(device))
+        assert_accurate(grouped[0], repeated[0], rough_out, "out")
+        assert_accurate(grouped[1], repeated[1], rough_lse, "lse")
+    else:
+        assert_same(repeated, grouped)
 
 
 @each_case

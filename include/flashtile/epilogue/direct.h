@@ -42,12 +42,13 @@ CUTE_DEVICE void store_rows(ForwardParams const& params, TileCoord tile, Rows co
   const int quad_lane = threadIdx.x % 4;
   const int columns = params.head_dim_v - 8 * quad_lane;
   Element* out = static_cast<Element*>(params.out) + tile.batch * params.out_strides.batch +
-                 tile.head * params.out_strides.head + 8 * quad_lane;
+                 params.packing.first_head(tile.head) * params.out_strides.head + 8 * quad_lane;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(rows); ++r) {
     const int row = first_row + get<0>(coord(r, 0));
-    const int columns_of_row = row < params.lengths.q ? columns : 0;
-    Element* const out_row = out + row * params.out_strides.row;
+    const int query = params.packing.query(row);
+    const int columns_of_row = query < params.lengths.q ? columns : 0;
+    Element* const out_row = out + query * params.out_strides.row + params.packing.head(row) * params.out_strides.head;
     CUTE_UNROLL
     for (int c = 0; c < kColumnsOfThread; c += 8) {
       std::uint32_t word[4];

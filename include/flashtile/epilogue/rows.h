@@ -19,11 +19,13 @@ CUTE_DEVICE void finish_rows(ForwardParams const& params, TileCoord tile, Rows&&
   for (int r = 0; r < size<0>(rows); ++r) normaliser[r] = softmax.row[r].normaliser();
   scale_rows(rows, normaliser);
   if (params.lse == nullptr || get<1>(coord(0, 0)) != 0) return;  // the first thread of each quad writes
-  float* lse = params.lse + (std::int64_t(tile.batch) * params.heads + tile.head) * params.lengths.q;
+  const std::int64_t first_head = std::int64_t(tile.batch) * params.heads + params.packing.first_head(tile.head);
+  float* lse = params.lse + first_head * params.lengths.q;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(coord); ++r) {
     const int row = first_row + get<0>(coord(r, 0));
-    if (row < params.lengths.q) lse[row] = softmax.row[r].lse();
+    const int query = params.packing.query(row);
+    if (query < params.lengths.q) lse[params.packing.head(row) * params.lengths.q + query] = softmax.row[r].lse();
   }
 }
 

@@ -7,6 +7,7 @@
 #include <cute/tensor.hpp>
 
 #include "flashtile/epilogue/direct.h"
+#include "flashtile/epilogue/staged.h"
 #include "flashtile/launch.h"
 #include "flashtile/mainloop/forward_sm90.h"
 #include "flashtile/params.h"
@@ -32,8 +33,10 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.q));
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.k));
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.v));
+    if (Mainloop::kMemory.staged) prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.out));
     shared.q_barriers.init(4 * kWarpgroups);
-    shared.ring_barriers.init(4 * kWarpgroups);
+    shared.k_barriers.init(4 * kWarpgroups);
+    shared.v_barriers.init(4 * kWarpgroups);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -44,13 +47,19 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   } else {
     cutlass::arch::warpgroup_reg_alloc<Mainloop::kRegisters>();
     const int thread = threadIdx.x - 128;
-    Tensor cO = make_identity_tensor(Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDim>>{});         // (M, head_dim)
+    Tensor cO = make_identity_tensor(Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDimV>>{});        // (M, head_dim)
     Tensor tOcO = rows_and_columns(typename Mainloop::MmaPV{}.get_slice(thread).partition_C(cO));  // (row, head_dim)
     const auto finish = [&](TileCoord tile, auto& tOrO, typename Mainloop::Softmax& softmax) {
       const int first_row = tile.m_block * Mainloop::kM;
       Tensor rows = rows_and_columns(tOrO);
       finish_rows(params.forward, tile, rows, tOcO, softmax, first_row);
-      store_rows<typename Mainloop::Element>(params.forward, tile, rows, tOcO, first_row);
+      if constexpr (Mainloop::kMemory.staged) {
+        const int warp = thread / 32;
+        stage_and_store_rows<typename Mainloop::SmemLayoutO, Mainloop::kColumnsV>(
+            params.forward, params.out, tile, rows, shared.staging[warp], first_row + Mainloop::kRowsOfWarp * warp);
+      } else {
+        store_rows<typename Mainloop::Element>(params.forward, tile, rows, tOcO, first_row);
+      }
     };
     const auto skip = [&](TileCoord tile) {
       typename Mainloop::Softmax nothing(1.0f);
@@ -59,6 +68,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
       finish(tile, zeros, nothing);
     };
     typename Mainloop::Consumer{params, shared, thread}.run(finish, skip);
+    if (Mainloop::kMemory.staged) tma_store_wait<0>();  // shared memory must outlive its readers
   }
 }
 
@@ -67,13 +77,15 @@ void launch_forward_sm90(const ForwardPlan& plan, const ForwardTensors& tensors,
   using Mainloop = ForwardMainloopSm90<Row::kVariant>;
   static_assert(sizeof(typename Mainloop::SharedStorage) == forward_shared_memory(Row::kVariant));
   static KernelHandles handles;
-  const Problem& p = plan.problem;
   const ForwardParamsSm90 params{
       .forward = ForwardParams::of(plan, tensors),
-      .q = head_tiles(tensors.q, Mainloop::kM, Mainloop::kColumns),
+      .q = head_tiles(tensors.q, Mainloop::kM, Mainloop::kColumns, plan.packing),
       .k = head_tiles(tensors.k, Mainloop::kN, Mainloop::kColumns),
-      .v = head_tiles(tensors.v, Mainloop::kN, Mainloop::kColumns),
-      .scheduler = {p.heads_q, plan.m_blocks, p.batch * p.heads_q, plan.heads_at_once},
+      .v = head_tiles(tensors.v, Mainloop::kN, Mainloop::kColumnsV),
+      .out = Mainloop::kMemory.staged
+                 ? head_tiles(tensors.out, Mainloop::kRowsOfWarp, Mainloop::kColumnsV, plan.packing)
+                 : CUtensorMap{},
+      .scheduler = PersistentScheduler::of(plan),
   };
   launch(forward_sm90<Row>, handles, plan, Row::kVariant.threads(), params, stream);
 }

@@ -10,14 +10,15 @@
 
 namespace flashtile {
 
-/// Loads the tile of kRows rows from `row` on, all columns, into shared memory: one box after the other.
+/// Loads the tile of kRows rows from `position` on, all columns, into shared memory: one box after the other. `head`
+/// counts packs of heads where the map has such.
 template <int kRows, int kColumns, int kColumnsPerBox, class Element>
-CUTE_DEVICE void load_tile(CUtensorMap const& map, std::uint64_t* barrier, Element* shared, int row, int head,
+CUTE_DEVICE void load_tile(CUtensorMap const& map, std::uint64_t* barrier, Element* shared, int position, int head,
                            int batch) {
   CUTE_UNROLL
   for (int column = 0; column < kColumns; column += kColumnsPerBox) {
-    cute::SM90_TMA_LOAD_4D::copy(&map, barrier, static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                 shared + column * kRows, column, row, head, batch);
+    cute::SM90_TMA_LOAD_5D::copy(&map, barrier, static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                 shared + column * kRows, column, 0, position, head, batch);
   }
 }
 

@@ -24,7 +24,8 @@ struct ForwardMainloopSm80 {
   static constexpr int kHeadDim = kV.head_dim;
   static constexpr int kStages = kV.stages;
   static constexpr int kThreads = kV.threads();
-  static_assert(kM % (16 * kV.warps) == 0 && kN % 16 == 0 && kHeadDim % 32 == 0 && kStages >= 2);
+  static_assert(kV.head_dim_v == kHeadDim && kM % (16 * kV.warps) == 0 && kN % 16 == 0 && kHeadDim % 32 == 0 &&
+                kStages >= 2);
 
   using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
   using MmaAtom = std::conditional_t<kV.dtype == DType::kFloat16, cute::SM80_16x8x16_F32F16F16F32_TN,

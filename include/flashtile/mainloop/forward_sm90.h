@@ -27,9 +27,15 @@ namespace flashtile {
 
 struct ForwardParamsSm90 {
   ForwardParams forward;
-  CUtensorMap q, k, v;  // tiles of (M, head_dim) and (N, head_dim)
+  CUtensorMap q, k, v, out;  // tiles of M, N, N rows; of the output as the epilogue stores them
   PersistentScheduler scheduler;
 };
+
+/// `x`, which is the same in all lanes, so that the compiler knows: descriptors of matmuls stand in uniform registers,
+/// and what it does not know to be uniform it computes in others and moves over before every single wgmma.
+CUTE_DEVICE int uniform(int x) {
+  return __shfl_sync(0xffffffff, x, 0);
+}
 
 /// c = a · b, or c += a · b, asynchronously.
 template <class Mma, class A, class B, class C>
@@ -58,18 +64,22 @@ struct ForwardMainloopSm90 {
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
-  static constexpr int kStages = kV.stages;
-  static constexpr int kWarpgroups = kM / 64;  // consumers
-  static_assert(kV.warps == 4 * (kWarpgroups + 1) && kM % 64 == 0 && kN % 16 == 0 && kHeadDim % 32 == 0);
+  static constexpr int kHeadDimV = kV.head_dim_v;
+  static constexpr int kStages = kV.stages / 2;  // key blocks, each a tile of K and one of V
+  static constexpr int kWarpgroups = kM / 64;    // consumers
+  static constexpr ForwardMemorySm90 kMemory = ForwardMemorySm90::of(kV);
+  static constexpr int kStagesQ = kMemory.stages_q;
+  static_assert(kV.warps == 4 * (kWarpgroups + 1) && kV.stages % 2 == 0 && kM % 64 == 0 && kN % 16 == 0 &&
+                kHeadDim % 32 == 0 && kHeadDimV % 32 == 0);
 
   using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
   using ShapeQK = cute::Shape<cute::Int<kM>, cute::Int<kN>, cute::Int<kHeadDim>>;
-  using ShapePV = cute::Shape<cute::Int<kM>, cute::Int<kHeadDim>, cute::Int<kN>>;
+  using ShapePV = cute::Shape<cute::Int<kM>, cute::Int<kHeadDimV>, cute::Int<kN>>;
   using Warpgroups = cute::Layout<cute::Shape<cute::Int<kWarpgroups>, cute::_1, cute::_1>>;
 
   // Where registers allow, Q comes from them: that spares a fifth of the reads of shared memory, and power with them.
-  static constexpr int kRegisters = kWarpgroups == 2 ? 240 : 160;                          // of a consumer
-  static constexpr int kRegistersOfTiles = kHeadDim / 2 + kHeadDim / 4 + kN / 2 + kN / 4;  // O, Q, S, P
+  static constexpr int kRegisters = kWarpgroups == 2 ? 240 : 160;                           // of a consumer
+  static constexpr int kRegistersOfTiles = kHeadDimV / 2 + kHeadDim / 4 + kN / 2 + kN / 4;  // O, Q, S, P
   static constexpr bool kKeepQ = kRegistersOfTiles <= kRegisters * 5 / 6;
   static constexpr auto op_qk() {
     using namespace cute::SM90;
@@ -78,6 +88,8 @@ struct ForwardMainloopSm90 {
     else
       return GMMA::ss_op_selector<Element, Element, float, ShapeQK>();
   }
+  // Blocks that need no mask have a loop of their own where a third copy of the step fits into registers.
+  static constexpr bool kPeelInterior = kHeadDimV < 192;
   using MmaQK = decltype(cute::make_tiled_mma(op_qk(), Warpgroups{}));
   using MmaPV = decltype(cute::make_tiled_mma(
       cute::SM90::GMMA::rs_op_selector<Element, Element, float, ShapePV, cute::SM90::GMMA::Major::K,
@@ -85,22 +97,27 @@ struct ForwardMainloopSm90 {
       Warpgroups{}));
 
   // Columns of one TMA box: 128 bytes, 64 where the head dimension is no multiple of 64.
-  static constexpr int kColumns = kHeadDim % 64 == 0 ? 64 : 32;
-  using AtomK = std::conditional_t<kColumns == 64, cute::SM90::GMMA::Layout_K_SW128_Atom<Element>,
+  static constexpr int columns_per_box(int head_dim) { return head_dim % 64 == 0 ? 64 : 32; }
+  static constexpr int kColumns = columns_per_box(kHeadDim);
+  static constexpr int kColumnsV = columns_per_box(kHeadDimV);
+  template <int kColumnsPerBox>
+  using AtomK = std::conditional_t<kColumnsPerBox == 64, cute::SM90::GMMA::Layout_K_SW128_Atom<Element>,
                                    cute::SM90::GMMA::Layout_K_SW64_Atom<Element>>;
-  using AtomMN = std::conditional_t<kColumns == 64, cute::SM90::GMMA::Layout_MN_SW128_Atom<Element>,
+  using AtomMN = std::conditional_t<kColumnsV == 64, cute::SM90::GMMA::Layout_MN_SW128_Atom<Element>,
                                     cute::SM90::GMMA::Layout_MN_SW64_Atom<Element>>;
   using SmemLayoutQ = decltype(cute::tile_to_shape(
-      AtomK{}, cute::Shape<cute::Int<kM>, cute::Int<kHeadDim>, cute::Int<forward_stages_q(kV)>>{}));
-  using SmemLayoutK =
-      decltype(cute::tile_to_shape(AtomK{}, cute::Shape<cute::Int<kN>, cute::Int<kHeadDim>, cute::Int<kStages>>{}));
+      AtomK<kColumns>{}, cute::Shape<cute::Int<kM>, cute::Int<kHeadDim>, cute::Int<kStagesQ>>{}));
+  using SmemLayoutK = decltype(cute::tile_to_shape(
+      AtomK<kColumns>{}, cute::Shape<cute::Int<kN>, cute::Int<kHeadDim>, cute::Int<kStages>>{}));
   // V as the matmul sees it, (head_dim, N): the same memory as (N, head_dim) rows.
   using SmemLayoutVt =
-      decltype(cute::tile_to_shape(AtomMN{}, cute::Shape<cute::Int<kHeadDim>, cute::Int<kN>, cute::Int<kStages>>{},
+      decltype(cute::tile_to_shape(AtomMN{}, cute::Shape<cute::Int<kHeadDimV>, cute::Int<kN>, cute::Int<kStages>>{},
                                    cute::Step<cute::_2, cute::_1, cute::_3>{}));
-
-  // Two tiles of Q where they fit: the next one lands while the last is still in use.
-  static constexpr int kStagesQ = forward_stages_q(kV);
+  static constexpr int kRowsOfWarp = 16;  // of the output, as it is staged
+  using SmemLayoutO =
+      decltype(cute::tile_to_shape(AtomK<kColumnsV>{}, cute::Shape<cute::Int<kRowsOfWarp>, cute::Int<kHeadDimV>>{}));
+  static constexpr int kStagingWarps = kMemory.staged ? kM / kRowsOfWarp : 1;
+  static constexpr int kStagingPerWarp = kMemory.staged ? kRowsOfWarp * kHeadDimV : 8;  // next to nothing where unused
 
   /// What consumers are told of a tile. No key block at all: its rows see nothing. Fewer: there are no more tiles.
   struct Work {
@@ -110,38 +127,38 @@ struct ForwardMainloopSm90 {
 
   struct SharedStorage {
     alignas(1024) Element q[kStagesQ][kM * kHeadDim];
-    alignas(1024) Element ring[kStages][kN * kHeadDim];
+    alignas(1024) Element k[kStages][kN * kHeadDim];
+    alignas(1024) Element v[kStages][kN * kHeadDimV];
+    alignas(1024) Element staging[kStagingWarps][kStagingPerWarp];
     Work work[kStagesQ];  // comes and goes with the tile of Q
     Ring<kStagesQ> q_barriers;
-    Ring<kStages> ring_barriers;
+    Ring<kStages> k_barriers, v_barriers;
   };
   using Softmax = OnlineSoftmax<2>;
 
-  /// One thread hands out tiles and brings their Q, K and V. In the ring these stand as consumers need them: the K of
-  /// each block before the V of the block ahead of it, across tiles too: K0, K1, V0, K2, V1, …
+  /// One thread hands out tiles and brings their Q, K and V, in the order in which consumers need them: the K of each
+  /// block before the V of the block ahead of it, across tiles too: K0, K1, V0, K2, V1, …
   struct Producer {
     ForwardParamsSm90 const& params;
     SharedStorage& shared;
     typename Ring<kStagesQ>::Cursor q_at{};
-    typename Ring<kStages>::Cursor at{};
+    typename Ring<kStages>::Cursor at{};  // the next block
 
     CUTE_DEVICE void hand_out(Work const& work) {
       const bool empty = work.keys.blocks <= 0;
       std::uint64_t* barrier = shared.q_barriers.fill(q_at, [&] {
         shared.work[q_at.stage] = work;
-        return empty ? 0 : sizeof(Element) * kM * kHeadDim;
+        return empty ? 0 : sizeof(shared.q[0]);
       });
       if (!empty)
-        load_tile<kM, kHeadDim, kColumns>(params.q, barrier, shared.q[q_at.stage], work.tile.m_block * kM,
-                                          work.tile.head, work.tile.batch);
+        load_tile<kM, kHeadDim, kColumns>(params.q, barrier, shared.q[q_at.stage],
+                                          params.forward.packing.query(work.tile.m_block * kM), work.tile.head,
+                                          work.tile.batch);
       q_at.advance();
     }
 
-    CUTE_DEVICE void load_kv(CUtensorMap const& map, TileCoord tile, int first_key) {
-      std::uint64_t* barrier = shared.ring_barriers.fill(at, [] { return sizeof(Element) * kN * kHeadDim; });
-      load_tile<kN, kHeadDim, kColumns>(map, barrier, shared.ring[at.stage], first_key,
-                                        tile.head / params.forward.group, tile.batch);
-      at.advance();
+    CUTE_DEVICE int kv_head(TileCoord tile) const {
+      return params.forward.packing.first_head(tile.head) / params.forward.group;
     }
 
     CUTE_DEVICE void run() {
@@ -149,24 +166,34 @@ struct ForwardMainloopSm90 {
       Lengths const& lengths = params.forward.lengths;
       TileCoord v_tile;
       int v_key = -1;
+      typename Ring<kStages>::Cursor v_at{};
+      const auto load_v = [&] {
+        if (v_key < 0) return;
+        std::uint64_t* barrier = shared.v_barriers.fill(v_at, [] { return sizeof(SharedStorage::v[0]); });
+        load_tile<kN, kHeadDimV, kColumnsV>(params.v, barrier, shared.v[v_at.stage], v_key, kv_head(v_tile),
+                                            v_tile.batch);
+      };
       CUTE_NO_UNROLL
       for (unsigned round = 0; round < scheduler.rounds(gridDim.x); ++round) {
         const unsigned index = scheduler.index(round, blockIdx.x, gridDim.x);
         if (index >= scheduler.tiles()) break;
         const TileCoord tile = scheduler.tile(index);
-        const int first_row = tile.m_block * kM;
-        const VisibleKeys<kN> keys(params.forward.band, {first_row, min(first_row + kM, lengths.q)}, lengths);
+        const Range queries = params.forward.packing.queries(tile.m_block * kM, kM, lengths.q);
+        const VisibleKeys<kN> keys(params.forward.band, queries, lengths);
         hand_out({tile, keys});
         CUTE_NO_UNROLL
         for (int n_block = 0; n_block < keys.blocks; ++n_block) {
           const int key = keys.first + n_block * kN;
-          load_kv(params.k, tile, key);
-          if (v_key >= 0) load_kv(params.v, v_tile, v_key);
+          std::uint64_t* barrier = shared.k_barriers.fill(at, [] { return sizeof(SharedStorage::k[0]); });
+          load_tile<kN, kHeadDim, kColumns>(params.k, barrier, shared.k[at.stage], key, kv_head(tile), tile.batch);
+          load_v();
           v_tile = tile;
           v_key = key;
+          v_at = at;
+          at.advance();
         }
       }
-      if (v_key >= 0) load_kv(params.v, v_tile, v_key);
+      load_v();
       Work end;
       end.keys.blocks = -1;
       hand_out(end);
@@ -185,16 +212,18 @@ struct ForwardMainloopSm90 {
       using namespace cute;
       MmaQK mma_qk;
       MmaPV mma_pv;
+      const int warpgroup = kStagesQ == 1 ? thread / 128 : uniform(thread / 128);
+      auto qk_warpgroup = mma_qk.get_slice(warpgroup * 128);
       auto qk_thread = mma_qk.get_slice(thread);
       auto pv_thread = mma_pv.get_slice(thread);
-      Tensor sQ = make_tensor(make_smem_ptr(shared.q[0]), SmemLayoutQ{});       // (M, head_dim, stage)
-      Tensor sK = make_tensor(make_smem_ptr(shared.ring[0]), SmemLayoutK{});    // (N, head_dim, stage)
-      Tensor sVt = make_tensor(make_smem_ptr(shared.ring[0]), SmemLayoutVt{});  // (head_dim, N, stage)
+      Tensor sQ = make_tensor(make_smem_ptr(shared.q[0]), SmemLayoutQ{});    // (M, head_dim, stage)
+      Tensor sK = make_tensor(make_smem_ptr(shared.k[0]), SmemLayoutK{});    // (N, head_dim, stage)
+      Tensor sVt = make_tensor(make_smem_ptr(shared.v[0]), SmemLayoutVt{});  // (head_dim, N, stage)
       Tensor tSrQ = [&] {
         if constexpr (kKeepQ)
           return qk_thread.partition_fragment_A(sQ(_, _, 0));  // (mma, m, k)
         else
-          return qk_thread.partition_fragment_A(sQ);  // (mma, m, k, stage)
+          return qk_warpgroup.partition_fragment_A(sQ);  // (mma, m, k, stage)
       }();
       Tensor tSrK = qk_thread.partition_fragment_B(sK);             // (mma, n, k, stage)
       Tensor tOrV = pv_thread.partition_fragment_B(sVt);            // (mma, head_dim, k, stage)
@@ -202,11 +231,12 @@ struct ForwardMainloopSm90 {
       Tensor tScS = rows_and_columns(qk_thread.partition_C(cS));    // (row, column)
       Tensor tSrS = partition_fragment_C(mma_qk, shape(cS));        // (mma, m, n)
       Tensor tOrP = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kN / 16>>>{});  // (mma, m, k)
-      Tensor tOrO = partition_fragment_C(mma_pv, Shape<Int<kM>, Int<kHeadDim>>{});               // (mma, m, head_dim)
+      Tensor tOrO = partition_fragment_C(mma_pv, Shape<Int<kM>, Int<kHeadDimV>>{});              // (mma, m, head_dim)
 
       typename Ring<kStagesQ>::Cursor q_at{};
-      typename Ring<kStages>::Cursor at{};
-      const Turns<kWarpgroups> turns{thread / 128};
+      typename Ring<kStages>::Cursor k_at{};  // the next block
+      typename Ring<kStages>::Cursor v_at{};  // the block in hand
+      const Turns<kWarpgroups> turns{warpgroup};
       const bool folded = ScoreTile::folded(params.forward);
       Softmax softmax(folded ? params.forward.score_map.outer_log2 : 1.0f);
       TileCoord tile;
@@ -219,11 +249,11 @@ struct ForwardMainloopSm90 {
           copy(copy_q, copy_q_thread.partition_S(sQ(_, _, q_at.stage)), copy_q_thread.retile_D(tSrQ));
         }
       };
-      const auto start_scores = [&](int stage) {
+      const auto start_scores = [&](int q_stage, int k_stage) {
         if constexpr (kKeepQ)
-          start_matmul(mma_qk, tSrQ, tSrK(_, _, _, stage), tSrS, SM90::GMMA::ScaleOut::Zero);
+          start_matmul(mma_qk, tSrQ, tSrK(_, _, _, k_stage), tSrS, SM90::GMMA::ScaleOut::Zero);
         else
-          start_matmul(mma_qk, tSrQ(_, _, _, q_at.stage), tSrK(_, _, _, stage), tSrS, SM90::GMMA::ScaleOut::Zero);
+          start_matmul(mma_qk, tSrQ(_, _, _, q_stage), tSrK(_, _, _, k_stage), tSrS, SM90::GMMA::ScaleOut::Zero);
       };
       // The next tile that sees a key; false if there is none.
       const auto next_tile = [&] {
@@ -243,11 +273,11 @@ struct ForwardMainloopSm90 {
         }
       };
       // Scores to weights. Almost never do they outgrow the reference that the tile's first block has set.
-      const auto weigh = [&](int n_block, auto first) __attribute__((always_inline)) {
+      const auto weigh = [&](int n_block, auto first, auto interior_only) __attribute__((always_inline)) {
         constexpr bool kFirst = decltype(first)::value;
         Tensor scores = rows_and_columns(tSrS);  // (row, column)
         const bool edge = !interior.contains(n_block);
-        if (edge || !folded) [[unlikely]] {
+        if (!interior_only && (edge || !folded)) {
           Work const& work = shared.work[q_at.stage];
           const ScoreTile score_tile{params.forward, work.tile, work.tile.m_block * kM, work.keys.lengths};
           if (!folded) score_tile.map(scores, tScS, n_block * kN);
@@ -268,49 +298,56 @@ struct ForwardMainloopSm90 {
 
       if (!next_tile()) return;
       turns.begin();
-      shared.ring_barriers.wait_full(at);
+      shared.k_barriers.wait_full(k_at);
       turns.await();
-      start_scores(at.stage);
+      start_scores(q_at.stage, k_at.stage);
       turns.pass();
       wait_matmul<0>(tSrS);
-      shared.ring_barriers.release(at);
-      at.advance();
-      weigh(0, true_type{});
+      shared.k_barriers.release(k_at);
+      k_at.advance();
+      weigh(0, true_type{}, false_type{});
 
       auto opening = SM90::GMMA::ScaleOut::Zero;  // the first P·V of a tile overwrites what the last one left
       // P·V of the block in hand, and the weights of the next one, which where `kCloses` is the first of the next tile.
-      const auto step = [&](int n_block, auto closes) __attribute__((always_inline)) {
+      const auto step = [&](int n_block, auto closes, auto interior_only) __attribute__((always_inline)) {
         constexpr bool kCloses = decltype(closes)::value;
-        const auto k_at = at;
-        at.advance();
-        const auto v_at = at;
-        at.advance();
-        shared.ring_barriers.wait_full(k_at);
+        const int q_stage = kKeepQ || kStagesQ == 1 ? 0 : uniform(q_at.stage);
+        shared.k_barriers.wait_full(k_at);
         turns.await();
-        start_scores(k_at.stage);
-        shared.ring_barriers.wait_full(v_at);
+        start_scores(q_stage, k_at.stage);
+        shared.v_barriers.wait_full(v_at);
         start_matmul(mma_pv, tOrP, tOrV(_, _, _, v_at.stage), tOrO, opening);
         turns.pass();
         wait_matmul<1>(tSrS);
-        shared.ring_barriers.release(k_at);
+        shared.k_barriers.release(k_at);
         wait_matmul<0>(tOrO);
-        shared.ring_barriers.release(v_at);
+        shared.v_barriers.release(v_at);
+        k_at.advance();
+        v_at.advance();
         Softmax finished = softmax;
-        weigh(n_block, closes);
+        weigh(n_block, closes, interior_only);
         if (kCloses) finish(tile, tOrO, finished);
         opening = kCloses ? SM90::GMMA::ScaleOut::Zero : SM90::GMMA::ScaleOut::One;
       };
       while (true) {
         CUTE_NO_UNROLL
-        for (int n_block = 1; n_block < blocks; ++n_block) step(n_block, false_type{});
+        for (int n_block = 1; n_block < blocks;) {
+          if (kPeelInterior && folded && interior.contains(n_block)) {
+            CUTE_NO_UNROLL
+            do step(n_block, false_type{}, true_type{});
+            while (++n_block < interior.end);
+          } else {
+            step(n_block++, false_type{}, false_type{});
+          }
+        }
         tile = shared.work[q_at.stage].tile;
         shared.q_barriers.release(q_at);
         q_at.advance();
         if (!next_tile()) break;
-        step(0, true_type{});
+        step(0, true_type{}, false_type{});
       }
-      shared.ring_barriers.wait_full(at);
-      start_matmul(mma_pv, tOrP, tOrV(_, _, _, at.stage), tOrO, opening);
+      shared.v_barriers.wait_full(v_at);
+      start_matmul(mma_pv, tOrP, tOrV(_, _, _, v_at.stage), tOrO, opening);
       wait_matmul<0>(tOrO);
       finish(tile, tOrO, softmax);
     }

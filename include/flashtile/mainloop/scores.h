@@ -25,7 +25,7 @@ struct ScoreTile {
   /// an exponent is its absolute error.
   CUTE_DEVICE static float tanh_of(float x) { return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2 * kLog2e * x)); }
 
-  /// Raw scores to exponents, by softcap, scale and ALiBi.
+  /// Raw scores to exponents, by softcap, scale and ALiBi; select packs no heads where there are slopes.
   template <class Scores, class Coord>
   CUTE_DEVICE void map(Scores& scores, Coord const& coord, int first_column) const {
     using namespace cute;
@@ -57,7 +57,7 @@ struct ScoreTile {
     constexpr int kColumns = size<1>(decltype(scores.layout()){});
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
-      const Range visible = params.band.columns(first_row + get<0>(coord(r, 0)), lengths);
+      const Range visible = params.band.columns(params.packing.query(first_row + get<0>(coord(r, 0))), lengths);
       const int first = first_column + get<1>(coord(r, 0));
       const int begin = columns_before(visible.begin - first);
       const int end = columns_before(visible.end - first);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashtile/macros.h"
+#include "flashtile/plan.h"
 #include "flashtile/scheduler/single.h"
 
 namespace flashtile {
@@ -14,10 +15,15 @@ namespace flashtile {
 /// have about equal work there too, and the last one ends with the least. Rounds alternate in direction as well: who
 /// got the longest tile of one gets the shortest of the next.
 struct PersistentScheduler {
-  int heads = 1;
+  int heads = 1;  // or packs of heads
   int m_blocks = 1;
   int batch_heads = 1;  // batch · heads
   int heads_at_once = 1;
+
+  static PersistentScheduler of(const ForwardPlan& plan) {
+    const int packs = plan.problem.heads_q / plan.packing.heads();
+    return {packs, plan.m_blocks, plan.problem.batch * packs, plan.heads_at_once};
+  }
 
   // Unsigned, because the last round may reach past the largest int.
   FLASHTILE_HOST_DEVICE unsigned tiles() const { return unsigned(batch_heads) * unsigned(m_blocks); }
