@@ -71,7 +71,7 @@ struct Estimate {
 /// H200 (docs/performance.md): a larger tile is faster in the long run, but begins and ends slower.
 double estimated_time(const Variant& v, const Problem& p, HeadPacking packing) {
   const bool large = v.tile_m == 192;
-  const double speed = large ? (v.head_dim == 64 ? 1.24 : 1.05) * 128 / 192 : 1;
+  const double speed = large ? (v.head_dim == 64 ? 1.24 : 1.06) * 128 / 192 : 1;
   const double overhead = large ? 180 : 100;
   const int tiles = (packing.rows(p.seqlen_q) + v.tile_m - 1) / v.tile_m;
   return tiles * (keys_per_tile(v, p, packing) / speed + overhead) / packing.heads();

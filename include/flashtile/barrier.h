@@ -24,19 +24,19 @@ struct RingCursor {
 /// Stages of shared memory that a producer fills by TMA and consumers empty, in the same order.
 ///
 ///   full[s]   the producer thread arrives with the bytes it expects, the TMA engine with the bytes; consumers wait
-///   empty[s]  one thread of each consumer warp arrives; the producer waits
+///   empty[s]  consumers arrive; the producer waits
 template <int kStages>
 struct Ring {
   using Cursor = RingCursor<kStages>;
   cutlass::arch::ClusterTransactionBarrier full[kStages];
   cutlass::arch::ClusterBarrier empty[kStages];
 
-  /// By one thread, before any other touches the ring.
-  CUTE_DEVICE void init(int consumer_warps) {
+  /// By one thread, before any other touches the ring. `arrivals` of consumers empty a stage.
+  CUTE_DEVICE void init(int arrivals) {
     CUTE_UNROLL
     for (int s = 0; s < kStages; ++s) {
       full[s].init(1);
-      empty[s].init(consumer_warps);
+      empty[s].init(arrivals);
     }
   }
 
@@ -51,11 +51,13 @@ struct Ring {
 
   CUTE_DEVICE void wait_full(Cursor at) { full[at.stage].wait(at.parity); }
 
-  /// Consumer: every thread calls this when it has done reading.
-  CUTE_DEVICE void release(Cursor at) {
-    __syncwarp();  // the first lane speaks for all
+  /// Consumers, when they have done reading: a warp that read by matmuls, which belong to all its lanes, arrives once;
+  /// threads that loaded for themselves arrive each for itself.
+  CUTE_DEVICE void release_by_warp(Cursor at) {
+    __syncwarp();
     if (threadIdx.x % 32 == 0) empty[at.stage].arrive();
   }
+  CUTE_DEVICE void release_by_thread(Cursor at) { empty[at.stage].arrive(); }
 };
 
 /// Lets warpgroups take turns, each arriving at the next one's barrier: the named barriers 0, 1, 2 of those that

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.k));
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.v));
     if (Mainloop::kMemory.staged) prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.out));
-    shared.q_barriers.init(4 * kWarpgroups);
+    shared.q_barriers.init(128 * kWarpgroups);
     shared.k_barriers.init(4 * kWarpgroups);
     shared.v_barriers.init(4 * kWarpgroups);
     cutlass::arch::fence_barrier_init();

@@ -268,7 +268,7 @@ struct ForwardMainloopSm90 {
           }
           if (blocks < 0) return false;
           skip(work.tile);
-          shared.q_barriers.release(q_at);
+          shared.q_barriers.release_by_thread(q_at);
           q_at.advance();
         }
       };
@@ -303,7 +303,7 @@ struct ForwardMainloopSm90 {
       start_scores(q_at.stage, k_at.stage);
       turns.pass();
       wait_matmul<0>(tSrS);
-      shared.k_barriers.release(k_at);
+      shared.k_barriers.release_by_warp(k_at);
       k_at.advance();
       weigh(0, true_type{}, false_type{});
 
@@ -319,9 +319,9 @@ struct ForwardMainloopSm90 {
         start_matmul(mma_pv, tOrP, tOrV(_, _, _, v_at.stage), tOrO, opening);
         turns.pass();
         wait_matmul<1>(tSrS);
-        shared.k_barriers.release(k_at);
+        shared.k_barriers.release_by_warp(k_at);
         wait_matmul<0>(tOrO);
-        shared.v_barriers.release(v_at);
+        shared.v_barriers.release_by_warp(v_at);
         k_at.advance();
         v_at.advance();
         Softmax finished = softmax;
@@ -341,7 +341,7 @@ struct ForwardMainloopSm90 {
           }
         }
         tile = shared.work[q_at.stage].tile;
-        shared.q_barriers.release(q_at);
+        shared.q_barriers.release_by_thread(q_at);
         q_at.advance();
         if (!next_tile()) break;
         step(0, true_type{}, false_type{});
