@@ -11,6 +11,7 @@ namespace flashtile {
 namespace {
 
 constexpr int kSmallestSection = 32;       // tiles
+constexpr int kFastestSection = 64;        // tiles, where that is as even as any
 constexpr unsigned kLargestSearch = 4096;  // tiles: beyond, any section of a few rounds is even
 constexpr int kTileOverhead = 1;           // of a tile, in key blocks
 constexpr double kAsGood = 0.995;
@@ -59,7 +60,12 @@ int search(const ForwardPlan& plan) {
     found.emplace_back(scheduler.heads_at_once, evenness(scheduler, cost, plan.grid));
     best = std::max(best, found.back().second);
   }
-  return std::find_if(found.begin(), found.end(), [&](const auto& f) { return f.second >= kAsGood * best; })->first;
+  int chosen = 0;
+  for (const auto& [heads, even] : found) {
+    if (even < kAsGood * best) continue;
+    if (chosen == 0 || heads * plan.m_blocks <= kFastestSection) chosen = heads;
+  }
+  return chosen;
 }
 
 }  // namespace

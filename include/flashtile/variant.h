@@ -25,7 +25,8 @@ struct Variant {
 };
 
 /// The shared memory of Hopper's forward kernel. Two tiles of Q where they fit: the next one lands while the last is
-/// still in use. Where a tile of the output fits too, it leaves through shared memory, else from registers.
+/// still in use. The output of three warpgroups, which are short of registers, leaves through shared memory; from
+/// registers otherwise.
 struct ForwardMemorySm90 {
   int stages_q = 1;
   bool staged = false;
@@ -39,7 +40,7 @@ struct ForwardMemorySm90 {
     ForwardMemorySm90 memory;
     memory.bytes = kBarriers + q + bytes_of(v.dtype) * v.stages / 2 * v.tile_n * (v.head_dim + v.head_dim_v);
     if (memory.bytes + q <= kLimit) memory.stages_q = 2, memory.bytes += q;
-    if (memory.bytes + out <= kLimit) memory.staged = true, memory.bytes += out;
+    if (v.tile_m == 192 && memory.bytes + out <= kLimit) memory.staged = true, memory.bytes += out;
     return memory;
   }
 };
