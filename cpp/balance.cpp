@@ -60,12 +60,7 @@ int search(const ForwardPlan& plan) {
     found.emplace_back(scheduler.heads_at_once, evenness(scheduler, cost, plan.grid));
     best = std::max(best, found.back().second);
   }
-  int chosen = 0;
-  for (const auto& [heads, even] : found) {
-    if (even < kAsGood * best) continue;
-    if (chosen == 0 || heads * plan.m_blocks <= kFastestSection) chosen = heads;
-  }
-  return chosen;
+  return std::find_if(found.begin(), found.end(), [&](const auto& f) { return f.second >= kAsGood * best; })->first;
 }
 
 }  // namespace
