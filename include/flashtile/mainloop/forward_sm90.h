@@ -88,8 +88,6 @@ struct ForwardMainloopSm90 {
     else
       return GMMA::ss_op_selector<Element, Element, float, ShapeQK>();
   }
-  // Blocks that need no mask have a loop of their own where a third copy of the step fits into registers.
-  static constexpr bool kPeelInterior = kHeadDimV < 192;
   using MmaQK = decltype(cute::make_tiled_mma(op_qk(), Warpgroups{}));
   using MmaPV = decltype(cute::make_tiled_mma(
       cute::SM90::GMMA::rs_op_selector<Element, Element, float, ShapePV, cute::SM90::GMMA::Major::K,
@@ -113,6 +111,10 @@ struct ForwardMainloopSm90 {
   using SmemLayoutVt =
       decltype(cute::tile_to_shape(AtomMN{}, cute::Shape<cute::Int<kHeadDimV>, cute::Int<kN>, cute::Int<kStages>>{},
                                    cute::Step<cute::_2, cute::_1, cute::_3>{}));
+
+  // Blocks that need no mask have a loop of their own, where registers allow a third copy of the step.
+  static constexpr bool kPeelInterior = kHeadDimV < 192;
+
   static constexpr int kRowsOfWarp = 16;  // of the output, as it is staged
   using SmemLayoutO =
       decltype(cute::tile_to_shape(AtomK<kColumnsV>{}, cute::Shape<cute::Int<kRowsOfWarp>, cute::Int<kHeadDimV>>{}));
@@ -212,6 +214,7 @@ struct ForwardMainloopSm90 {
       using namespace cute;
       MmaQK mma_qk;
       MmaPV mma_pv;
+      // With a single stage of Q its descriptors are constants, which wait in ordinary registers.
       const int warpgroup = kStagesQ == 1 ? thread / 128 : uniform(thread / 128);
       auto qk_warpgroup = mma_qk.get_slice(warpgroup * 128);
       auto qk_thread = mma_qk.get_slice(thread);
@@ -234,6 +237,7 @@ struct ForwardMainloopSm90 {
       Tensor tOrO = partition_fragment_C(mma_pv, Shape<Int<kM>, Int<kHeadDimV>>{});              // (mma, m, head_dim)
 
       typename Ring<kStagesQ>::Cursor q_at{};
+      // Two cursors, though one follows the other: a step uses each and then advances it, so both stay uniform.
       typename Ring<kStages>::Cursor k_at{};  // the next block
       typename Ring<kStages>::Cursor v_at{};  // the block in hand
       const Turns<kWarpgroups> turns{warpgroup};
