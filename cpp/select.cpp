@@ -81,7 +81,7 @@ double estimated_time(const Variant& v, const Problem& p, HeadPacking packing) {
 /// where heads have slopes: the kernel takes that of a tile.
 HeadPacking widest_packing(const Problem& p) {
   if (p.seqlen_q >= 1 << 25 || p.alibi) return {};
-  return {std::min(std::countr_zero(static_cast<unsigned>(p.group())), HeadPacking::kWidest)};
+  return {std::min(std::countr_zero(static_cast<unsigned>(p.group())), 4)};
 }
 
 Estimate estimate(const ForwardRow& row, const Problem& p) {

@@ -115,8 +115,7 @@ struct ForwardMainloopSm90 {
   // Blocks that need no mask have a loop of their own, where registers allow a third copy of the step.
   static constexpr bool kPeelInterior = kHeadDimV < 192;
 
-  static constexpr int kRowsOfWarp = 16;  // of the output, as it is staged: the rows of whole queries
-  static_assert(kRowsOfWarp % HeadPacking{HeadPacking::kWidest}.heads() == 0);
+  static constexpr int kRowsOfWarp = 16;  // of the output, as it is staged
   using SmemLayoutO =
       decltype(cute::tile_to_shape(AtomK<kColumnsV>{}, cute::Shape<cute::Int<kRowsOfWarp>, cute::Int<kHeadDimV>>{}));
   static constexpr int kStagingWarps = kMemory.staged ? kM / kRowsOfWarp : 1;

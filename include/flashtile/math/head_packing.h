@@ -10,7 +10,6 @@ namespace flashtile {
 /// queries to a tile, so fewer keys that only some of its rows see, and full tiles where queries are few. Known as
 /// PackGQA (FlashAttention-3). With log2 = 0 a row is a query.
 struct HeadPacking {
-  static constexpr int kWidest = 4;  // log2: the 16 rows of a warp are then one query's
   int log2 = 0;
 
   FLASHTILE_HOST_DEVICE int heads() const { return 1 << log2; }
