@@ -1,20 +1,23 @@
 #include "balance.h"
 
 #include <algorithm>
+#include <functional>
+#include <queue>
+#include <utility>
 #include <vector>
 
 #include "flashtile/math/mask.h"
-#include "flashtile/scheduler/persistent.h"
 #include "recent.h"
 
 namespace flashtile {
 namespace {
 
-constexpr int kSmallestSection = 32;       // tiles
-constexpr int kFastestSection = 64;        // tiles, where that is as even as any
-constexpr unsigned kLargestSearch = 4096;  // tiles: beyond, any section of a few rounds is even
-constexpr int kTileOverhead = 1;           // of a tile, in key blocks
-constexpr double kAsGood = 0.995;
+constexpr int kSmallestSection = 32;      // tiles
+constexpr unsigned kLargestCount = 4096;  // tiles: beyond, any section of a few rounds is even
+constexpr int kTileOverhead = 1;          // of a tile, in key blocks
+constexpr double kAsGood = 0.998;
+constexpr double kCached = 32e6;  // bytes of keys and values that stay in the L2 cache, of 50 MB on an H100
+constexpr double kSpeedUncached = 0.9;
 
 struct Key {
   Band band;
@@ -24,54 +27,103 @@ struct Key {
   bool operator==(const Key&) const = default;
 };
 
-/// Work over the time that the busiest thread block takes.
-double evenness(const PersistentScheduler& scheduler, const std::vector<int>& cost, int blocks) {
-  const auto count = static_cast<unsigned>(blocks);
-  std::vector<std::int64_t> busy(count);
-  for (unsigned round = 0; round < scheduler.rounds(count); ++round) {
-    for (unsigned block = 0; block < count; ++block) {
-      const unsigned index = scheduler.index(round, block, count);
-      if (index < scheduler.tiles()) busy[block] += cost[static_cast<std::size_t>(scheduler.tile(index).m_block)];
-    }
-  }
-  std::int64_t sum = 0;
-  for (const std::int64_t b : busy) sum += b;
-  return static_cast<double>(sum) / static_cast<double>(blocks * *std::max_element(busy.begin(), busy.end()));
-}
-
-int search(const ForwardPlan& plan) {
+/// Of a tile of each block of rows, in key blocks.
+std::vector<int> costs(const ForwardPlan& plan) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
-  PersistentScheduler scheduler = PersistentScheduler::of(plan);
-  const int all = scheduler.batch_heads;
-  if (scheduler.tiles() <= static_cast<unsigned>(plan.grid)) return all;
-  if (scheduler.tiles() > kLargestSearch) return std::clamp(4 * plan.grid / plan.m_blocks, 1, all);
-  std::vector<int> cost;
+  std::vector<int> cost(static_cast<std::size_t>(plan.m_blocks), kTileOverhead);
+  if (p.band == Band::full()) return cost;  // all are equal
   for (int m = 0; m < plan.m_blocks; ++m) {
     const Range queries = plan.packing.queries(m * v.tile_m, v.tile_m, p.seqlen_q);
     const Range visible = p.band.tiles(queries, v.tile_n, p.lengths()).visible;
-    cost.push_back(std::max(visible.end - visible.begin, 0) + kTileOverhead);
+    cost[static_cast<std::size_t>(m)] += std::max(visible.end - visible.begin, 0);
+  }
+  return cost;
+}
+
+/// Of keys and values, by a query head or a pack of them.
+double key_bytes_of_head(const ForwardPlan& plan) {
+  const Problem& p = plan.problem;
+  const double per_kv_head = 1.0 * p.seqlen_k * (p.head_dim + p.head_dim_v) * bytes_of(p.dtype);
+  return per_kv_head * plan.packing.heads() / p.group();
+}
+
+PersistentScheduler search(const ForwardPlan& plan) {
+  const int packs = plan.problem.heads_q / plan.packing.heads();
+  const int all = plan.problem.batch * packs;
+  const std::vector<int> cost = costs(plan);
+  const bool equal = plan.problem.band == Band::full();  // then head after head
+  PersistentScheduler scheduler{.heads = packs, .m_blocks = plan.m_blocks, .batch_heads = all, .blocks = plan.grid};
+  if (equal || scheduler.tiles() > kLargestCount) {
+    if (!equal) scheduler.heads_at_once = std::clamp(4 * plan.grid / plan.m_blocks, 1, all);
+    divide(scheduler, cost);
+    return scheduler;
   }
   std::vector<std::pair<int, double>> found;
   double best = 0;
   for (int heads = 1; heads < 2 * all; heads *= 2) {
     scheduler.heads_at_once = std::min(heads, all);
     if (scheduler.heads_at_once * plan.m_blocks < kSmallestSection && heads < all) continue;
-    found.emplace_back(scheduler.heads_at_once, evenness(scheduler, cost, plan.grid));
+    const bool cached = scheduler.heads_at_once * key_bytes_of_head(plan) <= kCached;
+    found.emplace_back(scheduler.heads_at_once, divide(scheduler, cost) * (cached ? 1 : kSpeedUncached));
     best = std::max(best, found.back().second);
   }
-  return std::find_if(found.begin(), found.end(), [&](const auto& f) { return f.second >= kAsGood * best; })->first;
+  const auto as_good = [&](const auto& f) { return f.second >= kAsGood * best; };
+  scheduler.heads_at_once = std::ranges::find_if(found, as_good)->first;
+  divide(scheduler, cost);
+  return scheduler;
 }
 
 }  // namespace
 
-int heads_at_once(const ForwardPlan& plan) {
+double divide(PersistentScheduler& scheduler, std::span<const int> cost) {
+  const unsigned tiles = scheduler.tiles();
+  const auto blocks = static_cast<unsigned>(scheduler.blocks);
+  const int all_rounds = tiles == 0 ? 0 : static_cast<int>((tiles + blocks - 1) / blocks);
+  // After an even number of rounds blocks have about equal work.
+  scheduler.rounds = std::max(all_rounds - 2, 0) / 2 * 2;
+  const auto work = [&](unsigned index) { return cost[static_cast<std::size_t>(scheduler.tile(index).m_block)]; };
+
+  using Busy = std::pair<std::int64_t, int>;  // work so far, block
+  std::priority_queue<Busy, std::vector<Busy>, std::greater<>> least_busy;
+  std::int64_t sum = 0, most = 0;
+  for (int block = 0; block < scheduler.blocks; ++block) {
+    std::int64_t busy = 0;
+    if (tiles <= kLargestCount)
+      for (int n = 0; n < scheduler.rounds; ++n) busy += work(scheduler.index(n, block));
+    least_busy.emplace(busy, block);
+    sum += busy;
+    most = std::max(most, busy);
+  }
+
+  const unsigned first = scheduler.tiles_of_rounds();
+  std::vector<std::uint16_t> left(tiles - first);
+  for (std::size_t i = 0; i < left.size(); ++i) left[i] = static_cast<std::uint16_t>(i);
+  std::ranges::stable_sort(left, std::greater<>{}, [&](std::uint16_t i) { return work(first + i); });
+  std::vector<std::vector<std::uint16_t>> dealt(blocks);
+  for (const std::uint16_t i : left) {
+    auto [busy, block] = least_busy.top();
+    least_busy.pop();
+    dealt[static_cast<std::size_t>(block)].push_back(i);
+    busy += work(first + i);
+    least_busy.emplace(busy, block);
+    sum += work(first + i);
+    most = std::max(most, busy);
+  }
+  std::uint16_t* place = scheduler.dealt;
+  for (unsigned block = 0; block < blocks; ++block) {
+    place = std::ranges::copy(dealt[block], place).out;
+    scheduler.dealt_from[block + 1] = static_cast<std::uint16_t>(place - scheduler.dealt);
+  }
+  return most == 0 ? 1 : static_cast<double>(sum) / static_cast<double>(most * scheduler.blocks);
+}
+
+std::shared_ptr<const PersistentScheduler> balanced_scheduler(const ForwardPlan& plan) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
-  if (p.band == Band::full()) return 1;  // all tiles are equal: head after head
   const Key key{p.band, p.lengths(), plan.packing, p.batch, p.heads_q, plan.m_blocks, v.tile_m, v.tile_n, plan.grid};
-  static thread_local Recent<Key, int> recent;
-  return recent.get(key, [&] { return search(plan); });
+  static thread_local Recent<Key, std::shared_ptr<const PersistentScheduler>> recent;
+  return recent.get(key, [&] { return std::make_shared<const PersistentScheduler>(search(plan)); });
 }
 
 }  // namespace flashtile

@@ -163,8 +163,8 @@ ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device) {
   plan.grid = grid_for(problem, device, plan.tiles, forward_cost);
   plan.shared_memory = shared_memory(row);
   if (v.arch == Arch::kSm90) {
-    plan.grid = std::min(plan.grid, device.multiprocessors);
-    plan.heads_at_once = heads_at_once(plan);
+    plan.grid = std::min({plan.grid, device.multiprocessors, PersistentScheduler::kMaxBlocks});
+    plan.scheduler = balanced_scheduler(plan);
   }
   if (v.arch == Arch::kCpu) plan.workspace_bytes = cpu::forward_workspace_bytes(problem, v, plan.grid);
   plan.why = choice.why;

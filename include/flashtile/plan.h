@@ -3,10 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "flashtile/math/head_packing.h"
 #include "flashtile/problem.h"
+#include "flashtile/scheduler/persistent.h"
 #include "flashtile/variant.h"
 
 namespace flashtile {
@@ -42,9 +44,9 @@ using ForwardKernel = void (*)(const ForwardPlan&, const ForwardTensors&, void* 
 using BackwardKernel = void (*)(const BackwardPlan&, const BackwardTensors&, void* workspace, Stream);
 
 struct ForwardPlan : Plan {
-  HeadPacking packing;          // of the rows of a tile
-  int m_blocks = 0;             // tiles of rows in one head, or one pack of heads
-  int heads_at_once = 1;        // order of the tiles of a persistent kernel: see PersistentScheduler
+  HeadPacking packing;                                   // of the rows of a tile
+  int m_blocks = 0;                                      // tiles of rows in one head, or one pack of heads
+  std::shared_ptr<const PersistentScheduler> scheduler;  // of a persistent kernel: Hopper's
   ForwardKernel run = nullptr;  // null: this build holds no such kernel (planned for another device)
 };
 struct BackwardPlan : Plan {

@@ -14,13 +14,13 @@ from pathlib import Path
 # include/flashtile or one of its headers.
 LEVELS = [
     {"macros", "error", "cuda_error", "driver", "tensor_view"},
-    {"variant", "sequence", "barrier"},
+    {"variant", "sequence", "barrier", "scheduler"},
     {"math"},
     {"tensor_map"},
     {"load"},
     {"problem"},
     {"plan"},
-    {"registry", "scheduler"},
+    {"registry"},
     {"flashtile", "params", "launch"},
     {"mainloop", "epilogue"},
     {"kernel"},

@@ -1,12 +1,15 @@
 // Every scheduler visits every tile exactly once.
+#include "../../cpp/balance.h"
 #include "flashtile/scheduler/persistent.h"
 #include "flashtile/scheduler/single.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <numeric>
 #include <set>
 #include <tuple>
+#include <vector>
 
 namespace flashtile {
 namespace {
@@ -42,21 +45,30 @@ TEST(SingleTileScheduler, ReachesTheLastTileOfTheLargestGrid) {
   EXPECT_EQ(last.m_block, 0);  // the order within a head is from the end
 }
 
+PersistentScheduler divided(int batch, int heads, int m_blocks, int heads_at_once, int blocks) {
+  PersistentScheduler scheduler{.heads = heads,
+                                .m_blocks = m_blocks,
+                                .batch_heads = batch * heads,
+                                .heads_at_once = std::min(heads_at_once, batch * heads),
+                                .blocks = blocks};
+  std::vector<int> cost(static_cast<std::size_t>(m_blocks));
+  std::iota(cost.begin(), cost.end(), 2);
+  divide(scheduler, cost);
+  return scheduler;
+}
+
 TEST(PersistentScheduler, CoversEveryTileOnce) {
   for (const int batch : {1, 3})
     for (const int heads : {1, 5, 8})
       for (const int m_blocks : {1, 2, 7, 32})
         for (const int heads_at_once : {1, 2, 4, batch * heads})
-          for (const unsigned blocks : {1u, 7u, 132u}) {
-            const PersistentScheduler scheduler{heads, m_blocks, batch * heads, std::min(heads_at_once, batch * heads)};
+          for (const int blocks : {1, 7, 132, 144}) {
+            const PersistentScheduler scheduler = divided(batch, heads, m_blocks, heads_at_once, blocks);
             std::set<std::tuple<int, int, int>> seen;
-            for (unsigned round = 0; round < scheduler.rounds(blocks); ++round)
-              for (unsigned block = 0; block < blocks; ++block) {
-                const unsigned index = scheduler.index(round, block, blocks);
-                if (index >= scheduler.tiles()) {
-                  ASSERT_EQ(round + 1, scheduler.rounds(blocks));
-                  continue;
-                }
+            for (int block = 0; block < blocks; ++block)
+              for (int n = 0; n < scheduler.tiles_of(block); ++n) {
+                const unsigned index = scheduler.index(n, block);
+                ASSERT_LT(index, scheduler.tiles());
                 const TileCoord coord = scheduler.tile(index);
                 ASSERT_TRUE(0 <= coord.batch && coord.batch < batch);
                 ASSERT_TRUE(0 <= coord.head && coord.head < heads);
@@ -67,13 +79,37 @@ TEST(PersistentScheduler, CoversEveryTileOnce) {
           }
 }
 
+TEST(PersistentScheduler, EndsEveryBlockWithItsShortestTiles) {
+  const PersistentScheduler scheduler = divided(3, 8, 32, 4, 132);
+  for (int block = 0; block < scheduler.blocks; ++block)
+    for (int n = scheduler.rounds + 1; n < scheduler.tiles_of(block); ++n)
+      EXPECT_LE(scheduler.tile(scheduler.index(n, block)).m_block,
+                scheduler.tile(scheduler.index(n - 1, block)).m_block);
+}
+
+TEST(PersistentScheduler, DividesTheLastTilesEvenly) {
+  // 4096 tiles on 132 blocks: in rounds alone some have 32 and some 31, which is 3 % from even.
+  PersistentScheduler scheduler{.heads = 32, .m_blocks = 4, .batch_heads = 1024, .heads_at_once = 8, .blocks = 132};
+  EXPECT_GT(divide(scheduler, std::vector{2, 3, 4, 5}), 0.985);
+}
+
 TEST(PersistentScheduler, ReachesTheLastTileOfTheLargestProblem) {
   constexpr int kTiles = (1u << 31) - 1;  // select refuses more
-  const PersistentScheduler scheduler{1, 1, kTiles, 1};
-  const unsigned rounds = scheduler.rounds(132);
-  EXPECT_EQ(rounds, kTiles / 132 + 1u);
-  EXPECT_GE(scheduler.index(rounds - 1, 0, 132), (rounds - 1) * 132);
-  EXPECT_EQ(scheduler.tile(scheduler.tiles() - 1).batch, kTiles - 1);
+  const PersistentScheduler scheduler = divided(kTiles, 1, 1, 1, 132);
+  unsigned tiles = 0, last = 0;
+  for (int block = 0; block < scheduler.blocks; ++block) {
+    tiles += static_cast<unsigned>(scheduler.tiles_of(block));
+    last = std::max(last, scheduler.index(scheduler.tiles_of(block) - 1, block));
+  }
+  EXPECT_EQ(tiles, unsigned{kTiles});
+  EXPECT_EQ(last, kTiles - 1u);
+  EXPECT_EQ(scheduler.tile(last).batch, kTiles - 1);
+}
+
+TEST(PersistentScheduler, HasNothingToDoWithoutTiles) {
+  const PersistentScheduler scheduler = divided(0, 4, 3, 1, 0);
+  EXPECT_EQ(scheduler.tiles(), 0u);
+  EXPECT_EQ(scheduler.tiles_of(0), 0);
 }
 
 }  // namespace

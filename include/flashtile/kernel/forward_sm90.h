@@ -34,10 +34,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.k));
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.v));
     if (Mainloop::kMemory.staged) prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.out));
-    shared.q_barriers.init(128 * kWarpgroups);
-    shared.k_barriers.init(4 * kWarpgroups);
-    shared.v_barriers.init(4 * kWarpgroups);
-    cutlass::arch::fence_barrier_init();
+    shared.init_barriers();
   }
   __syncthreads();
 
@@ -79,13 +76,13 @@ void launch_forward_sm90(const ForwardPlan& plan, const ForwardTensors& tensors,
   static KernelHandles handles;
   const ForwardParamsSm90 params{
       .forward = ForwardParams::of(plan, tensors),
-      .q = head_tiles(tensors.q, Mainloop::kM, Mainloop::kColumns, plan.packing),
+      .q = head_tiles(tensors.q, Mainloop::kM / Mainloop::kWarpgroups, Mainloop::kColumns, plan.packing),
       .k = head_tiles(tensors.k, Mainloop::kN, Mainloop::kColumns),
       .v = head_tiles(tensors.v, Mainloop::kN, Mainloop::kColumnsV),
       .out = Mainloop::kMemory.staged
                  ? head_tiles(tensors.out, Mainloop::kRowsOfWarp, Mainloop::kColumnsV, plan.packing)
                  : CUtensorMap{},
-      .scheduler = PersistentScheduler::of(plan),
+      .scheduler = *plan.scheduler,
   };
   launch(forward_sm90<Row>, handles, plan, Row::kVariant.threads(), params, stream);
 }

@@ -10,8 +10,8 @@
 
 namespace flashtile {
 
-/// Loads the tile of kRows rows from `position` on, all columns, into shared memory: one box after the other. `head`
-/// counts packs of heads where the map has such.
+/// Loads the rows of one box of the map, from `position` on, all columns, box after box, into a tile of kRows rows in
+/// shared memory. `shared` is the first of them in that tile; `head` counts packs of heads where the map has such.
 template <int kRows, int kColumns, int kColumnsPerBox, class Element>
 CUTE_DEVICE void load_tile(CUtensorMap const& map, std::uint64_t* barrier, Element* shared, int position, int head,
                            int batch) {

@@ -1,10 +1,10 @@
 // Tiles of query rows against all keys they see, on Hopper's warpgroup matmuls (FlashAttention-3, Shah et al. 2024).
 //
 // A producer thread hands out tiles and has TMA bring them into a ring of shared memory. Each consumer warpgroup owns
-// 64 whole rows of Q. Warpgroups take turns at the tensor cores: in its turn one asks for P·V of a block and for the
-// scores of the next block together, the next one being, at the end of a tile, the first of the next tile; then it
-// turns those scores into weights while the others have theirs. So the tensor cores see one stream of blocks, and
-// tiles begin and end under the matmuls of the other warpgroups.
+// 64 whole rows of Q. Warpgroups take turns at the tensor cores: in its turn one asks for the scores of a block and for
+// P·V of the block before together; then it turns those scores into weights while the others have theirs. At the end of
+// a tile P·V comes first, while the next Q arrives, and the rows are finished under the first scores of the next tile.
+// So the tensor cores see one stream of blocks, across tiles too.
 //
 // No row maximum is taken after the first block of a tile: see OnlineSoftmax.
 #pragma once
@@ -132,30 +132,50 @@ struct ForwardMainloopSm90 {
     alignas(1024) Element k[kStages][kN * kHeadDim];
     alignas(1024) Element v[kStages][kN * kHeadDimV];
     alignas(1024) Element staging[kStagingWarps][kStagingPerWarp];
-    Work work[kStagesQ];  // comes and goes with the tile of Q
-    Ring<kStagesQ> q_barriers;
+    Work work[2];
+    Ring<2> work_barriers;
+    Ring<kStagesQ> q_barriers[kWarpgroups];  // of each one's rows
     Ring<kStages> k_barriers, v_barriers;
+
+    /// By one thread, before any other touches the barriers.
+    CUTE_DEVICE void init_barriers() {
+      work_barriers.init(128 * kWarpgroups);
+      CUTE_UNROLL
+      for (auto& barriers : q_barriers) barriers.init(kKeepQ ? 128 : 4);
+      k_barriers.init(4 * kWarpgroups);
+      v_barriers.init(4 * kWarpgroups);
+      cutlass::arch::fence_barrier_init();
+    }
   };
   using Softmax = OnlineSoftmax<2>;
 
-  /// One thread hands out tiles and brings their Q, K and V, in the order in which consumers need them: the K of each
-  /// block before the V of the block ahead of it, across tiles too: K0, K1, V0, K2, V1, …
+  /// One thread hands out tiles and brings their Q, K and V, in the order in which consumers make room: the K of each
+  /// block before the V of the block ahead of it, across tiles too, and Q after both: K0, Q, K1, V0, …, Kn, Vn-1, K0,
+  /// Vn, Q, K1, V0, …
   struct Producer {
     ForwardParamsSm90 const& params;
     SharedStorage& shared;
+    typename Ring<2>::Cursor work_at{};
     typename Ring<kStagesQ>::Cursor q_at{};
     typename Ring<kStages>::Cursor at{};  // the next block
 
     CUTE_DEVICE void hand_out(Work const& work) {
-      const bool empty = work.keys.blocks <= 0;
-      std::uint64_t* barrier = shared.q_barriers.fill(q_at, [&] {
-        shared.work[q_at.stage] = work;
-        return empty ? 0 : sizeof(shared.q[0]);
+      shared.work_barriers.fill(work_at, [&] {
+        shared.work[work_at.stage] = work;
+        return 0;
       });
-      if (!empty)
-        load_tile<kM, kHeadDim, kColumns>(params.q, barrier, shared.q[q_at.stage],
-                                          params.forward.packing.query(work.tile.m_block * kM), work.tile.head,
-                                          work.tile.batch);
+      work_at.advance();
+    }
+
+    CUTE_DEVICE void load_q(TileCoord tile) {
+      CUTE_UNROLL
+      for (int w = 0; w < kWarpgroups; ++w) {
+        constexpr int kRows = kM / kWarpgroups;
+        std::uint64_t* barrier = shared.q_barriers[w].fill(q_at, [] { return kRows * kHeadDim * sizeof(Element); });
+        load_tile<kM, kHeadDim, kColumns>(params.q, barrier, shared.q[q_at.stage] + w * kRows * kColumns,
+                                          params.forward.packing.query(tile.m_block * kM + w * kRows), tile.head,
+                                          tile.batch);
+      }
       q_at.advance();
     }
 
@@ -176,10 +196,8 @@ struct ForwardMainloopSm90 {
                                             v_tile.batch);
       };
       CUTE_NO_UNROLL
-      for (unsigned round = 0; round < scheduler.rounds(gridDim.x); ++round) {
-        const unsigned index = scheduler.index(round, blockIdx.x, gridDim.x);
-        if (index >= scheduler.tiles()) break;
-        const TileCoord tile = scheduler.tile(index);
+      for (int n = 0; n < scheduler.tiles_of(blockIdx.x); ++n) {
+        const TileCoord tile = scheduler.tile(scheduler.index(n, blockIdx.x));
         const Range queries = params.forward.packing.queries(tile.m_block * kM, kM, lengths.q);
         const VisibleKeys<kN> keys(params.forward.band, queries, lengths);
         hand_out({tile, keys});
@@ -189,6 +207,7 @@ struct ForwardMainloopSm90 {
           std::uint64_t* barrier = shared.k_barriers.fill(at, [] { return sizeof(SharedStorage::k[0]); });
           load_tile<kN, kHeadDim, kColumns>(params.k, barrier, shared.k[at.stage], key, kv_head(tile), tile.batch);
           load_v();
+          if (n_block == 0) load_q(tile);
           v_tile = tile;
           v_key = key;
           v_at = at;
@@ -236,6 +255,7 @@ struct ForwardMainloopSm90 {
       Tensor tOrP = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kN / 16>>>{});  // (mma, m, k)
       Tensor tOrO = partition_fragment_C(mma_pv, Shape<Int<kM>, Int<kHeadDimV>>{});              // (mma, m, head_dim)
 
+      typename Ring<2>::Cursor work_at{};
       typename Ring<kStagesQ>::Cursor q_at{};
       // Two cursors, though one follows the other: a step uses each and then advances it, so both stay uniform.
       typename Ring<kStages>::Cursor k_at{};  // the next block
@@ -246,34 +266,48 @@ struct ForwardMainloopSm90 {
       TileCoord tile;
       int blocks;
       Range interior;
+      // Waits for the rows of Q, and where they are kept in registers gives their place back at once.
       const auto take_q = [&] {
+        auto& barriers = shared.q_barriers[warpgroup];
+        barriers.wait_full(q_at);
         if constexpr (kKeepQ) {
           const auto copy_q = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, mma_qk);
           const auto copy_q_thread = copy_q.get_slice(thread);
           copy(copy_q, copy_q_thread.partition_S(sQ(_, _, q_at.stage)), copy_q_thread.retile_D(tSrQ));
+          barriers.release_by_thread(q_at);
+          q_at.advance();
         }
       };
-      const auto start_scores = [&](int q_stage, int k_stage) {
+      const auto start_scores = [&](int k_stage) {
+        const int q_stage = kKeepQ || kStagesQ == 1 ? 0 : uniform(q_at.stage);
         if constexpr (kKeepQ)
           start_matmul(mma_qk, tSrQ, tSrK(_, _, _, k_stage), tSrS, SM90::GMMA::ScaleOut::Zero);
         else
           start_matmul(mma_qk, tSrQ(_, _, _, q_stage), tSrK(_, _, _, k_stage), tSrS, SM90::GMMA::ScaleOut::Zero);
       };
+      // When the scores of a block are there.
+      const auto release_operands = [&](int n_block) {
+        shared.k_barriers.release_by_warp(k_at);
+        k_at.advance();
+        if (!kKeepQ && n_block + 1 == blocks) {
+          shared.q_barriers[warpgroup].release_by_warp(q_at);
+          q_at.advance();
+        }
+      };
+      const auto finish_work = [&] {
+        shared.work_barriers.release_by_thread(work_at);
+        work_at.advance();
+      };
       // The next tile that sees a key; false if there is none.
       const auto next_tile = [&] {
         while (true) {
-          shared.q_barriers.wait_full(q_at);
-          Work const& work = shared.work[q_at.stage];
+          shared.work_barriers.wait_full(work_at);
+          Work const& work = shared.work[work_at.stage];
           blocks = work.keys.blocks;
           interior = work.keys.interior;
-          if (blocks > 0) {
-            take_q();
-            return true;
-          }
-          if (blocks < 0) return false;
+          if (blocks != 0) return blocks > 0;
           skip(work.tile);
-          shared.q_barriers.release_by_thread(q_at);
-          q_at.advance();
+          finish_work();
         }
       };
       // Scores to weights. Almost never do they outgrow the reference that the tile's first block has set.
@@ -282,7 +316,7 @@ struct ForwardMainloopSm90 {
         Tensor scores = rows_and_columns(tSrS);  // (row, column)
         const bool edge = !interior.contains(n_block);
         if (!interior_only && (edge || !folded)) {
-          Work const& work = shared.work[q_at.stage];
+          Work const& work = shared.work[work_at.stage];
           const ScoreTile score_tile{params.forward, work.tile, work.tile.m_block * kM, work.keys.lengths};
           if (!folded) score_tile.map(scores, tScS, n_block * kN);
           if (edge) score_tile.mask(scores, tScS, n_block * kN);
@@ -302,56 +336,65 @@ struct ForwardMainloopSm90 {
 
       if (!next_tile()) return;
       turns.begin();
+      take_q();
       shared.k_barriers.wait_full(k_at);
       turns.await();
-      start_scores(q_at.stage, k_at.stage);
+      start_scores(k_at.stage);
       turns.pass();
       wait_matmul<0>(tSrS);
-      shared.k_barriers.release_by_warp(k_at);
-      k_at.advance();
+      release_operands(0);
       weigh(0, true_type{}, false_type{});
 
       auto opening = SM90::GMMA::ScaleOut::Zero;  // the first P·V of a tile overwrites what the last one left
-      // P·V of the block in hand, and the weights of the next one, which where `kCloses` is the first of the next tile.
-      const auto step = [&](int n_block, auto closes, auto interior_only) __attribute__((always_inline)) {
-        constexpr bool kCloses = decltype(closes)::value;
-        const int q_stage = kKeepQ || kStagesQ == 1 ? 0 : uniform(q_at.stage);
-        shared.k_barriers.wait_full(k_at);
-        turns.await();
-        start_scores(q_stage, k_at.stage);
+      const auto start_output = [&] {
         shared.v_barriers.wait_full(v_at);
         start_matmul(mma_pv, tOrP, tOrV(_, _, _, v_at.stage), tOrO, opening);
+      };
+      // P·V of the block in hand, and the weights of the next one.
+      const auto step = [&](int n_block, auto interior_only) __attribute__((always_inline)) {
+        shared.k_barriers.wait_full(k_at);
+        turns.await();
+        start_scores(k_at.stage);
+        start_output();
         turns.pass();
         wait_matmul<1>(tSrS);
-        shared.k_barriers.release_by_warp(k_at);
+        release_operands(n_block);
         wait_matmul<0>(tOrO);
         shared.v_barriers.release_by_warp(v_at);
-        k_at.advance();
         v_at.advance();
-        Softmax finished = softmax;
-        weigh(n_block, closes, interior_only);
-        if (kCloses) finish(tile, tOrO, finished);
-        opening = kCloses ? SM90::GMMA::ScaleOut::Zero : SM90::GMMA::ScaleOut::One;
+        weigh(n_block, false_type{}, interior_only);
+        opening = SM90::GMMA::ScaleOut::One;
       };
       while (true) {
         CUTE_NO_UNROLL
         for (int n_block = 1; n_block < blocks;) {
           if (kPeelInterior && folded && interior.contains(n_block)) {
             CUTE_NO_UNROLL
-            do step(n_block, false_type{}, true_type{});
+            do step(n_block, true_type{});
             while (++n_block < interior.end);
           } else {
-            step(n_block++, false_type{}, false_type{});
+            step(n_block++, false_type{});
           }
         }
-        tile = shared.work[q_at.stage].tile;
-        shared.q_barriers.release_by_thread(q_at);
-        q_at.advance();
+        tile = shared.work[work_at.stage].tile;
+        finish_work();
         if (!next_tile()) break;
-        step(0, true_type{}, false_type{});
+        turns.await();
+        start_output();
+        take_q();
+        shared.k_barriers.wait_full(k_at);
+        start_scores(k_at.stage);
+        turns.pass();
+        wait_matmul<1>(tOrO);
+        shared.v_barriers.release_by_warp(v_at);
+        v_at.advance();
+        finish(tile, tOrO, softmax);
+        wait_matmul<0>(tSrS);
+        release_operands(0);
+        weigh(0, true_type{}, false_type{});
+        opening = SM90::GMMA::ScaleOut::Zero;
       }
-      shared.v_barriers.wait_full(v_at);
-      start_matmul(mma_pv, tOrP, tOrV(_, _, _, v_at.stage), tOrO, opening);
+      start_output();
       wait_matmul<0>(tOrO);
       finish(tile, tOrO, softmax);
     }

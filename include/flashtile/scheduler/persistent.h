@@ -1,37 +1,47 @@
 // As many thread blocks as multiprocessors, each taking tile after tile.
 #pragma once
 
+#include <cstdint>
+
 #include "flashtile/macros.h"
-#include "flashtile/plan.h"
 #include "flashtile/scheduler/single.h"
 
 namespace flashtile {
 
-/// Which tile a thread block takes in which round, fixed beforehand: no counter that someone would have to reset.
+/// Which tile a thread block takes after which, fixed beforehand: no counter that someone would have to reset. Made by
+/// balance.cpp.
 ///
 /// Tiles stand section by section. A section is `heads_at_once` heads side by side, few enough for their keys and
 /// values to stay in the L2 cache: first the last block of query rows of each, then the last but one, and so on; under
 /// a causal mask that is from the most work to the least. Every other section runs the other way, so that neighbours
-/// have about equal work there too, and the last one ends with the least. Rounds alternate in direction as well: who
-/// got the longest tile of one gets the shortest of the next.
+/// have about equal work there too, and the last one ends with the least.
+///
+/// In each of the first `rounds` rounds every block takes one tile. Rounds alternate in direction: who got the longest
+/// tile of one gets the shortest of the next. The tiles that are left, of two or three rounds, are dealt one by one.
 struct PersistentScheduler {
+  static constexpr int kMaxBlocks = 144;  // as many multiprocessors as Hopper's largest die has
+  static constexpr int kMaxDealt = 3 * kMaxBlocks;
+
   int heads = 1;  // or packs of heads
   int m_blocks = 1;
   int batch_heads = 1;  // batch · heads
   int heads_at_once = 1;
+  int blocks = 1;
+  int rounds = 0;
+  std::uint16_t dealt_from[kMaxBlocks + 1] = {};  // block b: places [dealt_from[b], dealt_from[b + 1]) of `dealt`
+  std::uint16_t dealt[kMaxDealt] = {};            // indices of tiles, counted from the first that no round has
 
-  static PersistentScheduler of(const ForwardPlan& plan) {
-    const int packs = plan.problem.heads_q / plan.packing.heads();
-    return {packs, plan.m_blocks, plan.problem.batch * packs, plan.heads_at_once};
-  }
-
-  // Unsigned, because the last round may reach past the largest int.
+  // Unsigned, as indices may be as large as int allows.
   FLASHTILE_HOST_DEVICE unsigned tiles() const { return unsigned(batch_heads) * unsigned(m_blocks); }
-  FLASHTILE_HOST_DEVICE unsigned rounds(unsigned blocks) const { return (tiles() + blocks - 1) / blocks; }
+  FLASHTILE_HOST_DEVICE unsigned tiles_of_rounds() const { return unsigned(rounds) * unsigned(blocks); }
 
-  /// Its place among all tiles; none if that is not below tiles(), which happens in the last round alone.
-  FLASHTILE_HOST_DEVICE unsigned index(unsigned round, unsigned block, unsigned blocks) const {
-    return round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
+  /// How many tiles a block takes.
+  FLASHTILE_HOST_DEVICE int tiles_of(int block) const { return rounds + dealt_from[block + 1] - dealt_from[block]; }
+
+  /// Which is the n-th that a block takes.
+  FLASHTILE_HOST_DEVICE unsigned index(int n, int block) const {
+    if (n >= rounds) return tiles_of_rounds() + dealt[dealt_from[block] + n - rounds];
+    return unsigned(n) * unsigned(blocks) + unsigned(n % 2 == 0 ? block : blocks - 1 - block);
   }
 
   FLASHTILE_HOST_DEVICE TileCoord tile(unsigned index) const {
