@@ -54,8 +54,9 @@ PersistentScheduler search(const ForwardPlan& plan) {
   const std::vector<int> cost = costs(plan);
   const bool equal = plan.problem.band == Band::full();  // then head after head
   PersistentScheduler scheduler{.heads = packs, .m_blocks = plan.m_blocks, .batch_heads = all, .blocks = plan.grid};
-  if (equal || scheduler.tiles() > kLargestCount) {
-    if (!equal) scheduler.heads_at_once = std::clamp(4 * plan.grid / plan.m_blocks, 1, all);
+  const unsigned tiles = scheduler.tiles();
+  if (equal || tiles <= static_cast<unsigned>(plan.grid) || tiles > kLargestCount) {
+    if (!equal && tiles > kLargestCount) scheduler.heads_at_once = std::clamp(4 * plan.grid / plan.m_blocks, 1, all);
     divide(scheduler, cost);
     return scheduler;
   }

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "flashtile/flashtile.h"
@@ -160,6 +161,21 @@ TEST(Select, HopperDividesCausalWorkEvenly) {
         EXPECT_LE(unevenness(plan), std::max(1.035, std::ceil(rounds) / rounds)) << to_string(plan);
         EXPECT_EQ(select_forward(problem, device).scheduler, plan.scheduler);
       }
+    }
+  }
+}
+
+TEST(Select, HopperPlansEmptyProblems) {
+  const DeviceInfo device = gpu(90, 227);
+  for (const Band band : {Band::full(), Band::causal()}) {
+    for (const auto& [batch, seqlen_q] : {std::pair{0, 100}, std::pair{2, 0}}) {
+      Problem problem = problem_on(device, DType::kBFloat16, 128, 128, 100);
+      problem.batch = batch;
+      problem.seqlen_q = seqlen_q;
+      problem.band = band;
+      const ForwardPlan plan = select_forward(problem, device);
+      EXPECT_EQ(plan.grid, 0);
+      EXPECT_EQ(plan.scheduler->tiles(), 0u);
     }
   }
 }
