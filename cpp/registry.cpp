@@ -11,27 +11,39 @@
 #define FLASHTILE_JOIN_(a, b) a##b
 #define FLASHTILE_JOIN(a, b) FLASHTILE_JOIN_(a, b)
 #define FLASHTILE_LAUNCH_FORWARD(...) FLASHTILE_JOIN(launch_forward_, FLASHTILE_NAME(__VA_ARGS__))
+#define FLASHTILE_LAUNCH_BACKWARD(...) FLASHTILE_JOIN(launch_backward_, FLASHTILE_NAME(__VA_ARGS__))
 
 // What to declare and what to list, by the first column.
-#define FLASHTILE_DECLARE_cpu(...)
+#define FLASHTILE_DECLARE_FORWARD_cpu(...)
+#define FLASHTILE_DECLARE_BACKWARD_cpu(...)
 #define FLASHTILE_FORWARD_cpu(...) &cpu::run_forward
 #define FLASHTILE_BACKWARD_cpu(...) &cpu::run_backward
 #ifdef FLASHTILE_WITH_CUDA
-#define FLASHTILE_DECLARE_sm80(...) \
+#define FLASHTILE_DECLARE_FORWARD_sm80(...) \
   void FLASHTILE_LAUNCH_FORWARD(__VA_ARGS__)(const ForwardPlan&, const ForwardTensors&, void* workspace, Stream);
+#define FLASHTILE_DECLARE_BACKWARD_sm80(...) \
+  void FLASHTILE_LAUNCH_BACKWARD(__VA_ARGS__)(const BackwardPlan&, const BackwardTensors&, void* workspace, Stream);
 #define FLASHTILE_FORWARD_sm80(...) &FLASHTILE_LAUNCH_FORWARD(__VA_ARGS__)
+#define FLASHTILE_BACKWARD_sm80(...) &FLASHTILE_LAUNCH_BACKWARD(__VA_ARGS__)
 #else
-#define FLASHTILE_DECLARE_sm80(...)
+#define FLASHTILE_DECLARE_FORWARD_sm80(...)
+#define FLASHTILE_DECLARE_BACKWARD_sm80(...)
 #define FLASHTILE_FORWARD_sm80(...) nullptr
+#define FLASHTILE_BACKWARD_sm80(...) nullptr
 #endif
-#define FLASHTILE_DECLARE_sm90(...) FLASHTILE_DECLARE_sm80(__VA_ARGS__)
+#define FLASHTILE_DECLARE_FORWARD_sm90(...) FLASHTILE_DECLARE_FORWARD_sm80(__VA_ARGS__)
+#define FLASHTILE_DECLARE_BACKWARD_sm90(...) FLASHTILE_DECLARE_BACKWARD_sm80(__VA_ARGS__)
 #define FLASHTILE_FORWARD_sm90(...) FLASHTILE_FORWARD_sm80(__VA_ARGS__)
+#define FLASHTILE_BACKWARD_sm90(...) FLASHTILE_BACKWARD_sm80(__VA_ARGS__)
 
 namespace flashtile {
 
-#define FORWARD(arch, ...) FLASHTILE_DECLARE_##arch(arch, __VA_ARGS__)
+#define FORWARD(arch, ...) FLASHTILE_DECLARE_FORWARD_##arch(arch, __VA_ARGS__)
 #include "variants/forward.def"
 #undef FORWARD
+#define BACKWARD(arch, ...) FLASHTILE_DECLARE_BACKWARD_##arch(arch, __VA_ARGS__)
+#include "variants/backward.def"
+#undef BACKWARD
 
 namespace {
 

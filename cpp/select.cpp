@@ -6,6 +6,7 @@
 #include "balance.h"
 #include "cpu/cpu.h"
 #include "flashtile/flashtile.h"
+#include "flashtile/workspace.h"
 
 namespace flashtile {
 namespace {
@@ -50,8 +51,8 @@ int shared_memory(const ForwardRow& row) {
   return row.variant.arch == Arch::kCpu ? 0 : forward_shared_memory(row.variant);
 }
 
-int shared_memory(const BackwardRow&) {
-  return 0;
+int shared_memory(const BackwardRow& row) {
+  return row.variant.arch == Arch::kCpu ? 0 : backward_shared_memory(row.variant);
 }
 
 /// Keys that a tile is multiplied with, on average: those that its queries see, and what its edges waste.
@@ -103,20 +104,21 @@ struct Choice {
   const char* why = "";
 };
 
-/// Hopper has kernels of its own; every newer GPU runs Ampere's.
-Arch gpu_arch(std::span<const ForwardRow>, const DeviceInfo& device) {
-  return device.compute_capability == 90 ? Arch::kSm90 : Arch::kSm80;
-}
-
-Arch gpu_arch(std::span<const BackwardRow>, const DeviceInfo&) {
-  return Arch::kSm80;
+/// Hopper has kernels of its own, for head dimensions up to the widest of `rows`; every newer GPU runs Ampere's.
+template <class Row>
+Arch gpu_arch(std::span<const Row> rows, const DeviceInfo& device, const Problem& problem) {
+  const auto serves = [&](const Row& row) {
+    return row.variant.arch == Arch::kSm90 && row.variant.head_dim >= problem.head_dim &&
+           row.variant.head_dim_v >= problem.head_dim_v;
+  };
+  return device.compute_capability == 90 && std::ranges::any_of(rows, serves) ? Arch::kSm90 : Arch::kSm80;
 }
 
 template <class Row>
 Choice<Row> choose(const char* pass, const Problem& problem, const DeviceInfo& device, std::span<const Row> rows) {
   const bool on_cpu = problem.device.type == DeviceType::kCpu;
   if (!on_cpu && device.compute_capability < kOldestComputeCapability) refuse_device(device);
-  const Arch arch = on_cpu ? Arch::kCpu : gpu_arch(rows, device);
+  const Arch arch = on_cpu ? Arch::kCpu : gpu_arch(rows, device, problem);
   Choice<Row> best{.why = kNarrowest};
   for (const Row& row : rows) {
     const Variant& v = row.variant;
@@ -129,6 +131,7 @@ Choice<Row> choose(const char* pass, const Problem& problem, const DeviceInfo& d
       continue;
     }
     const Estimate here = estimate(row, problem);
+    if (best.row && here.time == 0) break;  // nothing to compare: the first that fits
     if (best.row) best.why = kFastest;
     if (!best.row || here.time < best.estimate.time) best.row = &row, best.estimate = here;
   }
@@ -181,7 +184,14 @@ BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
   plan.variant = v;
   plan.tiles = std::int64_t{problem.batch} * problem.heads_k * ((problem.seqlen_k + v.tile_n - 1) / v.tile_n);
   plan.grid = grid_for(problem, device, plan.tiles, backward_cost);
-  if (v.arch == Arch::kCpu) plan.workspace_bytes = cpu::backward_workspace_bytes(problem, v, plan.grid);
+  plan.shared_memory = shared_memory(row);
+  if (v.arch == Arch::kCpu) {
+    plan.workspace_bytes = cpu::backward_workspace_bytes(problem, v, plan.grid);
+  } else {
+    const BackwardWorkspace workspace = BackwardWorkspace::of(problem, v);
+    grid_for(problem, device, workspace.tiles, backward_cost);  // or refuses
+    plan.workspace_bytes = workspace.bytes();
+  }
   plan.why = choice.why;
   plan.run = row.run;
   return plan;

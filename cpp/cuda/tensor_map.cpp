@@ -17,8 +17,12 @@ struct Key {
   bool operator==(const Key&) const = default;
 };
 
-CUtensorMap encode(const Key& key, const TensorView& t) {
+decltype(&cuTensorMapEncodeTiled) encoder() {
   static const auto encode_tiled = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
+  return encode_tiled;
+}
+
+CUtensorMap encode(const Key& key, const TensorView& t) {
   const auto size = static_cast<std::uint64_t>(bytes_of(key.dtype));
   const auto extent = [&](std::size_t i) { return static_cast<std::uint64_t>(key.shape[i]); };
   const auto packed = static_cast<std::uint64_t>(key.packing.heads());
@@ -33,11 +37,11 @@ CUtensorMap encode(const Key& key, const TensorView& t) {
   const std::uint32_t element_strides[] = {1, 1, 1, 1, 1};
   CUtensorMap map;
   call_driver("cuTensorMapEncodeTiled", t.device.index, [&] {
-    return encode_tiled(
-        &map, key.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5,
-        t.data, shape, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        key.columns_per_box * size == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return encoder()(&map,
+                     key.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                     5, t.data, shape, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                     key.columns_per_box * size == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   });
   return map;
 }
@@ -53,6 +57,22 @@ CUtensorMap head_tiles(const TensorView& t, int rows, int columns_per_box, HeadP
   const Key key{t.dtype, rows, columns_per_box, packing, t.shape, t.strides};
   CUtensorMap map = recent.get(key, [&] { return encode(key, t); });
   call_driver("cuTensorMapReplaceAddress", t.device.index, [&] { return replace_address(&map, t.data); });
+  return map;
+}
+
+CUtensorMap float_boxes(float* matrix, std::int64_t rows, std::int64_t columns, int rows_per_box, int columns_per_box,
+                        Device device) {
+  if (rows == 0 || columns == 0) return {};
+  const std::uint64_t shape[] = {static_cast<std::uint64_t>(columns), static_cast<std::uint64_t>(rows)};
+  const std::uint64_t strides[] = {shape[0] * sizeof(float)};
+  const std::uint32_t box[] = {static_cast<std::uint32_t>(columns_per_box), static_cast<std::uint32_t>(rows_per_box)};
+  const std::uint32_t element_strides[] = {1, 1};
+  CUtensorMap map;
+  call_driver("cuTensorMapEncodeTiled", device.index, [&] {
+    return encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, matrix, shape, strides, box, element_strides,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  });
   return map;
 }
 

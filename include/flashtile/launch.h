@@ -30,17 +30,23 @@ class KernelHandles {
   std::array<std::atomic<CUfunction>, kMaxDevices> handles_{};
 };
 
-/// Launches `kernel` on the plan's grid, as a one-dimensional block of `threads`.
+struct LaunchShape {
+  int grid = 0;  // thread blocks; none: nothing is launched
+  int threads = 0;
+  int shared_memory = 0;  // bytes
+};
+
+/// Launches `kernel` on `device`, the current one, in one dimension.
 template <class Params>
-void launch(void (*kernel)(Params), KernelHandles& handles, const Plan& plan, int threads, Params params,
+void launch(void (*kernel)(Params), KernelHandles& handles, Device device, LaunchShape shape, const Params& params,
             Stream stream) {
+  if (shape.grid == 0) return;
   static const auto start = driver_function<decltype(&cuLaunchKernel)>("cuLaunchKernel");
-  const CUfunction function =
-      handles.get(reinterpret_cast<const void*>(kernel), plan.problem.device.index, plan.shared_memory);
-  void* arguments[] = {&params};
-  call_driver("launch of a kernel", plan.problem.device.index, [&] {
-    return start(function, plan.grid, 1, 1, threads, 1, 1, plan.shared_memory, static_cast<CUstream>(stream), arguments,
-                 nullptr);
+  const CUfunction function = handles.get(reinterpret_cast<const void*>(kernel), device.index, shape.shared_memory);
+  void* arguments[] = {const_cast<Params*>(&params)};  // read only
+  call_driver("launch of a kernel", device.index, [&] {
+    return start(function, shape.grid, 1, 1, shape.threads, 1, 1, shape.shared_memory, static_cast<CUstream>(stream),
+                 arguments, nullptr);
   });
 }
 

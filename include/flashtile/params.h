@@ -8,6 +8,7 @@
 #include "flashtile/math/softmax.h"
 #include "flashtile/plan.h"
 #include "flashtile/scheduler/single.h"
+#include "flashtile/workspace.h"
 
 namespace flashtile {
 
@@ -64,6 +65,81 @@ struct ForwardParams {
         .head_dim = p.head_dim,
         .head_dim_v = p.head_dim_v,
         .scheduler = {p.heads_q, plan.m_blocks},
+    };
+  }
+};
+
+/// What a backward kernel is launched with. Its tiles of scores are transposed: keys are rows, queries are columns.
+struct BackwardParams {
+  const void* q;              // (B, S_q, H_q, D)
+  const void* k;              // (B, S_k, H_k, D)
+  const void* v;              // (B, S_k, H_k, D_v)
+  const void* out;            // (B, S_q, H_q, D_v)
+  const void* dout;           // (B, S_q, H_q, D_v)
+  const float* lse;           // (B, H_q, S_q) contiguous
+  const float* dlse;          // the same, or null
+  const float* alibi_slopes;  // one per (batch, query head), or null
+  void* dq;                   // like q; null where not wanted, as dk and dv
+  void* dk;                   // like k
+  void* dv;                   // like v
+  Strides q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides, dk_strides, dv_strides;
+  std::int64_t alibi_batch_stride, alibi_head_stride;
+  Lengths lengths;
+  Band band;            // transposed
+  HeadPacking packing;  // none
+  ScoreMap score_map;
+  float scale;
+  int heads;     // query heads
+  int heads_k;   // KV heads
+  int group;     // query heads per KV head; may be 0
+  int head_dim;  // of Q and K
+  int head_dim_v;
+  int m_blocks;  // tiles of query rows in one head
+  int n_blocks;  // tiles of keys in one head
+  BackwardWorkspace workspace;
+  void* memory;  // of `workspace`
+
+  static BackwardParams of(const BackwardPlan& plan, const BackwardTensors& t, void* memory) {
+    const Problem& p = plan.problem;
+    const ForwardTensors& f = t.forward;
+    const TensorView& slopes = f.alibi_slopes;
+    const auto floats = [](const TensorView& x) { return x.given() ? static_cast<const float*>(x.data) : nullptr; };
+    return {
+        .q = f.q.data,
+        .k = f.k.data,
+        .v = f.v.data,
+        .out = f.out.data,
+        .dout = t.dout.data,
+        .lse = floats(f.lse),
+        .dlse = floats(t.dlse),
+        .alibi_slopes = floats(slopes),
+        .dq = t.dq.data,
+        .dk = t.dk.data,
+        .dv = t.dv.data,
+        .q_strides = Strides::of(f.q),
+        .k_strides = Strides::of(f.k),
+        .v_strides = Strides::of(f.v),
+        .out_strides = Strides::of(f.out),
+        .dout_strides = Strides::of(t.dout),
+        .dq_strides = Strides::of(t.dq),
+        .dk_strides = Strides::of(t.dk),
+        .dv_strides = Strides::of(t.dv),
+        .alibi_batch_stride = slopes.rank == 2 ? slopes.strides[0] : 0,
+        .alibi_head_stride = slopes.given() ? slopes.strides[slopes.rank - 1] : 0,
+        .lengths = p.lengths(),
+        .band = p.band.transposed(),
+        .packing = {},
+        .score_map = ScoreMap::of(p.scale, p.softcap),
+        .scale = p.scale,
+        .heads = p.heads_q,
+        .heads_k = p.heads_k,
+        .group = p.group(),
+        .head_dim = p.head_dim,
+        .head_dim_v = p.head_dim_v,
+        .m_blocks = (p.seqlen_q + plan.variant.tile_m - 1) / plan.variant.tile_m,
+        .n_blocks = (p.seqlen_k + plan.variant.tile_n - 1) / plan.variant.tile_n,
+        .workspace = BackwardWorkspace::of(p, plan.variant),
+        .memory = memory,
     };
   }
 };

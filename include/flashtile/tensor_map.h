@@ -13,4 +13,9 @@ namespace flashtile {
 /// lies outside the tensor is read as zero and not written. An empty tensor has none.
 CUtensorMap head_tiles(const TensorView& tensor, int rows, int columns_per_box, HeadPacking packing = {});
 
+/// Describes a matrix of floats, its rows one after the other, to TMA, in boxes of (rows_per_box, columns_per_box); the
+/// coordinates are column, row.
+CUtensorMap float_boxes(float* matrix, std::int64_t rows, std::int64_t columns, int rows_per_box, int columns_per_box,
+                        Device device);
+
 }  // namespace flashtile

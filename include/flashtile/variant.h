@@ -17,7 +17,7 @@ struct Variant {
   int head_dim_v;  // the largest D_v
   int tile_m;      // query rows of a tile
   int tile_n;      // keys of a tile
-  int stages;      // tiles of K and V in shared memory at a time, both together
+  int stages;      // forward: tiles of K and V in shared memory at a time, both together; backward: of Q, and of dO
   int warps;
 
   constexpr int threads() const { return warps * 32; }
@@ -49,6 +49,24 @@ struct ForwardMemorySm90 {
 constexpr int forward_shared_memory(const Variant& v) {
   if (v.arch == Arch::kSm90) return ForwardMemorySm90::of(v).bytes;
   return bytes_of(v.dtype) * v.head_dim * (v.tile_m + v.stages * v.tile_n);
+}
+
+/// The shared memory of Hopper's backward kernel: a tile of K and one of V, `stages` tiles of Q and of dO with two
+/// floats a row, two of dS, and one of dQ on its way out.
+constexpr int backward_shared_memory_sm90(const Variant& v) {
+  constexpr int kBarriers = 1024;
+  return kBarriers + bytes_of(v.dtype) * (2 * v.head_dim * (v.tile_n + v.stages * v.tile_m) + 2 * v.tile_m * v.tile_n) +
+         8 * v.stages * v.tile_m + 4 * v.tile_m * v.head_dim;
+}
+
+/// Of a CUDA backward kernel; on Ampere a tile of K and one of V, `stages` tiles of Q and of dO with two floats a row,
+/// and dS; P too where several warps share the keys of a block.
+constexpr int backward_shared_memory(const Variant& v) {
+  if (v.arch == Arch::kSm90) return backward_shared_memory_sm90(v);
+  const bool p_is_shared = v.warps * 32 > v.tile_n;
+  return bytes_of(v.dtype) *
+             (2 * v.head_dim * (v.tile_n + v.stages * v.tile_m) + (p_is_shared ? 2 : 1) * v.tile_m * v.tile_n) +
+         8 * v.stages * v.tile_m;
 }
 
 constexpr const char* name_of(Arch arch) {

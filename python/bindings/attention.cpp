@@ -51,16 +51,31 @@ struct Free {
   void operator()(void* memory) const { std::free(memory); }
 };
 
-/// Host memory for a CPU plan, 64-byte aligned. CUDA plans need none yet.
-std::unique_ptr<void, Free> allocate_workspace(const Plan& plan) {
-  if (plan.workspace_bytes == 0) return nullptr;
-  if (plan.problem.device.type != DeviceType::kCpu) throw Unsupported("a CUDA plan asks for a workspace");
-  constexpr std::size_t kAlignment = 64;
-  const std::size_t bytes = (plan.workspace_bytes + kAlignment - 1) / kAlignment * kAlignment;
-  std::unique_ptr<void, Free> memory(std::aligned_alloc(kAlignment, bytes));
-  if (!memory) throw std::bad_alloc();
-  return memory;
-}
+/// A plan's workspace: host memory, or the framework's on the device, which it may give to whoever comes later on the
+/// current stream.
+class Workspace {
+ public:
+  Workspace(const char* function, const Plan& plan, handle like) {
+    const std::int64_t bytes = plan.workspace_bytes;
+    if (bytes == 0) return;
+    if (plan.problem.device.type == DeviceType::kCpu) {
+      constexpr std::int64_t kAlignment = 64;
+      host_.reset(std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment));
+      if (!host_) throw std::bad_alloc();
+    } else {
+      const std::int64_t floats = (bytes + 3) / 4;
+      device_ = hidden_memory(like, plan.problem.device, {floats});
+      if (device_.is_none()) device_ = like.attr(interned().new_empty)(floats, "dtype"_a = interned().float32);
+      pointer_ = tensor_view(function, "workspace", device_).data;
+    }
+  }
+  void* get() const { return host_ ? host_.get() : pointer_; }
+
+ private:
+  std::unique_ptr<void, Free> host_;
+  nb::object device_;
+  void* pointer_ = nullptr;
+};
 
 /// What every call is given. `options` are the tuple (alibi_slopes, causal, window, scale, softcap).
 struct Given {
@@ -108,7 +123,7 @@ Results forward(handle q, handle k, handle v, handle options, nb::object (*make_
   tensors.out = tensor_view(kForward, "out", results.out);
   tensors.lse = optional_view(kForward, "lse", results.lse);
   const Stream stream = current_stream(q, p.device);
-  const auto workspace = allocate_workspace(plan);
+  const Workspace workspace(kForward, plan, q);
   const nb::gil_scoped_release no_gil;
   run_forward(plan, tensors, workspace.get(), stream);
   return results;
@@ -139,7 +154,7 @@ void backward(handle dout, handle dlse, handle q, handle k, handle v, handle out
   const Device device = tensors.forward.q.device;
   const BackwardPlan plan = plan_backward(kBackward, tensors, given.options, device_for(kBackward, device));
   const Stream stream = current_stream(q, device);
-  const auto workspace = allocate_workspace(plan);
+  const Workspace workspace(kBackward, plan, q);
   const nb::gil_scoped_release no_gil;
   run_backward(plan, tensors, workspace.get(), stream);
 }

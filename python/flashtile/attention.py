@@ -52,13 +52,14 @@ def attention(
     Returns:
         out, (B, S_q, H_q, D_v), contiguous, of q's dtype; with ``return_lse`` the pair (out, lse), where lse is the
         natural logarithm, float32, (B, H_q, S_q). Both are differentiable with respect to q, k and v, once. Sums
-        and softmax statistics are float32. A row that sees no column has out = 0, lse = -inf and gradients 0.
+        and softmax statistics are float32. On CUDA the parts of dq add up in no fixed order, so its last bits may
+        differ from run to run; everything else repeats to the bit. A row that sees no column has out = 0, lse = -inf and gradients 0.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, strides, devices or option values break the rules above.
-        NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, gradients on
-            CUDA, slopes that require a gradient, forward-mode differentiation).
+        NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, slopes that
+            require a gradient, forward-mode differentiation).
         RuntimeError: the CUDA runtime failed.
 
     Example:
@@ -202,5 +203,7 @@ def _aligned(x):
 
 
 def _dense(x):
-    """`x` with a contiguous last dimension: autograd expands gradients of sums with stride 0."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """`x` as a kernel can read it: autograd expands gradients of sums with stride 0, and slices those of parts."""
+    if x.stride(-1) != 1:
+        return x.contiguous()
+    return _aligned(x) if x.is_cuda else x

@@ -19,6 +19,7 @@ LEVELS = [
     {"tensor_map"},
     {"load"},
     {"problem"},
+    {"workspace"},
     {"plan"},
     {"registry"},
     {"flashtile", "params", "launch"},

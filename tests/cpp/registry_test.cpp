@@ -72,9 +72,13 @@ TEST(Registry, EverySupportedProblemHasARowThatFits) {
     ASSERT_LE(plan.shared_memory, device.max_shared_memory) << to_string(plan);
     ASSERT_GE(plan.grid, 1);
     ASSERT_STRNE(plan.why, "");
+    const BackwardPlan backward = select_backward(problem, device);
+    ASSERT_GE(backward.variant.head_dim, problem.head_dim);
+    ASSERT_GE(backward.variant.head_dim_v, problem.head_dim_v);
+    ASSERT_LE(backward.shared_memory, device.max_shared_memory) << to_string(backward);
     if (device.device.type != DeviceType::kCpu) return;
     ASSERT_NE(plan.run, nullptr);
-    ASSERT_NE(select_backward(problem, device).run, nullptr);
+    ASSERT_NE(backward.run, nullptr);
   });
 }
 
@@ -82,8 +86,7 @@ TEST(Registry, EveryRowIsReached) {
   std::set<std::string> reached;
   for_each_supported([&](const Problem& problem, const DeviceInfo& device) {
     reached.insert("forward " + name_of(select_forward(problem, device).variant));
-    if (device.device.type == DeviceType::kCpu)
-      reached.insert("backward " + name_of(select_backward(problem, device).variant));
+    reached.insert("backward " + name_of(select_backward(problem, device).variant));
   });
   for (const ForwardRow& row : forward_rows())
     EXPECT_TRUE(reached.contains("forward " + name_of(row.variant))) << name_of(row.variant);
@@ -98,6 +101,8 @@ TEST(Registry, RowsAreDistinct) {
 
 TEST(Registry, KernelsAreThereAsTheBuildSays) {
   for (const ForwardRow& row : forward_rows())
+    EXPECT_EQ(row.run != nullptr, row.variant.arch == Arch::kCpu || built_with_cuda()) << name_of(row.variant);
+  for (const BackwardRow& row : backward_rows())
     EXPECT_EQ(row.run != nullptr, row.variant.arch == Arch::kCpu || built_with_cuda()) << name_of(row.variant);
 }
 
@@ -263,16 +268,18 @@ TEST(Select, RefusesAGridBeyondTheHardware) {
   EXPECT_NE(refusal(problem, device).find("expected fewer than 2^31"), std::string::npos);
 }
 
-TEST(Select, RefusesTheCudaBackwardUntilItExists) {
+TEST(Select, BackwardOnHopperHasItsOwnKernelsWhereTheyAreWideEnough) {
   const DeviceInfo device = gpu(90, 227);
-  for (const BackwardRow& row : backward_rows())
-    if (row.variant.arch != Arch::kCpu) GTEST_SKIP() << "there is one now";
-  try {
-    select_backward(problem_on(device, DType::kFloat16, 64, 64, 100), device);
-    FAIL() << "accepted";
-  } catch (const Unsupported& error) {
-    EXPECT_STREQ(error.what(), "the backward on cuda:0 is not available yet, expected cpu");
+  for (int d = 8; d <= 256; d += 8) {
+    const BackwardPlan plan = select_backward(problem_on(device, DType::kFloat16, d, d, 100), device);
+    EXPECT_EQ(plan.variant.arch, d <= 128 ? Arch::kSm90 : Arch::kSm80);
   }
+}
+
+TEST(Select, BackwardWorkspaceIsTwoFloatsARowAndDq) {
+  const DeviceInfo device = gpu(80, 163);
+  const BackwardPlan plan = select_backward(problem_on(device, DType::kFloat16, 128, 128, 1024), device);
+  EXPECT_EQ(plan.workspace_bytes, 4 * (128 + 2) * 2 * 8 * 1024);
 }
 
 TEST(Plan, PrintsWhatWasDecided) {

@@ -195,11 +195,107 @@ def test_a_thread_that_has_not_used_cuda(head_dim):
     assert_bitwise(found, expected)
 
 
-def test_gradients_are_recorded_though_backward_is_not_there_yet():
-    q, k, v = Case("grad", dtype=F16).tensors("cuda", requires_grad=True)
+def backward(q, k, v, dout, **options):
+    """out, lse, dq, dk, dv."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out, lse = flashtile.attention(q, k, v, return_lse=True, **options)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+
+def check_gradients(q, k, v, dout, **options):
+    """Against float64, for the first and the last KV head: the formula takes S_q × S_k each."""
+    found = backward(q, k, v, dout, **options)[2:]
+    group = q.shape[2] // k.shape[2]
+    for head in {0, k.shape[2] - 1}:
+        mine, theirs = slice(head * group, (head + 1) * group), slice(head, head + 1)
+        grads = []
+        for dtype in (torch.float64, q.dtype):
+            x = [y.detach().to(dtype).requires_grad_() for y in (q[:, :, mine], k[:, :, theirs], v[:, :, theirs])]
+            out, _ = reference.attention(*x, dtype=dtype, **options)
+            grads.append(torch.autograd.grad(out, x, dout[:, :, mine].to(dtype)))
+        parts = (found[0][:, :, mine], found[1][:, :, theirs], found[2][:, :, theirs])
+        for what, x, exact, rough in zip(("dq", "dk", "dv"), parts, *grads, strict=True):
+            assert_accurate(x, exact, rough, what)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_long_sequences(head_dim, causal):
+    check_gradients(*(randn(1, 4096, heads, head_dim) for heads in (4, 2, 2, 4)), causal=causal)
+
+
+def test_gradients_of_more_than_2_to_31_elements():
+    """The last head's gradients are those it has alone. One block of keys: nothing adds up in dq."""
+    seqlen = 2**31 // (64 * 128) + 100
+    tensors = [randn(1, length, 64, 128) for length in (seqlen, 30, 30, seqlen)]
+    many = backward(*tensors)
+    alone = backward(*(x[:, :, -1:] for x in tensors))
+    for what, a, b in zip(("dq", "dk", "dv"), many[2:], alone[2:], strict=True):
+        assert_bitwise(a[:, :, -1:], b, what)
+
+
+@pytest.mark.parametrize("batch, heads", [(70_001, 1), (1, 70_001)])
+def test_gradients_of_more_than_65535_heads_and_sequences(batch, heads):
+    tensors = [randn(batch, length, heads, 64) for length in (20, 30, 30, 20)]
+    many = backward(*tensors, causal=True)
+    last = backward(*(x[-1:, :, -1:] for x in tensors), causal=True)
+    for what, a, b in zip(("dq", "dk", "dv"), many[2:], last[2:], strict=True):
+        assert_bitwise(a[-1:, :, -1:], b, what)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_dk_and_dv_repeat_bitwise(head_dim):
+    tensors = [randn(2, 700, heads, head_dim) for heads in (8, 4, 4, 8)]
+    first = backward(*tensors, causal=True)
+    for _ in range(100):
+        found = backward(*tensors, causal=True)
+        assert all(torch.equal(a, b) for a, b in zip(found[3:], first[3:], strict=True))
+
+
+def test_dout_may_be_misaligned_or_expanded():
+    q, k, v = randn(2, 65, 4, 64), randn(2, 65, 2, 64), randn(2, 65, 2, 64)
+    for dout in (randn(2, 65, 4, 67)[..., 1:65], torch.ones((), dtype=BF16, device="cuda").expand(q.shape)):
+        expected = backward(q, k, v, dout.contiguous())
+        for what, a, b in zip(("dk", "dv"), backward(q, k, v, dout)[3:], expected[3:], strict=True):
+            assert_bitwise(a, b, what)
+
+
+def test_a_training_step_in_a_graph():
+    case = Case("graph", dtype=BF16, seqlen_q=90, seqlen_k=30, causal=True)
+    q, k, v = case.tensors("cuda", requires_grad=True)
+    dout = torch.randn_like(q)
+
+    def step():
+        return torch.autograd.grad(flashtile.attention(q, k, v, causal=True), (q, k, v), dout)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # as PyTorch asks: once outside the capture, on another stream
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for seed in range(3):
+        with torch.no_grad():
+            q.copy_(torch.randn(q.shape, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        for what, a, b in zip(("dq", "dk", "dv"), found, step(), strict=True):
+            assert_bitwise(a, b, what)
+
+
+def test_backward_allocates_gradients_and_its_workspace():
+    case = Case("memory", dtype=F16, seqlen_q=1000, seqlen_k=1000)
+    q, k, v = case.tensors("cuda", requires_grad=True)
     out = flashtile.attention(q, k, v)
-    assert out.requires_grad
-    assert_bitwise(out.detach(), flashtile.attention(q.detach(), k.detach(), v.detach()))
+    dout = torch.randn_like(out)
+    torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    rows = case.batch * case.heads_q * 1024  # in whole tiles
+    expected = sum(2 * x.numel() for x in gradients) + 4 * rows * (case.head_dim + 2)
+    assert torch.cuda.max_memory_allocated() - before <= expected + 4 * 512  # PyTorch rounds each to 512 bytes
 
 
 several_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) forward_sm80(const __
   const Range rows = {first_row, min(first_row + Mainloop::kM, params.lengths.q)};
   const VisibleKeys<Mainloop::kN> keys(params.band, rows, params.lengths);
 
-  const bool folded = ScoreTile::folded(params);
+  const bool folded = folds(params);
   typename Mainloop::Softmax softmax(folded ? params.score_map.outer_log2 : 1.0f);
   Tensor tOrO = partition_fragment_C(typename Mainloop::TiledMma{},
                                      Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDim>>{});  // (mma, m, head_dim)
@@ -35,11 +35,12 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) forward_sm80(const __
 }
 
 template <class Row>
-void launch_forward_sm80(const ForwardPlan& plan, const ForwardTensors& tensors, Stream stream) {
+void launch_forward_sm80(const ForwardPlan& plan, const ForwardTensors& tensors, void*, Stream stream) {
   using Storage = typename ForwardMainloopSm80<Row::kVariant>::SharedStorage;
   static_assert(sizeof(Storage) == forward_shared_memory(Row::kVariant));
   static KernelHandles handles;
-  launch(forward_sm80<Row>, handles, plan, Row::kVariant.threads(), ForwardParams::of(plan, tensors), stream);
+  launch(forward_sm80<Row>, handles, plan.problem.device, {plan.grid, Row::kVariant.threads(), plan.shared_memory},
+         ForwardParams::of(plan, tensors), stream);
 }
 
 }  // namespace flashtile

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
 }
 
 template <class Row>
-void launch_forward_sm90(const ForwardPlan& plan, const ForwardTensors& tensors, Stream stream) {
+void launch_forward_sm90(const ForwardPlan& plan, const ForwardTensors& tensors, void*, Stream stream) {
   using Mainloop = ForwardMainloopSm90<Row::kVariant>;
   static_assert(sizeof(typename Mainloop::SharedStorage) == forward_shared_memory(Row::kVariant));
   static KernelHandles handles;
@@ -84,7 +84,8 @@ void launch_forward_sm90(const ForwardPlan& plan, const ForwardTensors& tensors,
                  : CUtensorMap{},
       .scheduler = *plan.scheduler,
   };
-  launch(forward_sm90<Row>, handles, plan, Row::kVariant.threads(), params, stream);
+  launch(forward_sm90<Row>, handles, plan.problem.device, {plan.grid, Row::kVariant.threads(), plan.shared_memory},
+         params, stream);
 }
 
 }  // namespace flashtile

@@ -8,9 +8,9 @@
 #include <cute/tensor.hpp>
 
 #include "flashtile/load/cp_async.h"
+#include "flashtile/mainloop/operands.h"
 #include "flashtile/mainloop/scores.h"
 #include "flashtile/math/online_softmax.h"
-#include "flashtile/math/round.h"
 #include "flashtile/math/visible_keys.h"
 #include "flashtile/params.h"
 #include "flashtile/variant.h"
@@ -136,7 +136,7 @@ struct ForwardMainloopSm80 {
     Tensor tScS = rows_and_columns(mma_thread.partition_C(cS));       // (row, column)
     Tensor rows_of_o = rows_and_columns(tOrO);                        // (row, head_dim)
 
-    const ScoreTile score_tile{params, tile, tile.m_block * kM, keys.lengths};
+    const ScoreTile<ForwardParams> score_tile{params, tile, tile.m_block * kM, keys.lengths};
     load_q();
     for_each(make_int_sequence<kStages - kStepsPerBarrier>{}, [&](auto step) { load_step<step>(0); });
 
@@ -175,26 +175,9 @@ struct ForwardMainloopSm80 {
         copy(copy_v, tOsV(_, _, k), tOrV_copy(_, _, k));
         Tensor tSrS_k = n16_block(tSrS, k);  // (mma, m, 2)
         softmax.exponentiate(rows_and_columns(tSrS_k));
-        gemm(mma, as_operand_a(tSrS_k), tOrV(_, _, k), tOrO);
+        gemm(mma, as_operand_a<Element>(tSrS_k), tOrV(_, _, k), tOrO);
       }
     }
-  }
-
-  /// Two neighbouring n8 blocks of an accumulator (mma, m, n).
-  template <class Accumulator>
-  CUTE_DEVICE static auto n16_block(Accumulator& acc, int k) {
-    using namespace cute;
-    return logical_divide(acc, Shape<Underscore, Underscore, _2>{})(_, _, make_coord(_, k));
-  }
-
-  /// float32 accumulators ((2, 2), m, 2) of one n16 block as the A operand ((2, 2, 2), m) in Element.
-  template <class Accumulator>
-  CUTE_DEVICE static auto as_operand_a(Accumulator const& acc) {
-    using namespace cute;
-    Tensor rounded = make_fragment_like<Element>(acc);
-    round_to(acc, rounded);
-    auto l = rounded.layout();
-    return make_tensor(rounded.data(), make_layout(make_layout(get<0>(l), get<2>(l)), get<1>(l)));
   }
 };
 

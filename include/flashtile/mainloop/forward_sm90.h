@@ -9,13 +9,12 @@
 // No row maximum is taken after the first block of a tile: see OnlineSoftmax.
 #pragma once
 
-#include <cute/arch/mma_sm90.hpp>
-#include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
 
 #include "flashtile/barrier.h"
 #include "flashtile/load/tma.h"
 #include "flashtile/mainloop/scores.h"
+#include "flashtile/mainloop/wgmma.h"
 #include "flashtile/math/online_softmax.h"
 #include "flashtile/math/round.h"
 #include "flashtile/math/visible_keys.h"
@@ -30,34 +29,6 @@ struct ForwardParamsSm90 {
   CUtensorMap q, k, v, out;  // tiles of M, N, N rows; of the output as the epilogue stores them
   PersistentScheduler scheduler;
 };
-
-/// `x`, which is the same in all lanes, so that the compiler knows: descriptors of matmuls stand in uniform registers,
-/// and what it does not know to be uniform it computes in others and moves over before every single wgmma.
-CUTE_DEVICE int uniform(int x) {
-  return __shfl_sync(0xffffffff, x, 0);
-}
-
-/// c = a · b, or c += a · b, asynchronously.
-template <class Mma, class A, class B, class C>
-CUTE_DEVICE void start_matmul(Mma& mma, A const& a, B const& b, C& c, cute::SM90::GMMA::ScaleOut accumulate) {
-  using namespace cute;
-  warpgroup_fence_operand(c);
-  warpgroup_arrive();
-  mma.accumulate_ = accumulate;
-  CUTE_UNROLL
-  for (int k = 0; k < size<2>(a); ++k) {
-    gemm(mma, a(_, _, k), b(_, _, k), c);
-    mma.accumulate_ = SM90::GMMA::ScaleOut::One;
-  }
-  warpgroup_commit_batch();
-}
-
-/// Waits until at most kPending of the matmuls that were started last are unfinished.
-template <int kPending, class C>
-CUTE_DEVICE void wait_matmul(C& c) {
-  cute::warpgroup_wait<kPending>();
-  cute::warpgroup_fence_operand(c);
-}
 
 template <Variant kV>
 struct ForwardMainloopSm90 {
@@ -261,7 +232,7 @@ struct ForwardMainloopSm90 {
       typename Ring<kStages>::Cursor k_at{};  // the next block
       typename Ring<kStages>::Cursor v_at{};  // the block in hand
       const Turns<kWarpgroups> turns{warpgroup};
-      const bool folded = ScoreTile::folded(params.forward);
+      const bool folded = folds(params.forward);
       Softmax softmax(folded ? params.forward.score_map.outer_log2 : 1.0f);
       TileCoord tile;
       int blocks;
@@ -317,7 +288,8 @@ struct ForwardMainloopSm90 {
         const bool edge = !interior.contains(n_block);
         if (!interior_only && (edge || !folded)) {
           Work const& work = shared.work[work_at.stage];
-          const ScoreTile score_tile{params.forward, work.tile, work.tile.m_block * kM, work.keys.lengths};
+          const ScoreTile<ForwardParams> score_tile{params.forward, work.tile, work.tile.m_block * kM,
+                                                    work.keys.lengths};
           if (!folded) score_tile.map(scores, tScS, n_block * kN);
           if (edge) score_tile.mask(scores, tScS, n_block * kN);
         }

@@ -1,0 +1,62 @@
+// Before a backward kernel: what it needs of each row, and an empty dQ.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flashtile/math/softmax.h"
+#include "flashtile/math/state.h"
+#include "flashtile/params.h"
+
+namespace flashtile {
+
+inline constexpr int kPrepareThreads = 256;
+
+/// One thread block per tile of the workspace, see BackwardWorkspace. kHeadDimV is the widest D_v.
+template <class Element, int kHeadDimV>
+__global__ void __launch_bounds__(kPrepareThreads) backward_prepare(const __grid_constant__ BackwardParams params) {
+  constexpr int kVector = 8;                                                // elements of a 16-byte load
+  constexpr int kLanes = kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;  // of one row
+  static_assert(kHeadDimV <= kLanes * kVector);
+  const BackwardWorkspace workspace = params.workspace;
+  const std::int64_t tile = blockIdx.x;
+  const std::int64_t batch_head = tile / params.m_blocks;
+  const int m_block = int(tile - batch_head * params.m_blocks);
+  const int batch = int(batch_head / params.heads);
+  const int head = int(batch_head - std::int64_t(batch) * params.heads);
+  const int column = threadIdx.x % kLanes * kVector;
+  const auto origin = [&](const void* base, Strides const& strides) {
+    return static_cast<const Element*>(base) + batch * strides.batch + head * strides.head + column;
+  };
+  const Element* const out = origin(params.out, params.out_strides);
+  const Element* const dout = origin(params.dout, params.dout_strides);
+
+  for (int row = threadIdx.x / kLanes; row < workspace.tile_m; row += kPrepareThreads / kLanes) {
+    const int query = m_block * workspace.tile_m + row;
+    const bool exists = query < params.lengths.q;
+    float sum = 0;
+    if (exists && column < params.head_dim_v) {
+      const uint4 a = *reinterpret_cast<const uint4*>(out + query * params.out_strides.row);
+      const uint4 b = *reinterpret_cast<const uint4*>(dout + query * params.dout_strides.row);
+      CUTE_UNROLL
+      for (int i = 0; i < kVector; ++i)
+        sum += float(reinterpret_cast<const Element*>(&a)[i]) * float(reinterpret_cast<const Element*>(&b)[i]);
+    }
+    CUTE_UNROLL
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+    if (threadIdx.x % kLanes == 0) {
+      const std::int64_t index = batch_head * params.lengths.q + query;
+      const float lse = exists ? params.lse[index] : -kInfinity;
+      const bool sees = lse != -kInfinity;
+      workspace.lse_log2(params.memory)[tile * workspace.tile_m + row] = sees ? lse * kLog2e : kInfinity;
+      workspace.delta(params.memory)[tile * workspace.tile_m + row] =
+          sees ? sum - (params.dlse ? params.dlse[index] : 0.0f) : 0.0f;
+    }
+  }
+
+  if (params.dq == nullptr) return;
+  const int size = workspace.tile_m * workspace.head_dim;
+  float4* const dq = reinterpret_cast<float4*>(workspace.dq(params.memory) + tile * size);
+  for (int i = threadIdx.x; i < size / 4; i += kPrepareThreads) dq[i] = {};
+}
+
+}  // namespace flashtile

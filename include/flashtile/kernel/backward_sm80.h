@@ -1,0 +1,96 @@
+// The backward kernels for Ampere and later: one thread block per block of keys, then one per tile of dQ.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flashtile/epilogue/tile.h"
+#include "flashtile/kernel/backward_prepare.h"
+#include "flashtile/launch.h"
+#include "flashtile/mainloop/backward_sm80.h"
+#include "flashtile/params.h"
+
+namespace flashtile {
+
+template <class Row>
+__global__ void __launch_bounds__(Row::kVariant.threads())
+    backward_sm80(const __grid_constant__ BackwardParams params) {
+  using namespace cute;
+  using Mainloop = BackwardMainloopSm80<Row::kVariant>;
+  using Element = typename Mainloop::Element;
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
+  const int thread = threadIdx.x;
+  // Blocks of one head are neighbours, so that those in flight share Q and dO in L2; under a causal mask the first has
+  // the most work.
+  const int batch_head = blockIdx.x / params.n_blocks;
+  const int n_block = blockIdx.x - batch_head * params.n_blocks;
+  const int batch = batch_head / params.heads_k;
+  const int head = batch_head - batch * params.heads_k;
+
+  const auto shape_of_tile = Shape<Int<Mainloop::kN>, Int<Mainloop::kHeadDim>>{};
+  Tensor tKrdK = partition_fragment_C(typename Mainloop::Mma{}, shape_of_tile);  // (mma, key, head_dim)
+  Tensor tVrdV = partition_fragment_C(typename Mainloop::Mma{}, shape_of_tile);  // (mma, key, head_dim)
+  clear(tKrdK);
+  clear(tVrdV);
+  Mainloop{params, shared, batch, head, n_block, thread}.run(tKrdK, tVrdV);
+
+  const int key = n_block * Mainloop::kN;
+  const auto store = [&](auto const& acc, Element* staging, void* gradient, Strides const& strides, int columns) {
+    if (gradient == nullptr) return;
+    Element* origin = static_cast<Element*>(gradient) + batch * strides.batch + head * strides.head + key * strides.row;
+    using Layout = typename Mainloop::template SmemLayout<Mainloop::kN, Mainloop::kHeadDim>;
+    store_tile<typename Mainloop::Mma, typename Mainloop::Load>(acc, Mainloop::template tile<Layout>(staging), origin,
+                                                                strides.row, params.lengths.k - key, columns, thread);
+  };
+  CUTE_UNROLL
+  for (int i = 0; i < size(tKrdK); ++i) tKrdK(i) *= params.scale;
+  store(tVrdV, shared.v, params.dv, params.dv_strides, params.head_dim_v);
+  store(tKrdK, shared.k, params.dk, params.dk_strides, params.head_dim);
+}
+
+/// Scales and rounds dQ, one thread block per tile of the workspace.
+template <class Row>
+__global__ void __launch_bounds__(Row::kVariant.threads())
+    backward_finish_sm80(const __grid_constant__ BackwardParams params) {
+  using namespace cute;
+  using Mainloop = BackwardMainloopSm80<Row::kVariant>;
+  using Element = typename Mainloop::Element;
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  const std::int64_t tile = blockIdx.x;
+  const std::int64_t batch_head = tile / params.m_blocks;
+  const int row = int(tile - batch_head * params.m_blocks) * Mainloop::kM;
+  const int batch = int(batch_head / params.heads);
+  const int head = int(batch_head - std::int64_t(batch) * params.heads);
+
+  Tensor tQrdQ = partition_fragment_C(typename Mainloop::MmaQ{},
+                                      Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDim>>{});  // (mma, m, head_dim)
+  const float* dq = Mainloop::dq_of_thread(params, tile, threadIdx.x);
+  CUTE_UNROLL
+  for (int i = 0; i < size(tQrdQ); ++i) tQrdQ(i) = params.scale * dq[i * Mainloop::kThreads];
+  Strides const& strides = params.dq_strides;
+  using Layout = typename Mainloop::template SmemLayout<Mainloop::kM, Mainloop::kHeadDim>;
+  store_tile<typename Mainloop::MmaQ, typename Mainloop::Load>(
+      tQrdQ, Mainloop::template tile<Layout>(reinterpret_cast<Element*>(shared_bytes)),
+      static_cast<Element*>(params.dq) + batch * strides.batch + head * strides.head + row * strides.row, strides.row,
+      params.lengths.q - row, params.head_dim, threadIdx.x);
+}
+
+template <class Row>
+void launch_backward_sm80(const BackwardPlan& plan, const BackwardTensors& tensors, void* memory, Stream stream) {
+  using Mainloop = BackwardMainloopSm80<Row::kVariant>;
+  static_assert(sizeof(typename Mainloop::SharedStorage) == backward_shared_memory(Row::kVariant));
+  static KernelHandles prepare, main, finish;
+  const BackwardParams params = BackwardParams::of(plan, tensors, memory);
+  const Device device = plan.problem.device;
+  const int tiles = static_cast<int>(params.workspace.tiles);
+  const int threads = Mainloop::kThreads;
+  launch(backward_prepare<typename Mainloop::Element, Mainloop::kHeadDim>, prepare, device, {tiles, kPrepareThreads, 0},
+         params, stream);
+  launch(backward_sm80<Row>, main, device, {plan.grid, threads, plan.shared_memory}, params, stream);
+  if (params.dq)
+    launch(backward_finish_sm80<Row>, finish, device,
+           {tiles, threads, int(sizeof(typename Mainloop::Element)) * Mainloop::kM * Mainloop::kHeadDim}, params,
+           stream);
+}
+
+}  // namespace flashtile

@@ -1,0 +1,138 @@
+// The backward kernels for Hopper: one thread block per block of keys, then one per tile of dQ.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cute/tensor.hpp>
+
+#include "flashtile/epilogue/direct.h"
+#include "flashtile/kernel/backward_prepare.h"
+#include "flashtile/launch.h"
+#include "flashtile/mainloop/backward_sm90.h"
+#include "flashtile/params.h"
+#include "flashtile/tensor_map.h"
+
+namespace flashtile {
+
+template <class Row>
+__global__ void __launch_bounds__(Row::kVariant.threads(), 1)
+    backward_sm90(const __grid_constant__ BackwardParamsSm90 params) {
+  using namespace cute;
+  using Mainloop = BackwardMainloopSm90<Row::kVariant>;
+  using Element = typename Mainloop::Element;
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.q));
+    prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.k));
+    prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.v));
+    prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.dout));
+    prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.statistics));
+    prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.dq));
+    shared.init_barriers();
+  }
+  __syncthreads();
+
+  const typename Mainloop::Work work(params.backward);
+  if (threadIdx.x < 128) {
+    cutlass::arch::warpgroup_reg_dealloc<24>();
+    if (threadIdx.x == 0) typename Mainloop::Producer{params, shared}.run(work);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Mainloop::kRegisters>();
+    const int thread = threadIdx.x - 128;
+    const auto shape_of_tile = Shape<Int<Mainloop::kN>, Int<Mainloop::kHeadDim>>{};
+    typename Mainloop::MmaKV mma;
+    Tensor tKrdK = partition_fragment_C(mma, shape_of_tile);  // (mma, key, head_dim)
+    Tensor tVrdV = partition_fragment_C(mma, shape_of_tile);  // (mma, key, head_dim)
+    clear(tKrdK);
+    clear(tVrdV);
+    typename Mainloop::Consumer{params, shared, thread}.run(work, tKrdK, tVrdV);
+
+    Tensor coord = rows_and_columns(mma.get_slice(thread).partition_C(make_identity_tensor(shape_of_tile)));
+    const auto store = [&](auto& acc, float scale, void* gradient, Strides const& strides, int columns) {
+      if (gradient == nullptr) return;
+      Tensor rows = rows_and_columns(acc);  // (row, head_dim)
+      Element* const origin =
+          static_cast<Element*>(gradient) + work.batch * strides.batch + work.kv_head * strides.head;
+      CUTE_UNROLL
+      for (int i = 0; i < size(acc); ++i) acc(i) *= scale;
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(rows); ++r) {
+        const int key = work.n_block * Mainloop::kN + get<0>(coord(r, 0));
+        store_row(rows, r, origin + key * strides.row, key < params.backward.lengths.k ? columns : 0);
+      }
+    };
+    store(tVrdV, 1.0f, params.backward.dv, params.backward.dv_strides, params.backward.head_dim_v);
+    store(tKrdK, params.backward.scale, params.backward.dk, params.backward.dk_strides, params.backward.head_dim);
+  }
+}
+
+/// Scales and rounds dQ, one thread block per tile of the workspace.
+template <class Row>
+__global__ void __launch_bounds__(256) backward_finish_sm90(const __grid_constant__ BackwardParams params) {
+  using namespace cute;
+  using Mainloop = BackwardMainloopSm90<Row::kVariant>;
+  using Element = typename Mainloop::Element;
+  const std::int64_t tile = blockIdx.x;
+  const std::int64_t batch_head = tile / params.m_blocks;
+  const int first_row = int(tile - batch_head * params.m_blocks) * Mainloop::kM;
+  const int batch = int(batch_head / params.heads);
+  const int head = int(batch_head - std::int64_t(batch) * params.heads);
+  const int thread = threadIdx.x;
+
+  typename Mainloop::MmaQ mma;
+  const auto shape_of_tile = Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDim>>{};
+  Tensor tQrdQ = partition_fragment_C(mma, shape_of_tile);  // (mma, m, head_dim)
+  const float4* part = reinterpret_cast<const float4*>(params.workspace.dq(params.memory) +
+                                                       (tile * Mainloop::kWarpgroups + thread / 128) *
+                                                           std::int64_t(Mainloop::kPartOfQ)) +
+                       thread % 128;
+  CUTE_UNROLL
+  for (int i = 0; i < size(tQrdQ); i += 4) {
+    const float4 four = part[i / 4 * 128];
+    tQrdQ(i) = four.x * params.scale;
+    tQrdQ(i + 1) = four.y * params.scale;
+    tQrdQ(i + 2) = four.z * params.scale;
+    tQrdQ(i + 3) = four.w * params.scale;
+  }
+  Tensor rows = rows_and_columns(tQrdQ);  // (row, head_dim)
+  Tensor coord = rows_and_columns(mma.get_slice(thread).partition_C(make_identity_tensor(shape_of_tile)));
+  const int first_column = Mainloop::kShareRows ? 0 : thread / 128 * (Mainloop::kHeadDim / 2);
+  Element* const origin =
+      static_cast<Element*>(params.dq) + batch * params.dq_strides.batch + head * params.dq_strides.head + first_column;
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(rows); ++r) {
+    const int row = first_row + get<0>(coord(r, 0));
+    store_row(rows, r, origin + row * params.dq_strides.row,
+              row < params.lengths.q ? params.head_dim - first_column : 0);
+  }
+}
+
+template <class Row>
+void launch_backward_sm90(const BackwardPlan& plan, const BackwardTensors& tensors, void* memory, Stream stream) {
+  using Mainloop = BackwardMainloopSm90<Row::kVariant>;
+  static_assert(sizeof(typename Mainloop::SharedStorage) <= backward_shared_memory(Row::kVariant));
+  static KernelHandles prepare, main, finish;
+  const Device device = plan.problem.device;
+  const BackwardParams backward = BackwardParams::of(plan, tensors, memory);
+  const BackwardWorkspace& workspace = backward.workspace;
+  const std::int64_t parts = workspace.tiles * Mainloop::kWarpgroups;
+  constexpr int kRowsOfPart = Mainloop::kPartOfQ / Mainloop::kColumnsOfPart;
+  const BackwardParamsSm90 params{
+      .backward = backward,
+      .q = head_tiles(tensors.forward.q, Mainloop::kM, Mainloop::kColumns),
+      .k = head_tiles(tensors.forward.k, Mainloop::kN, Mainloop::kColumns),
+      .v = head_tiles(tensors.forward.v, Mainloop::kN, Mainloop::kColumns),
+      .dout = head_tiles(tensors.dout, Mainloop::kM, Mainloop::kColumns),
+      .statistics = float_boxes(workspace.lse_log2(memory), 2, workspace.rows(), 2, Mainloop::kM, device),
+      .dq = float_boxes(workspace.dq(memory), parts * kRowsOfPart, Mainloop::kColumnsOfPart, kRowsOfPart,
+                        Mainloop::kColumnsOfPart, device),
+  };
+  const int tiles = static_cast<int>(workspace.tiles);
+  launch(backward_prepare<typename Mainloop::Element, Mainloop::kHeadDim>, prepare, device, {tiles, kPrepareThreads, 0},
+         backward, stream);
+  launch(backward_sm90<Row>, main, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory}, params, stream);
+  if (backward.dq) launch(backward_finish_sm90<Row>, finish, device, {tiles, 256, 0}, backward, stream);
+}
+
+}  // namespace flashtile

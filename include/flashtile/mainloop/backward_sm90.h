@@ -1,0 +1,336 @@
+// One block of keys against all queries that see it, on Hopper's warpgroup matmuls: dK and dV of the block, and its
+// part of dQ (FlashAttention-3, Shah et al. 2024).
+//
+// Tiles of scores are transposed, (keys, queries), and each of two consumer warpgroups owns 64 whole keys: weights and
+// their gradients stay in registers as the A operand of dV and dK. For dQ, a sum over all keys of the block, dS goes
+// through shared memory; each warpgroup forms half of the tile, and TMA adds it to memory. A producer thread has TMA
+// bring K and V, and tiles of Q and dO through a ring.
+#pragma once
+
+#include <cute/arch/copy_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/tensor.hpp>
+
+#include "flashtile/barrier.h"
+#include "flashtile/load/tma.h"
+#include "flashtile/mainloop/scores.h"
+#include "flashtile/mainloop/wgmma.h"
+#include "flashtile/math/round.h"
+#include "flashtile/params.h"
+#include "flashtile/variant.h"
+
+namespace flashtile {
+
+struct BackwardParamsSm90 {
+  BackwardParams backward;
+  CUtensorMap q, k, v, dout;  // tiles of M, N, N, M rows
+  CUtensorMap statistics;     // lse_log2 and delta of M rows
+  CUtensorMap dq;             // half a tile of the workspace
+};
+
+template <Variant kV>
+struct BackwardMainloopSm90 {
+  static constexpr int kM = kV.tile_m;
+  static constexpr int kN = kV.tile_n;
+  static constexpr int kHeadDim = kV.head_dim;
+  static constexpr int kStages = kV.stages;
+  static constexpr int kWarpgroups = 2;  // consumers
+  static constexpr int kRegisters = 240;
+  static_assert(kV.head_dim_v == kHeadDim && kHeadDim % 64 == 0 && kN == 64 * kWarpgroups && (kM == 64 || kM == 128) &&
+                kV.warps == 4 * (kWarpgroups + 1));
+
+  using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
+  using AtomK = cute::SM90::GMMA::Layout_K_SW128_Atom<Element>;
+  using AtomMN = cute::SM90::GMMA::Layout_MN_SW128_Atom<Element>;
+  static constexpr int kColumns = 64;  // of one TMA box
+  /// Rows of a tile as TMA leaves them, and the same memory with rows and columns exchanged.
+  template <int kRows, int kTiles>
+  using SmemLayout =
+      decltype(cute::tile_to_shape(AtomK{}, cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>, cute::Int<kTiles>>{}));
+  template <int kRows, int kTiles>
+  using SmemLayoutT =
+      decltype(cute::tile_to_shape(AtomMN{}, cute::Shape<cute::Int<kHeadDim>, cute::Int<kRows>, cute::Int<kTiles>>{},
+                                   cute::Step<cute::_2, cute::_1, cute::_3>{}));
+  using SmemLayoutdS = decltype(cute::tile_to_shape(AtomK{}, cute::Shape<cute::Int<kM>, cute::Int<kN>, cute::_2>{}));
+
+  static constexpr auto kMajorK = cute::SM90::GMMA::Major::K;
+  static constexpr auto kMajorMN = cute::SM90::GMMA::Major::MN;
+  using Keys = cute::Layout<cute::Shape<cute::Int<kWarpgroups>, cute::_1, cute::_1>>;
+  using MmaS = decltype(cute::make_tiled_mma(
+      cute::SM90::GMMA::ss_op_selector<Element, Element, float,
+                                       cute::Shape<cute::Int<kN>, cute::Int<kM>, cute::Int<kHeadDim>>>(),
+      Keys{}));  // S, dP
+  using MmaKV = decltype(cute::make_tiled_mma(
+      cute::SM90::GMMA::rs_op_selector<
+          Element, Element, float, cute::Shape<cute::Int<kN>, cute::Int<kHeadDim>, cute::Int<kM>>, kMajorK, kMajorMN>(),
+      Keys{}));  // dV, dK
+  // Of dQ a warpgroup has half the rows, or half the columns where rows are too few to share.
+  static constexpr bool kShareRows = kM == 128;
+  using MmaQ = decltype(cute::make_tiled_mma(
+      cute::SM90::GMMA::ss_op_selector<
+          Element, Element, float,
+          cute::Shape<cute::Int<kM>, cute::Int<kShareRows ? kHeadDim : kHeadDim / 2>, cute::Int<kN>>, kMajorK,
+          kMajorMN>(),
+      std::conditional_t<kShareRows, Keys, cute::Layout<cute::Shape<cute::_1, cute::_2, cute::_1>>>{}));
+  static constexpr int kPartOfQ = kM * kHeadDim / kWarpgroups;  // floats of one warpgroup
+  static constexpr int kColumnsOfPart = 256;                    // as TMA sees them
+  static_assert(kPartOfQ % kColumnsOfPart == 0);
+
+  struct SharedStorage {
+    alignas(1024) Element k[kN * kHeadDim];
+    alignas(1024) Element v[kN * kHeadDim];
+    alignas(1024) Element q[kStages][kM * kHeadDim];
+    alignas(1024) Element dout[kStages][kM * kHeadDim];
+    alignas(1024) Element ds[2][kM * kN];
+    alignas(1024) float dq[kWarpgroups][kPartOfQ];
+    alignas(128) float statistics[kStages][2][kM];  // lse_log2, delta
+    Ring<1> k_barriers, v_barriers;
+    Ring<kStages> q_barriers, dout_barriers;
+
+    /// By one thread, before any other touches the barriers.
+    CUTE_DEVICE void init_barriers() {
+      k_barriers.init(1);
+      v_barriers.init(1);
+      q_barriers.init(128 * kWarpgroups);
+      dout_barriers.init(4 * kWarpgroups);
+      cutlass::arch::fence_barrier_init();
+    }
+  };
+
+  /// The block of keys of a thread block, and the tiles of queries that see it.
+  struct Work {
+    BackwardParams const& params;
+    int batch, kv_head, n_block;
+    TileRanges blocks;  // of queries
+
+    CUTE_DEVICE explicit Work(BackwardParams const& params) : params(params) {
+      const int batch_head = blockIdx.x / params.n_blocks;
+      n_block = blockIdx.x - batch_head * params.n_blocks;
+      batch = batch_head / params.heads_k;
+      kv_head = batch_head - batch * params.heads_k;
+      const Range keys = {n_block * kN, min((n_block + 1) * kN, params.lengths.k)};
+      if (params.group > 0) blocks = params.band.tiles(keys, kM, params.lengths.transposed());
+    }
+
+    /// Calls `visit(head, m_block)` for each tile that sees the keys.
+    template <class Visit>
+    CUTE_DEVICE void for_each(Visit&& visit) const {
+      CUTE_NO_UNROLL
+      for (int head = kv_head * params.group; head < (kv_head + 1) * params.group; ++head) {
+        CUTE_NO_UNROLL
+        for (int m_block = blocks.visible.begin; m_block < blocks.visible.end; ++m_block) visit(head, m_block);
+      }
+    }
+
+    CUTE_DEVICE std::int64_t tile(int head, int m_block) const {
+      return (std::int64_t(batch) * params.heads + head) * params.m_blocks + m_block;
+    }
+  };
+
+  struct Producer {
+    BackwardParamsSm90 const& params;
+    SharedStorage& shared;
+
+    CUTE_DEVICE void run(Work const& work) {
+      if (work.blocks.visible.empty()) return;
+      const auto load_keys = [&](CUtensorMap const& map, Ring<1>& ring, Element* to) {
+        std::uint64_t* barrier = ring.fill({}, [] { return sizeof(SharedStorage::k); });
+        load_tile<kN, kHeadDim, kColumns>(map, barrier, to, work.n_block * kN, work.kv_head, work.batch);
+      };
+      typename Ring<kStages>::Cursor at{};
+      work.for_each([&](int head, int m_block) {
+        const bool first = head == work.kv_head * params.backward.group && m_block == work.blocks.visible.begin;
+        const auto load_queries = [&](CUtensorMap const& map, std::uint64_t* barrier, Element* to) {
+          load_tile<kM, kHeadDim, kColumns>(map, barrier, to, m_block * kM, head, work.batch);
+        };
+        if (first) load_keys(params.k, shared.k_barriers, shared.k);
+        std::uint64_t* barrier = shared.q_barriers.fill(
+            at, [] { return sizeof(SharedStorage::q[0]) + sizeof(SharedStorage::statistics[0]); });
+        load_queries(params.q, barrier, shared.q[at.stage]);
+        cute::SM90_TMA_LOAD_2D::copy(&params.statistics, barrier,
+                                     static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                     shared.statistics[at.stage], int(work.tile(head, m_block) * kM), 0);
+        if (first) load_keys(params.v, shared.v_barriers, shared.v);
+        barrier = shared.dout_barriers.fill(at, [] { return sizeof(SharedStorage::dout[0]); });
+        load_queries(params.dout, barrier, shared.dout[at.stage]);
+        at.advance();
+      });
+    }
+  };
+
+  /// A thread of the consumer warpgroups; `thread` counts from the first of them.
+  struct Consumer {
+    BackwardParamsSm90 const& params;
+    SharedStorage& shared;
+    int thread;
+
+    /// Calls `visit(c, values)` with what `of_columns` holds for columns c and c + 1 of a thread.
+    template <class Coord, class Visit>
+    CUTE_DEVICE static void for_column_pairs(Coord const& coord, const float* of_columns, Visit&& visit) {
+      using namespace cute;
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(coord); c += 2)
+        visit(c, *reinterpret_cast<const float2*>(of_columns + get<1>(coord(0, c))));
+    }
+
+    /// dS, (mma, key, query) in `rounded`, as rows of queries: blocks of 8 × 8 transposed on the way.
+    template <class Rounded>
+    CUTE_DEVICE void store_scores(Rounded const& rounded, int buffer) const {
+      using namespace cute;
+      Tensor sdS = make_tensor(make_smem_ptr(shared.ds[0]), SmemLayoutdS{})(_, _, buffer);  // (M, N)
+      const int lane = thread % 32;
+      const int key = thread / 32 * 16 + lane / 8 % 2 * 8;
+      const int query = lane / 16 * 8 + lane % 8;
+      auto words = recast<std::uint32_t>(rounded);  // two words of each 8 queries: keys r = 0, 1
+      CUTE_UNROLL
+      for (int i = 0; i < size(words); i += 4)
+        SM90_U16x8_STSM_T::copy(words(i), words(i + 1), words(i + 2), words(i + 3),
+                                *reinterpret_cast<uint128_t*>(&sdS(query + 4 * i, key)));
+    }
+
+    /// Accumulates dK, before the scale, and dV, (mma, key, head_dim) both.
+    template <class Accumulator>
+    CUTE_DEVICE void run(Work const& work, Accumulator& tKrdK, Accumulator& tVrdV) {
+      using namespace cute;
+      if (work.blocks.visible.empty()) return;
+      BackwardParams const& backward = params.backward;
+      MmaS mma_s;
+      MmaKV mma_kv;
+      MmaQ mma_q;
+      const int warpgroup = uniform(thread / 128);
+      auto s_warpgroup = mma_s.get_slice(warpgroup * 128);
+      auto q_warpgroup = mma_q.get_slice(warpgroup * 128);
+      Tensor sK = make_tensor(make_smem_ptr(shared.k), SmemLayout<kN, 1>{});                 // (N, head_dim, 1)
+      Tensor sKt = make_tensor(make_smem_ptr(shared.k), SmemLayoutT<kN, 1>{});               // (head_dim, N, 1)
+      Tensor sV = make_tensor(make_smem_ptr(shared.v), SmemLayout<kN, 1>{});                 // (N, head_dim, 1)
+      Tensor sQ = make_tensor(make_smem_ptr(shared.q[0]), SmemLayout<kM, kStages>{});        // (M, head_dim, stage)
+      Tensor sQt = make_tensor(make_smem_ptr(shared.q[0]), SmemLayoutT<kM, kStages>{});      // (head_dim, M, stage)
+      Tensor sdO = make_tensor(make_smem_ptr(shared.dout[0]), SmemLayout<kM, kStages>{});    // (M, head_dim, stage)
+      Tensor sdOt = make_tensor(make_smem_ptr(shared.dout[0]), SmemLayoutT<kM, kStages>{});  // (head_dim, M, stage)
+      Tensor sdS = make_tensor(make_smem_ptr(shared.ds[0]), SmemLayoutdS{});                 // (M, N, buffer)
+
+      Tensor tSrK = s_warpgroup.partition_fragment_A(sK)(_, _, _, 0);  // (mma, n, k)
+      Tensor tSrV = s_warpgroup.partition_fragment_A(sV)(_, _, _, 0);  // (mma, n, k)
+      Tensor tSrQ = s_warpgroup.partition_fragment_B(sQ);              // (mma, m, k, stage)
+      Tensor tSrdO = s_warpgroup.partition_fragment_B(sdO);            // (mma, m, k, stage)
+      auto kv_thread = mma_kv.get_slice(thread);
+      Tensor tVrdO = kv_thread.partition_fragment_B(sdOt);              // (mma, head_dim, k, stage)
+      Tensor tKrQ = kv_thread.partition_fragment_B(sQt);                // (mma, head_dim, k, stage)
+      Tensor tQrdS = q_warpgroup.partition_fragment_A(sdS);             // (mma, m, k, buffer)
+      Tensor tQrK = q_warpgroup.partition_fragment_B(sKt)(_, _, _, 0);  // (mma, head_dim, k)
+
+      Tensor cS = make_identity_tensor(Shape<Int<kN>, Int<kM>>{});              // (N, M)
+      Tensor tScS = rows_and_columns(mma_s.get_slice(thread).partition_C(cS));  // (row, column)
+      Tensor tSrS = partition_fragment_C(mma_s, shape(cS));                     // (mma, n, m)
+      Tensor tSrdP = partition_fragment_C(mma_s, shape(cS));                    // (mma, n, m)
+      const auto rounded = [] { return make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kM / 16>>>{}); };
+      Tensor tVrP = rounded();                 // (mma, n, k)
+      Tensor tKrdS = rounded();                // (mma, n, k)
+      Tensor scores = rows_and_columns(tSrS);  // (row, column)
+      Tensor other = rows_and_columns(tSrdP);  // (row, column)
+
+      const int key = work.n_block * kN;
+      const bool partial = key + kN > backward.lengths.k;
+      const bool folded = folds(backward);
+      const float scale_log2 = folded ? backward.score_map.outer_log2 : 1.0f;
+      typename Ring<kStages>::Cursor at{};
+      int buffer = 0;
+      auto opening = SM90::GMMA::ScaleOut::Zero;
+
+      shared.k_barriers.wait_full({});
+      work.for_each([&](int head, int m_block) __attribute__((always_inline)) {
+        const int stage = uniform(at.stage);
+        shared.q_barriers.wait_full(at);
+        start_matmul(mma_s, tSrK, tSrQ(_, _, _, stage), tSrS, SM90::GMMA::ScaleOut::Zero);
+        if (opening == SM90::GMMA::ScaleOut::Zero) shared.v_barriers.wait_full({});
+        shared.dout_barriers.wait_full(at);
+        start_matmul(mma_s, tSrV, tSrdO(_, _, _, stage), tSrdP, SM90::GMMA::ScaleOut::Zero);
+        wait_matmul<1>(tSrS);
+
+        const bool edge = partial || !work.blocks.interior.contains(m_block);
+        const ScoreTile<BackwardParams> score_tile{
+            backward, {work.batch, head, work.n_block}, key, backward.lengths.transposed()};
+        if (edge || !folded) {
+          if (!folded) score_tile.map(scores, tScS, m_block * kM);
+          if (edge) {
+            score_tile.mask(scores, tScS, m_block * kM);
+            CUTE_UNROLL
+            for (int r = 0; r < size<0>(scores); ++r) {
+              if (key + get<0>(tScS(r, 0)) < backward.lengths.k) continue;
+              CUTE_UNROLL
+              for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = -kInfinity;
+            }
+          }
+        }
+        // Exponents to weights, rounded for dV, and to what dP is multiplied with: the same, or under a cap its slope
+        // too.
+        const auto weigh = [&](auto&& slope) __attribute__((always_inline)) {
+          auto words = recast<std::uint32_t>(tVrP);
+          for_column_pairs(tScS, shared.statistics[stage][0], [&](int c, float2 lse) {
+            CUTE_UNROLL
+            for (int r = 0; r < size<0>(scores); ++r) {
+              const float a = exp2_approx(fmaf(scores(r, c), scale_log2, -lse.x));
+              const float b = exp2_approx(fmaf(scores(r, c + 1), scale_log2, -lse.y));
+              words(c + r) = round_pair<Element>(a, b);
+              scores(r, c) = a * slope(r, c);
+              scores(r, c + 1) = b * slope(r, c + 1);
+            }
+          });
+        };
+        if (backward.score_map.capped()) [[unlikely]]
+          weigh([&](int r, int c) { return score_tile.cap_slope(scores(r, c), tScS(r, c), m_block * kM); });
+        else
+          weigh([](int, int) { return 1.0f; });
+
+        wait_matmul<0>(tSrdP);
+        start_matmul(mma_kv, tVrP, tVrdO(_, _, _, stage), tVrdV, opening);
+        for_column_pairs(tScS, shared.statistics[stage][1], [&](int c, float2 delta) {
+          CUTE_UNROLL
+          for (int r = 0; r < size<0>(scores); ++r) {
+            scores(r, c) *= other(r, c) - delta.x;
+            scores(r, c + 1) *= other(r, c + 1) - delta.y;
+          }
+        });
+        round_to(tSrS, tKrdS);
+        store_scores(tKrdS, buffer);
+        cute::tma_store_fence();                                  // what was stored is visible to matmuls
+        cutlass::arch::NamedBarrier::sync(128 * kWarpgroups, 0);  // of both warpgroups
+
+        Tensor tQrdQ = partition_fragment_C(mma_q, Shape<Int<kM>, Int<kHeadDim>>{});  // (mma, m, head_dim)
+        start_matmul(mma_q, tQrdS(_, _, _, buffer), tQrK, tQrdQ, SM90::GMMA::ScaleOut::Zero);
+        start_matmul(mma_kv, tKrdS, tKrQ(_, _, _, stage), tKrdK, opening);
+        wait_matmul<2>(tVrdV);
+        shared.dout_barriers.release_by_warp(at);
+        wait_matmul<1>(tQrdQ);
+        if (backward.dq) add_to_memory(tQrdQ, work.tile(head, m_block), warpgroup);
+        wait_matmul<0>(tKrdK);
+        shared.q_barriers.release_by_thread(at);
+        at.advance();
+        buffer ^= 1;
+        opening = SM90::GMMA::ScaleOut::One;
+      });
+      if (thread % 128 == 0) tma_store_wait<0>();  // shared memory must outlive its readers
+    }
+
+    /// A warpgroup's part of dQ: each thread's accumulators as they are, four by four, side by side.
+    template <class Accumulator>
+    CUTE_DEVICE void add_to_memory(Accumulator const& tQrdQ, std::int64_t tile, int warpgroup) const {
+      using namespace cute;
+      const int barrier = 1 + warpgroup;
+      if (thread % 128 == 0) tma_store_wait<0>();  // TMA has read what it was given before
+      cutlass::arch::NamedBarrier::sync(128, barrier);
+      float4* const part = reinterpret_cast<float4*>(shared.dq[warpgroup]) + thread % 128;
+      CUTE_UNROLL
+      for (int i = 0; i < size(tQrdQ); i += 4) part[i / 4 * 128] = {tQrdQ(i), tQrdQ(i + 1), tQrdQ(i + 2), tQrdQ(i + 3)};
+      tma_store_fence();
+      cutlass::arch::NamedBarrier::sync(128, barrier);
+      if (thread % 128 == 0) {
+        SM90_TMA_REDUCE_ADD_2D::copy(&params.dq, shared.dq[warpgroup], 0,
+                                     int((tile * kWarpgroups + warpgroup) * (kPartOfQ / kColumnsOfPart)));
+        tma_store_arrive();
+      }
+    }
+  };
+};
+
+}  // namespace flashtile

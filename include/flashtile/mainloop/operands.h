@@ -1,0 +1,27 @@
+// Accumulators as operands: what one matmul of mma.sync leaves in registers, seen as what the next one takes.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flashtile/math/round.h"
+
+namespace flashtile {
+
+/// Two neighbouring n8 blocks of an accumulator (mma, m, n).
+template <class Accumulator>
+CUTE_DEVICE auto n16_block(Accumulator& acc, int k) {
+  using namespace cute;
+  return logical_divide(acc, Shape<Underscore, Underscore, _2>{})(_, _, make_coord(_, k));
+}
+
+/// float32 accumulators ((2, 2), m, 2) of one n16 block as the A operand ((2, 2, 2), m) in Element.
+template <class Element, class Accumulator>
+CUTE_DEVICE auto as_operand_a(Accumulator const& acc) {
+  using namespace cute;
+  Tensor rounded = make_fragment_like<Element>(acc);
+  round_to(acc, rounded);
+  auto l = rounded.layout();
+  return make_tensor(rounded.data(), make_layout(make_layout(get<0>(l), get<2>(l)), get<1>(l)));
+}
+
+}  // namespace flashtile

@@ -1,0 +1,38 @@
+// Hopper's warpgroup matmuls, which run while the warps go on.
+#pragma once
+
+#include <cute/arch/mma_sm90.hpp>
+#include <cute/atom/mma_traits_sm90_gmma.hpp>
+#include <cute/tensor.hpp>
+
+namespace flashtile {
+
+/// `x`, which is the same in all lanes, so that the compiler knows: descriptors of matmuls stand in uniform registers,
+/// and what it does not know to be uniform it computes in others and moves over before every single wgmma.
+CUTE_DEVICE int uniform(int x) {
+  return __shfl_sync(0xffffffff, x, 0);
+}
+
+/// c = a · b, or c += a · b, asynchronously.
+template <class Mma, class A, class B, class C>
+CUTE_DEVICE void start_matmul(Mma& mma, A const& a, B const& b, C& c, cute::SM90::GMMA::ScaleOut accumulate) {
+  using namespace cute;
+  warpgroup_fence_operand(c);
+  warpgroup_arrive();
+  mma.accumulate_ = accumulate;
+  CUTE_UNROLL
+  for (int k = 0; k < size<2>(a); ++k) {
+    gemm(mma, a(_, _, k), b(_, _, k), c);
+    mma.accumulate_ = SM90::GMMA::ScaleOut::One;
+  }
+  warpgroup_commit_batch();
+}
+
+/// Waits until at most kPending of the matmuls that were started last are unfinished.
+template <int kPending, class C>
+CUTE_DEVICE void wait_matmul(C& c) {
+  cute::warpgroup_wait<kPending>();
+  cute::warpgroup_fence_operand(c);
+}
+
+}  // namespace flashtile
