@@ -46,8 +46,9 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=MODULE:FUNCTION",
-        help="suite forward: also time FUNCTION(q, k, v, causal), imported from MODULE; it takes tensors (B, S, H, D) "
-        "and returns out, or a tuple with out first; may be given more than once",
+        help="suites forward and backward: also time FUNCTION(q, k, v, causal), imported from MODULE; it takes tensors "
+        "(B, S, H, D) and returns out, or a tuple with out first, which suite backward differentiates; may be given "
+        "more than once",
     )
     bench.add_argument(
         "--flex",

@@ -8,10 +8,11 @@ import math
 import pytest
 import torch
 
+import flashtile
 from flashtile.bench import command, further, report, run, suites, timing
 from flashtile.bench.cases import Case, Work, make_inputs, visible
 from flashtile.bench.oracle import Oracle, Verdict, attention_float64, attention_sdpa, results
-from flashtile.bench.peers import OURS, Contestant, Peer
+from flashtile.bench.peers import OURS, Contestant, Peer, contestant, peers_of
 
 CPU = torch.device("cpu")
 EFFORT = timing.Effort(seconds=0, min_rounds=2, max_rounds=2)
@@ -306,11 +307,27 @@ def test_two_peers_of_one_name_are_refused():
         further.further_peers("forward", ["Mine=math:sqrt", "Mine=math:exp"])
 
 
-@pytest.mark.parametrize("suite", ["backward", "host", "cpu"])
-@pytest.mark.parametrize("argument, options", [("--peer", {"peers": ["Mine=math:sqrt"]}), ("--flex", {"flex": True})])
-def test_only_the_forward_suite_takes_further_peers(suite, argument, options, capsys):
+@pytest.mark.parametrize(
+    "suite, argument, options, expected",
+    [
+        ("backward", "--flex", {"flex": True}, "'forward'"),
+        ("host", "--flex", {"flex": True}, "'forward'"),
+        ("host", "--peer", {"peers": ["Mine=math:sqrt"]}, "'forward' or 'backward'"),
+        ("cpu", "--peer", {"peers": ["Mine=math:sqrt"]}, "'forward' or 'backward'"),
+    ],
+)
+def test_suites_that_take_no_further_peers(suite, argument, options, expected, capsys):
     assert command.measure(suite, **options) == 2
-    assert f"{argument} is given with suite {suite!r}, expected suite 'forward'" in capsys.readouterr().out
+    assert f"{argument} is given with suite {suite!r}, expected suite {expected}" in capsys.readouterr().out
+
+
+def test_a_further_peer_is_differentiated_in_the_backward_suite():
+    (peer,) = further.further_peers("backward", [f"Mine={__name__}:outside_bare"])
+    case = Case.square(1, 32, 2, 16, dtype="float32", causal=True, work=Work.BACKWARD)
+    inputs = make_inputs(case, CPU)
+    expected = contestant(peers_of("cpu", flashtile.attention)[0], inputs, case).call()
+    for found, exact in zip(contestant(peer, inputs, case).call(), expected, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
 
 
 def test_flex_is_there_only_if_asked_for():

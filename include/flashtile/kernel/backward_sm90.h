@@ -36,7 +36,12 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   const typename Mainloop::Work work(params.backward);
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<24>();
-    if (threadIdx.x == 0) typename Mainloop::Producer{params, shared}.run(work);
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) {
+      typename Mainloop::Producer{params, shared}.run(work);
+    } else if (threadIdx.x % 32 == 0 && warp <= Mainloop::kWarpgroups) {
+      typename Mainloop::Writer{params, shared, warp - 1}.run(work);
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Mainloop::kRegisters>();
     const int thread = threadIdx.x - 128;

@@ -86,6 +86,10 @@ struct BackwardMainloopSm90 {
     alignas(128) float statistics[kStages][2][kM];  // lse_log2, delta
     Ring<1> k_barriers, v_barriers;
     Ring<kStages> q_barriers, dout_barriers;
+    // dS: all warps store their part and read all parts.
+    cutlass::arch::ClusterBarrier ds_full[2], ds_empty[2];
+    // A warpgroup's part of dQ: its threads fill the place, the writer empties it.
+    cutlass::arch::ClusterBarrier dq_full[kWarpgroups], dq_empty[kWarpgroups];
 
     /// By one thread, before any other touches the barriers.
     CUTE_DEVICE void init_barriers() {
@@ -93,6 +97,16 @@ struct BackwardMainloopSm90 {
       v_barriers.init(1);
       q_barriers.init(128 * kWarpgroups);
       dout_barriers.init(4 * kWarpgroups);
+      CUTE_UNROLL
+      for (int b = 0; b < 2; ++b) {
+        ds_full[b].init(4 * kWarpgroups);
+        ds_empty[b].init(4 * kWarpgroups);
+      }
+      CUTE_UNROLL
+      for (int w = 0; w < kWarpgroups; ++w) {
+        dq_full[w].init(128);
+        dq_empty[w].init(1);
+      }
       cutlass::arch::fence_barrier_init();
     }
   };
@@ -115,10 +129,12 @@ struct BackwardMainloopSm90 {
     /// Calls `visit(head, m_block)` for each tile that sees the keys.
     template <class Visit>
     CUTE_DEVICE void for_each(Visit&& visit) const {
+      int head = kv_head * params.group;
+      int m_block = blocks.visible.begin;
       CUTE_NO_UNROLL
-      for (int head = kv_head * params.group; head < (kv_head + 1) * params.group; ++head) {
-        CUTE_NO_UNROLL
-        for (int m_block = blocks.visible.begin; m_block < blocks.visible.end; ++m_block) visit(head, m_block);
+      for (int left = params.group * (blocks.visible.end - blocks.visible.begin); left > 0; --left) {
+        visit(head, m_block);
+        if (++m_block == blocks.visible.end) m_block = blocks.visible.begin, ++head;
       }
     }
 
@@ -154,6 +170,28 @@ struct BackwardMainloopSm90 {
         barrier = shared.dout_barriers.fill(at, [] { return sizeof(SharedStorage::dout[0]); });
         load_queries(params.dout, barrier, shared.dout[at.stage]);
         at.advance();
+      });
+    }
+  };
+
+  /// One thread for each consumer warpgroup has TMA add its part of dQ to memory.
+  struct Writer {
+    BackwardParamsSm90 const& params;
+    SharedStorage& shared;
+    int warpgroup;
+
+    CUTE_DEVICE void run(Work const& work) {
+      if (work.blocks.visible.empty() || params.backward.dq == nullptr) return;
+      unsigned parity = 0;
+      work.for_each([&](int head, int m_block) {
+        shared.dq_full[warpgroup].wait(parity);
+        cute::SM90_TMA_REDUCE_ADD_2D::copy(
+            &params.dq, shared.dq[warpgroup], 0,
+            int((work.tile(head, m_block) * kWarpgroups + warpgroup) * (kPartOfQ / kColumnsOfPart)));
+        cute::tma_store_arrive();
+        cute::tma_store_wait<0>();
+        shared.dq_empty[warpgroup].arrive();
+        parity ^= 1;
       });
     }
   };
@@ -234,7 +272,20 @@ struct BackwardMainloopSm90 {
       const bool folded = folds(backward);
       const float scale_log2 = folded ? backward.score_map.outer_log2 : 1.0f;
       typename Ring<kStages>::Cursor at{};
-      int buffer = 0;
+      Tensor tQrdQ = partition_fragment_C(mma_q, Shape<Int<kM>, Int<kHeadDim>>{});  // (mma, m, head_dim)
+      typename Ring<2>::Cursor ds_at{};
+      typename Ring<2>::Cursor dq_at{};
+      bool started = false;
+      unsigned dq_parity = 0;
+      const auto finish_dq = [&] {
+        __syncwarp();
+        if (thread % 32 == 0) shared.ds_empty[dq_at.stage].arrive();
+        dq_at.advance();
+        if (backward.dq == nullptr) return;
+        shared.dq_empty[warpgroup].wait(dq_parity ^ 1);
+        hand_over(tQrdQ, warpgroup);
+        dq_parity ^= 1;
+      };
       auto opening = SM90::GMMA::ScaleOut::Zero;
 
       shared.k_barriers.wait_full({});
@@ -292,43 +343,43 @@ struct BackwardMainloopSm90 {
           }
         });
         round_to(tSrS, tKrdS);
-        store_scores(tKrdS, buffer);
-        cute::tma_store_fence();                                  // what was stored is visible to matmuls
-        cutlass::arch::NamedBarrier::sync(128 * kWarpgroups, 0);  // of both warpgroups
+        shared.ds_empty[ds_at.stage].wait(ds_at.parity ^ 1);  // a new barrier counts as past its first round
+        store_scores(tKrdS, ds_at.stage);
+        cute::tma_store_fence();  // what was stored is visible to matmuls
+        __syncwarp();
+        if (thread % 32 == 0) shared.ds_full[ds_at.stage].arrive();
 
-        Tensor tQrdQ = partition_fragment_C(mma_q, Shape<Int<kM>, Int<kHeadDim>>{});  // (mma, m, head_dim)
-        start_matmul(mma_q, tQrdS(_, _, _, buffer), tQrK, tQrdQ, SM90::GMMA::ScaleOut::Zero);
+        // dQ of the step before, for which the other warpgroup has had time: so the two need not keep step. In the
+        // first there is none, and nothing comes of what is multiplied.
+        if (started) shared.ds_full[dq_at.stage].wait(dq_at.parity);
+        start_matmul(mma_q, tQrdS(_, _, _, uniform(dq_at.stage)), tQrK, tQrdQ, SM90::GMMA::ScaleOut::Zero);
         start_matmul(mma_kv, tKrdS, tKrQ(_, _, _, stage), tKrdK, opening);
         wait_matmul<2>(tVrdV);
         shared.dout_barriers.release_by_warp(at);
         wait_matmul<1>(tQrdQ);
-        if (backward.dq) add_to_memory(tQrdQ, work.tile(head, m_block), warpgroup);
+        if (started) finish_dq();
         wait_matmul<0>(tKrdK);
         shared.q_barriers.release_by_thread(at);
         at.advance();
-        buffer ^= 1;
+        ds_at.advance();
+        started = true;
         opening = SM90::GMMA::ScaleOut::One;
       });
-      if (thread % 128 == 0) tma_store_wait<0>();  // shared memory must outlive its readers
+      shared.ds_full[dq_at.stage].wait(dq_at.parity);
+      start_matmul(mma_q, tQrdS(_, _, _, uniform(dq_at.stage)), tQrK, tQrdQ, SM90::GMMA::ScaleOut::Zero);
+      wait_matmul<0>(tQrdQ);
+      finish_dq();
     }
 
     /// A warpgroup's part of dQ: each thread's accumulators as they are, four by four, side by side.
     template <class Accumulator>
-    CUTE_DEVICE void add_to_memory(Accumulator const& tQrdQ, std::int64_t tile, int warpgroup) const {
+    CUTE_DEVICE void hand_over(Accumulator const& tQrdQ, int warpgroup) const {
       using namespace cute;
-      const int barrier = 1 + warpgroup;
-      if (thread % 128 == 0) tma_store_wait<0>();  // TMA has read what it was given before
-      cutlass::arch::NamedBarrier::sync(128, barrier);
       float4* const part = reinterpret_cast<float4*>(shared.dq[warpgroup]) + thread % 128;
       CUTE_UNROLL
       for (int i = 0; i < size(tQrdQ); i += 4) part[i / 4 * 128] = {tQrdQ(i), tQrdQ(i + 1), tQrdQ(i + 2), tQrdQ(i + 3)};
       tma_store_fence();
-      cutlass::arch::NamedBarrier::sync(128, barrier);
-      if (thread % 128 == 0) {
-        SM90_TMA_REDUCE_ADD_2D::copy(&params.dq, shared.dq[warpgroup], 0,
-                                     int((tile * kWarpgroups + warpgroup) * (kPartOfQ / kColumnsOfPart)));
-        tma_store_arrive();
-      }
+      shared.dq_full[warpgroup].arrive();
     }
   };
 };

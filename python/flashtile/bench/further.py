@@ -22,9 +22,10 @@ TAKEN = (OURS, *cuda_settings(), FLEX, BEST_PEER, OF_MATMUL)
 
 def further_peers(suite: str, texts: Sequence[str] = (), *, flex: bool = False) -> list[Peer]:
     """What `--flex` and each `--peer NAME=MODULE:FUNCTION` ask for; a ValueError says what is wrong with them."""
-    for argument, given in (("--flex", flex), ("--peer", texts)):
-        if given and suite != "forward":
-            raise ValueError(f"bench: {argument} is given with suite {suite!r}, expected suite 'forward'")
+    for argument, given, suites in (("--flex", flex, ("forward",)), ("--peer", texts, ("forward", "backward"))):
+        if given and suite not in suites:
+            expected = " or ".join(map(repr, suites))
+            raise ValueError(f"bench: {argument} is given with suite {suite!r}, expected suite {expected}")
     # Flex comes first: it clears what torch.compile holds, and a compiled peer behind it compiles in its own check.
     peers = [Peer(FLEX, FlexAttention())] if flex else []
     for text in texts:
@@ -36,7 +37,8 @@ def further_peers(suite: str, texts: Sequence[str] = (), *, flex: bool = False) 
 
 
 def outside_peer(text: str) -> Peer:
-    """The peer that NAME=MODULE:FUNCTION stands for; FUNCTION(q, k, v, causal) returns out, or a tuple of out first."""
+    """The peer that NAME=MODULE:FUNCTION stands for; FUNCTION(q, k, v, causal) returns out, or a tuple of out first. In
+    suite backward autograd differentiates it."""
     name, _, target = text.partition("=")
     module_name, _, function_name = target.partition(":")
     if not (name and module_name and function_name):
