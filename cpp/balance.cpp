@@ -24,6 +24,7 @@ struct Key {
   Lengths lengths;
   HeadPacking packing;
   int batch = 0, heads = 0, m_blocks = 0, tile_m = 0, tile_n = 0, blocks = 0;
+  double key_bytes = 0;  // see key_bytes_of_head
   bool operator==(const Key&) const = default;
 };
 
@@ -122,7 +123,8 @@ double divide(PersistentScheduler& scheduler, std::span<const int> cost) {
 std::shared_ptr<const PersistentScheduler> balanced_scheduler(const ForwardPlan& plan) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
-  const Key key{p.band, p.lengths(), plan.packing, p.batch, p.heads_q, plan.m_blocks, v.tile_m, v.tile_n, plan.grid};
+  const Key key{p.band,        p.lengths(), plan.packing, p.batch,   p.heads_q,
+                plan.m_blocks, v.tile_m,    v.tile_n,     plan.grid, key_bytes_of_head(plan)};
   static thread_local Recent<Key, std::shared_ptr<const PersistentScheduler>> recent;
   return recent.get(key, [&] { return std::make_shared<const PersistentScheduler>(search(plan)); });
 }

@@ -139,17 +139,21 @@ Choice<Row> choose(const char* pass, const Problem& problem, const DeviceInfo& d
   refuse_problem(pass, problem, arch, rows);
 }
 
-/// Thread blocks for `tiles` work items on a GPU, threads on a CPU.
-int grid_for(const Problem& problem, const DeviceInfo& device, std::int64_t tiles, Cost (*cost)(const Problem&)) {
-  if (problem.device.type == DeviceType::kCpu) {
-    const std::int64_t useful = std::min(tiles, cost(problem).flops / kFlopsPerThread);
-    return static_cast<int>(std::clamp<std::int64_t>(useful, 1, device.threads));
-  }
-  if (tiles > std::numeric_limits<int>::max())
-    throw Unsupported("q has " + std::to_string(tiles) +
-                      " tiles (batch × heads × blocks of rows), expected fewer than 2^31");
-  return static_cast<int>(tiles);
+/// CPU threads for `tiles` work items.
+int threads_for(std::int64_t tiles, Cost cost, const DeviceInfo& device) {
+  const std::int64_t useful = std::min(tiles, cost.flops / kFlopsPerThread);
+  return static_cast<int>(std::clamp<std::int64_t>(useful, 1, device.threads));
 }
+
+/// `count`, if a GPU can count so far: its thread blocks, and the rows that TMA is asked for.
+int countable(const char* tensor, std::int64_t count, const char* of_what) {
+  if (count > std::numeric_limits<int>::max())
+    throw Unsupported(std::string(tensor) + " has " + std::to_string(count) + " " + of_what +
+                      ", expected fewer than 2^31");
+  return static_cast<int>(count);
+}
+
+constexpr const char* kTiles = "tiles (batch × heads × blocks of rows)";
 
 }  // namespace
 
@@ -163,7 +167,8 @@ ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device) {
   plan.packing = choice.estimate.packing;
   plan.m_blocks = (plan.packing.rows(problem.seqlen_q) + v.tile_m - 1) / v.tile_m;
   plan.tiles = std::int64_t{problem.batch} * (problem.heads_q / plan.packing.heads()) * plan.m_blocks;
-  plan.grid = grid_for(problem, device, plan.tiles, forward_cost);
+  plan.grid = v.arch == Arch::kCpu ? threads_for(plan.tiles, forward_cost(problem), device)
+                                   : countable("q", plan.tiles, kTiles);
   plan.shared_memory = shared_memory(row);
   if (v.arch == Arch::kSm90) {
     plan.grid = std::min({plan.grid, device.multiprocessors, PersistentScheduler::kMaxBlocks});
@@ -183,13 +188,14 @@ BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
   plan.problem = problem;
   plan.variant = v;
   plan.tiles = std::int64_t{problem.batch} * problem.heads_k * ((problem.seqlen_k + v.tile_n - 1) / v.tile_n);
-  plan.grid = grid_for(problem, device, plan.tiles, backward_cost);
   plan.shared_memory = shared_memory(row);
   if (v.arch == Arch::kCpu) {
+    plan.grid = threads_for(plan.tiles, backward_cost(problem), device);
     plan.workspace_bytes = cpu::backward_workspace_bytes(problem, v, plan.grid);
   } else {
+    plan.grid = countable("k", plan.tiles, kTiles);
     const BackwardWorkspace workspace = BackwardWorkspace::of(problem, v);
-    grid_for(problem, device, workspace.tiles, backward_cost);  // or refuses
+    countable("q", workspace.rows(), "rows (batch × heads × whole blocks)");
     plan.workspace_bytes = workspace.bytes();
   }
   plan.why = choice.why;

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -274,6 +275,43 @@ TEST(Select, BackwardOnHopperHasItsOwnKernelsWhereTheyAreWideEnough) {
     const BackwardPlan plan = select_backward(problem_on(device, DType::kFloat16, d, d, 100), device);
     EXPECT_EQ(plan.variant.arch, d <= 128 ? Arch::kSm90 : Arch::kSm80);
   }
+}
+
+TEST(Select, BackwardRefusesWhatItCannotCount) {
+  const auto refusal_of_backward = [](int seqlen_q, int seqlen_k) -> std::string {
+    const DeviceInfo device = gpu(90, 227);
+    Problem problem = problem_on(device, DType::kFloat16, 64, 64, 0);
+    problem.batch = 1 << 20;
+    problem.seqlen_q = seqlen_q;
+    problem.seqlen_k = seqlen_k;
+    try {
+      select_backward(problem, device);
+    } catch (const Unsupported& error) {
+      return error.what();
+    }
+    return "none";
+  };
+  EXPECT_EQ(refusal_of_backward(100, 1 << 20).find("k has 17179869184 tiles"), 0u);
+  EXPECT_EQ(refusal_of_backward(1 << 20, 100).find("q has 8796093022208 rows"), 0u);
+  EXPECT_EQ(refusal_of_backward(100, 100), "none");
+}
+
+TEST(Select, HopperScheduleDependsOnTheProblemAlone) {
+  // Two problems with the same tiles and other bytes of keys: the second must not get what was found for the first.
+  const DeviceInfo device = gpu(90, 227);
+  const auto heads_at_once = [&](int head_dim_v) {
+    Problem problem = problem_on(device, DType::kFloat16, 192, head_dim_v, 2304);
+    problem.batch = 2;
+    problem.heads_q = problem.heads_k = 10;
+    problem.band = Band::causal();
+    return select_forward(problem, device).scheduler->heads_at_once;
+  };
+  std::set<int> narrow, wide;
+  std::thread([&] { narrow.insert(heads_at_once(128)), wide.insert(heads_at_once(192)); }).join();
+  std::thread([&] { wide.insert(heads_at_once(192)), narrow.insert(heads_at_once(128)); }).join();
+  EXPECT_EQ(narrow.size(), 1u);
+  EXPECT_EQ(wide.size(), 1u);
+  EXPECT_NE(narrow, wide);  // or this test would say nothing
 }
 
 TEST(Select, BackwardWorkspaceIsTwoFloatsARowAndDq) {
