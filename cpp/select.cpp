@@ -29,8 +29,7 @@ constexpr const char* kFastest = "of the rows that are just wide enough, the one
 
 /// Says what the rows of `arch` do serve.
 template <class Row>
-[[noreturn, gnu::cold]] void refuse_problem(const char* pass, const Problem& problem, Arch arch,
-                                            std::span<const Row> rows) {
+[[noreturn, gnu::cold]] void refuse_problem(const Problem& problem, Arch arch, std::span<const Row> rows) {
   std::string dtypes;
   int widest = 0;
   for (const Row& row : rows) {
@@ -40,7 +39,6 @@ template <class Row>
     if (row.variant.dtype == problem.dtype) widest = std::max(widest, row.variant.head_dim);
   }
   const std::string place = " on " + name_of(problem.device);
-  if (dtypes.empty()) throw Unsupported("the " + std::string(pass) + place + " is not available yet, expected cpu");
   if (widest == 0)
     throw Unsupported("q has dtype " + std::string(name_of(problem.dtype)) + place + ", expected " + dtypes);
   throw Unsupported("q or v has head dimension " + std::to_string(problem.wider_head_dim()) + place +
@@ -115,7 +113,7 @@ Arch gpu_arch(std::span<const Row> rows, const DeviceInfo& device, const Problem
 }
 
 template <class Row>
-Choice<Row> choose(const char* pass, const Problem& problem, const DeviceInfo& device, std::span<const Row> rows) {
+Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<const Row> rows) {
   const bool on_cpu = problem.device.type == DeviceType::kCpu;
   if (!on_cpu && device.compute_capability < kOldestComputeCapability) refuse_device(device);
   const Arch arch = on_cpu ? Arch::kCpu : gpu_arch(rows, device, problem);
@@ -136,7 +134,7 @@ Choice<Row> choose(const char* pass, const Problem& problem, const DeviceInfo& d
     if (!best.row || here.time < best.estimate.time) best.row = &row, best.estimate = here;
   }
   if (best.row) return best;
-  refuse_problem(pass, problem, arch, rows);
+  refuse_problem(problem, arch, rows);
 }
 
 /// CPU threads for `tiles` work items.
@@ -158,7 +156,7 @@ constexpr const char* kTiles = "tiles (batch × heads × blocks of rows)";
 }  // namespace
 
 ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device) {
-  const auto choice = choose("forward", problem, device, forward_rows());
+  const auto choice = choose(problem, device, forward_rows());
   const ForwardRow& row = *choice.row;
   const Variant& v = row.variant;
   ForwardPlan plan;
@@ -181,7 +179,7 @@ ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device) {
 }
 
 BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
-  const auto choice = choose("backward", problem, device, backward_rows());
+  const auto choice = choose(problem, device, backward_rows());
   const BackwardRow& row = *choice.row;
   const Variant& v = row.variant;
   BackwardPlan plan;

@@ -80,24 +80,6 @@ def test_exactness_fails_a_wrong_attention(console, brief):
     assert "FAIL" in console.file.getvalue()
 
 
-def test_exactness_without_a_backward_judges_the_output():
-    class NoBackward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise NotImplementedError("no backward")
-
-    def forward_only(q, k, v, **options):
-        return NoBackward.apply(flashtile.attention(q, k, v, **options))
-
-    row = exactness.check(exactness.cases("cpu")[0], CPU, forward_only)
-    assert row.ok and row.forward_only
-    assert [verdict.name for verdict in row.verdicts] == ["out"]
-
-
 def test_speed_fails_a_wrong_attention(console):
     assert not stages.show_speed(console, CPU, scaled_wrongly, [Case.square(1, 16, 1, 16, dtype="float32")])
 

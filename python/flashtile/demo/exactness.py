@@ -18,7 +18,6 @@ from flashtile.bench.peers import Peer, peers_of
 class Row:
     case: Case
     verdicts: Sequence[Verdict]
-    forward_only: bool  # the device has no backward for this case yet
 
     @property
     def ok(self) -> bool:
@@ -48,12 +47,8 @@ def cases(device_type: str) -> list[Case]:
 def check(case: Case, device: torch.device, attention: Callable[..., torch.Tensor]) -> Row:
     ours: Peer = peers_of(device.type, attention)[0]
     inputs = make_inputs(case, device)
-    try:
-        found, forward_only = results(ours.attention, inputs, case, gradients=True), False
-    except NotImplementedError:
-        found, forward_only = results(ours.attention, inputs, case, gradients=False), True
-    oracle = Oracle(inputs, case, gradients=not forward_only)
-    return Row(case, oracle.judge(found), forward_only)
+    found = results(ours.attention, inputs, case, gradients=True)
+    return Row(case, Oracle(inputs, case, gradients=True).judge(found))
 
 
 def check_all(device: torch.device, attention: Callable[..., torch.Tensor]) -> Iterator[Row]:
@@ -70,11 +65,11 @@ def table(rows: Sequence[Row]) -> Table:
         result.add_column(heading, justify="right")
     for row in rows:
         out, *gradients = row.verdicts
-        worst = max(gradients, key=lambda verdict: verdict.error, default=None)
+        worst = max(gradients, key=lambda verdict: verdict.error)
         result.add_row(
             *(row.case.shape_name, row.case.mask_name, row.case.dtype),
             *(f"{out.error:.1e}", f"{out.torch_error:.1e}"),
-            *((f"{worst.error:.1e}", f"{worst.torch_error:.1e}") if worst else ("—", "—")),
+            *(f"{worst.error:.1e}", f"{worst.torch_error:.1e}"),
             "[green]pass[/green]" if row.ok else "[bold red]FAIL[/bold red]",
         )
     return result
