@@ -33,36 +33,38 @@ CUTE_DEVICE void store_if(bool condition, void* to, std::uint32_t const (&word)[
 
 /// Stores row r of accumulators of a wgmma TiledMma, seen as (row, column), at `to`, its first `columns` columns. In a
 /// block of 8 columns a thread holds two, and after exchanging four blocks with its quad eight neighbouring ones: 16
-/// bytes to store. All threads of a quad store rows of the same place.
+/// bytes to store, `first` columns further on. All threads of a quad store rows of the same place.
 template <class Element, class Rows>
-CUTE_DEVICE void store_row(Rows const& rows, int r, Element* to, int columns) {
+CUTE_DEVICE void store_row(Rows const& rows, int r, Element* to, int columns, int first = 8 * (threadIdx.x % 4)) {
   using namespace cute;
   constexpr int kColumnsOfThread = size<1>(decltype(rows.layout()){});  // two of each block of 8
   static_assert(kColumnsOfThread % 8 == 0);
-  const int quad_lane = threadIdx.x % 4;
   CUTE_UNROLL
   for (int c = 0; c < kColumnsOfThread; c += 8) {
     std::uint32_t word[4];
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) word[i] = round_pair<Element>(rows(r, c + 2 * i), rows(r, c + 2 * i + 1));
-    transpose_quad(word, quad_lane);
-    store_if(4 * c + 8 * quad_lane < columns, to + 4 * c + 8 * quad_lane, word);
+    transpose_quad(word, threadIdx.x % 4);
+    store_if(4 * c + first < columns, to + 4 * c + first, word);
   }
 }
 
-/// The finished rows of a tile.
+/// The finished rows of a tile. Where in a row a thread begins is worked out once for all of them.
 template <class Element, class Rows, class Coord>
 CUTE_DEVICE void store_rows(ForwardParams const& params, TileCoord tile, Rows const& rows, Coord const& coord,
                             int first_row) {
   using namespace cute;
+  const int quad_lane = threadIdx.x % 4;
+  const int columns = params.head_dim_v - 8 * quad_lane;
   Element* out = static_cast<Element*>(params.out) + tile.batch * params.out_strides.batch +
-                 params.packing.first_head(tile.head) * params.out_strides.head;
+                 params.packing.first_head(tile.head) * params.out_strides.head + 8 * quad_lane;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(rows); ++r) {
     const int row = first_row + get<0>(coord(r, 0));
     const int query = params.packing.query(row);
-    store_row(rows, r, out + query * params.out_strides.row + params.packing.head(row) * params.out_strides.head,
-              query < params.lengths.q ? params.head_dim_v : 0);
+    const int columns_of_row = query < params.lengths.q ? columns : 0;
+    Element* const out_row = out + query * params.out_strides.row + params.packing.head(row) * params.out_strides.head;
+    store_row(rows, r, out_row, columns_of_row, 0);
   }
 }
 
