@@ -65,10 +65,8 @@ struct Operand {
   }
 
   const Operand& is_contiguous() const {
-    Size stride = 1;
-    for (int i = view.rank - 1; i >= 0; stride *= view.shape[i--])
-      if (view.shape[i] > 1 && view.strides[i] != stride && !view.empty())
-        refuse("has strides " + shape_string(view.strides.data(), view.rank), "a contiguous tensor");
+    if (!view.contiguous())
+      refuse("has strides " + shape_string(view.strides.data(), view.rank), "a contiguous tensor");
     return *this;
   }
 

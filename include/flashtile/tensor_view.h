@@ -48,6 +48,13 @@ struct TensorView {
       if (shape[i] == 0) return true;
     return false;
   }
+  /// Strides of sizes up to 1 mean nothing.
+  bool contiguous() const {
+    std::int64_t stride = 1;
+    for (int i = rank - 1; i >= 0; stride *= shape[i--])
+      if (shape[i] > 1 && strides[i] != stride && !empty()) return false;
+    return true;
+  }
 };
 
 /// "(2, 100, 4, 128)", as Python prints a shape.

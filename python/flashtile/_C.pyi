@@ -22,7 +22,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    lse: object,  # a tensor, or the memory that saving_forward left in ctx.lse
+    lse: object,  # a tensor, or the memory that saving_forward left in ctx.unsaved
     dq: Tensor | None,
     dk: Tensor | None,
     dv: Tensor | None,

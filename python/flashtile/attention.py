@@ -89,9 +89,7 @@ def attention(
     options = (alibi_slopes, causal, window, scale, softcap)
     try:
         if differentiable:
-            function = _AttentionWithLse if return_lse else _Attention
-            apply = function.apply if _under_functorch() else function.quick_apply
-            return apply(q, k, v, options)
+            return (_AttentionWithLse if return_lse else _Attention).quick_apply(q, k, v, options)
         return _C.forward_with_lse(q, k, v, options) if return_lse else _C.forward(q, k, v, options)
     except _C.Misaligned:
         return attention(
@@ -105,6 +103,10 @@ def attention(
             alibi_slopes=alibi_slopes,
             return_lse=return_lse,
         )
+    except RuntimeError:
+        if differentiable and _under_functorch():
+            raise NotImplementedError("attention: called under a transform of torch.func, expected none") from None
+        raise
 
 
 def explain(
@@ -137,12 +139,13 @@ def explain(
 class _Attention(torch.autograd.Function):
     """Returns out."""
 
-    forward = staticmethod(_C.saving_forward)  # (ctx, q, k, v, options): sets ctx.options and ctx.lse, saves the rest
+    # (ctx, q, k, v, options): sets ctx.unsaved = (lse, options), saves the rest
+    forward = staticmethod(_C.saving_forward)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        return _gradients(ctx, dout, None, *ctx.saved_tensors, ctx.lse)
+        return _gradients(ctx, dout, None, *ctx.saved_tensors, *ctx.unsaved)
 
 
 class _AttentionWithLse(torch.autograd.Function):
@@ -151,7 +154,7 @@ class _AttentionWithLse(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, options):
         out, lse = _C.forward_with_lse(q, k, v, options)
-        ctx.options = options
+        ctx.unsaved = (options,)
         ctx.save_for_backward(q, k, v, options[0], out, lse)
         ctx.set_materialize_grads(False)  # a loss of one output must not pay for zeros of the other
         return out, lse
@@ -159,15 +162,15 @@ class _AttentionWithLse(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):
-        return _gradients(ctx, dout, dlse, *ctx.saved_tensors)
+        return _gradients(ctx, dout, dlse, *ctx.saved_tensors, *ctx.unsaved)
 
 
-# Function.apply without its Python half, which serves functorch and takes 3 µs of the 12 of a call with gradients.
+# Function.apply without its Python half, which serves torch.func and takes 3 µs of the 12 of a call with gradients.
 for _function in (_Attention, _AttentionWithLse):
     _function.quick_apply = super(torch.autograd.Function, _function).apply
 
 
-def _gradients(ctx, dout, dlse, q, k, v, alibi_slopes, out, lse):
+def _gradients(ctx, dout, dlse, q, k, v, alibi_slopes, out, lse, options):
     dout = torch.zeros_like(out) if dout is None else _dense(dout)
     if dlse is not None:
         dlse = dlse.contiguous()
@@ -175,7 +178,7 @@ def _gradients(ctx, dout, dlse, q, k, v, alibi_slopes, out, lse):
         torch.empty_like(x, memory_format=_CONTIGUOUS) if needed else None
         for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
     ]
-    _C.backward(dout, dlse, q, k, v, out, lse, *gradients, (alibi_slopes, *ctx.options[1:]))
+    _C.backward(dout, dlse, q, k, v, out, lse, *gradients, (alibi_slopes, *options[1:]))
     return *gradients, None
 
 
