@@ -191,9 +191,10 @@ BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
     plan.grid = threads_for(plan.tiles, backward_cost(problem), device);
     plan.workspace_bytes = cpu::backward_workspace_bytes(problem, v, plan.grid);
   } else {
-    plan.grid = countable("k", plan.tiles, kTiles);
     const BackwardWorkspace workspace = BackwardWorkspace::of(problem, v);
     countable("q", workspace.rows(), "rows (batch × heads × whole blocks)");
+    if (v.two_passes()) plan.tiles += workspace.tiles;
+    plan.grid = countable("k", plan.tiles, kTiles);
     plan.workspace_bytes = workspace.bytes();
   }
   plan.why = choice.why;

@@ -1,4 +1,4 @@
-// What a forward kernel is launched with: pointers, strides and run-time options, flattened from plan and tensors.
+// What a kernel is launched with: pointers, strides and run-time options, flattened from plan and tensors.
 #pragma once
 
 #include <cstdint>
@@ -98,6 +98,13 @@ struct BackwardParams {
   int n_blocks;  // tiles of keys in one head
   BackwardWorkspace workspace;
   void* memory;  // of `workspace`
+
+  FLASHTILE_HOST_DEVICE std::int64_t workspace_tile(int batch, int head, int m_block) const {
+    return (std::int64_t(batch) * heads + head) * m_blocks + m_block;
+  }
+  FLASHTILE_HOST_DEVICE std::int64_t workspace_row(int batch, int head, int query) const {
+    return workspace_tile(batch, head, 0) * workspace.tile_m + query;
+  }
 
   static BackwardParams of(const BackwardPlan& plan, const BackwardTensors& t, void* memory) {
     const Problem& p = plan.problem;

@@ -21,6 +21,8 @@ struct Variant {
   int warps;
 
   constexpr int threads() const { return warps * 32; }
+  /// Of a backward kernel: whether a pass of its own forms dQ.
+  constexpr bool two_passes() const { return arch == Arch::kSm90 && head_dim > 128; }
   constexpr bool operator==(const Variant&) const = default;
 };
 
@@ -51,9 +53,20 @@ constexpr int forward_shared_memory(const Variant& v) {
   return bytes_of(v.dtype) * v.head_dim * (v.tile_m + v.stages * v.tile_n);
 }
 
-/// The shared memory of Hopper's backward kernel: a tile of K and one of V, `stages` tiles of Q and of dO with two
-/// floats a row, two of dS, and one of dQ on its way out.
-constexpr int backward_shared_memory_sm90(const Variant& v) {
+/// The shared memory of Hopper's backward kernel of two passes. Blocks of 64 keys: a tile of K and one of V, two of 64
+/// rows of Q and of dO with two floats a row, and two of weights. Tiles of queries: one of Q and of dO, two of K, one
+/// of V.
+constexpr int backward_shared_memory_two_passes(const Variant& v) {
+  constexpr int kBarriers = 1024;
+  const int size = bytes_of(v.dtype);
+  const int of_keys = size * (3 * 64 * (v.head_dim + v.head_dim_v) + 2 * 64 * 64) + 2 * 8 * 64;
+  const int of_queries = size * (v.tile_m * (v.head_dim + v.head_dim_v) + v.tile_n * (2 * v.head_dim + v.head_dim_v));
+  return kBarriers + (of_keys > of_queries ? of_keys : of_queries);
+}
+
+/// The shared memory of Hopper's backward kernel of one pass: a tile of K and one of V, `stages` tiles of Q and of dO
+/// with two floats a row, two of dS, and one of dQ on its way out.
+constexpr int backward_shared_memory_one_pass(const Variant& v) {
   constexpr int kBarriers = 1024;
   return kBarriers + bytes_of(v.dtype) * (2 * v.head_dim * (v.tile_n + v.stages * v.tile_m) + 2 * v.tile_m * v.tile_n) +
          8 * v.stages * v.tile_m + 4 * v.tile_m * v.head_dim;
@@ -62,7 +75,8 @@ constexpr int backward_shared_memory_sm90(const Variant& v) {
 /// Of a CUDA backward kernel; on Ampere a tile of K and one of V, `stages` tiles of Q and of dO with two floats a row,
 /// and dS; P too where several warps share the keys of a block.
 constexpr int backward_shared_memory(const Variant& v) {
-  if (v.arch == Arch::kSm90) return backward_shared_memory_sm90(v);
+  if (v.arch == Arch::kSm90)
+    return v.two_passes() ? backward_shared_memory_two_passes(v) : backward_shared_memory_one_pass(v);
   const bool p_is_shared = v.warps * 32 > v.tile_n;
   return bytes_of(v.dtype) *
              (2 * v.head_dim * (v.tile_n + v.stages * v.tile_m) + (p_is_shared ? 2 : 1) * v.tile_m * v.tile_n) +

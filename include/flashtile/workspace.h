@@ -15,15 +15,15 @@ namespace flashtile {
 ///              their weights come out as 0
 ///   delta      a float a row: Σ dO∘O − dlse; 0 for those rows
 ///   dq         tile_m · head_dim floats a tile, where the gradients of all key blocks add up, before the scale; their
-///              order within a tile is the kernel's own
+///              order within a tile is the kernel's own. None where a pass of its own forms dQ
 struct BackwardWorkspace {
   std::int64_t tiles = 0;
   int tile_m = 0;
-  int head_dim = 0;
+  int head_dim = 0;  // 0: no dq
 
   static BackwardWorkspace of(const Problem& p, const Variant& v) {
     const std::int64_t m_blocks = (p.seqlen_q + v.tile_m - 1) / v.tile_m;
-    return {m_blocks * p.batch * p.heads_q, v.tile_m, v.head_dim};
+    return {m_blocks * p.batch * p.heads_q, v.tile_m, v.two_passes() ? 0 : v.head_dim};
   }
 
   FLASHTILE_HOST_DEVICE std::int64_t rows() const { return tiles * tile_m; }

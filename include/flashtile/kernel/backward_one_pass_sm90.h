@@ -8,7 +8,7 @@
 #include "flashtile/epilogue/direct.h"
 #include "flashtile/kernel/backward_prepare.h"
 #include "flashtile/launch.h"
-#include "flashtile/mainloop/backward_sm90.h"
+#include "flashtile/mainloop/backward_one_pass_sm90.h"
 #include "flashtile/params.h"
 #include "flashtile/tensor_map.h"
 
@@ -16,9 +16,9 @@ namespace flashtile {
 
 template <class Row>
 __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
-    backward_sm90(const __grid_constant__ BackwardParamsSm90 params) {
+    backward_one_pass_sm90(const __grid_constant__ BackwardOnePassParams params) {
   using namespace cute;
-  using Mainloop = BackwardMainloopSm90<Row::kVariant>;
+  using Mainloop = BackwardOnePassSm90<Row::kVariant>;
   using Element = typename Mainloop::Element;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   }
   __syncthreads();
 
-  const typename Mainloop::Work work(params.backward);
+  const typename Mainloop::Work work(params.backward, blockIdx.x);
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<24>();
     const int warp = threadIdx.x / 32;
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
 template <class Row>
 __global__ void __launch_bounds__(256) backward_finish_sm90(const __grid_constant__ BackwardParams params) {
   using namespace cute;
-  using Mainloop = BackwardMainloopSm90<Row::kVariant>;
+  using Mainloop = BackwardOnePassSm90<Row::kVariant>;
   using Element = typename Mainloop::Element;
   const std::int64_t tile = blockIdx.x;
   const std::int64_t batch_head = tile / params.m_blocks;
@@ -114,8 +114,9 @@ __global__ void __launch_bounds__(256) backward_finish_sm90(const __grid_constan
 }
 
 template <class Row>
-void launch_backward_sm90(const BackwardPlan& plan, const BackwardTensors& tensors, void* memory, Stream stream) {
-  using Mainloop = BackwardMainloopSm90<Row::kVariant>;
+void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTensors& tensors, void* memory,
+                                   Stream stream) {
+  using Mainloop = BackwardOnePassSm90<Row::kVariant>;
   static_assert(sizeof(typename Mainloop::SharedStorage) <= backward_shared_memory(Row::kVariant));
   static KernelHandles prepare, main, finish;
   const Device device = plan.problem.device;
@@ -123,7 +124,7 @@ void launch_backward_sm90(const BackwardPlan& plan, const BackwardTensors& tenso
   const BackwardWorkspace& workspace = backward.workspace;
   const std::int64_t parts = workspace.tiles * Mainloop::kWarpgroups;
   constexpr int kRowsOfPart = Mainloop::kPartOfQ / Mainloop::kColumnsOfPart;
-  const BackwardParamsSm90 params{
+  const BackwardOnePassParams params{
       .backward = backward,
       .q = head_tiles(tensors.forward.q, Mainloop::kM, Mainloop::kColumns),
       .k = head_tiles(tensors.forward.k, Mainloop::kN, Mainloop::kColumns),
@@ -134,9 +135,9 @@ void launch_backward_sm90(const BackwardPlan& plan, const BackwardTensors& tenso
                         Mainloop::kColumnsOfPart, device),
   };
   const int tiles = static_cast<int>(workspace.tiles);
-  launch(backward_prepare<typename Mainloop::Element, Mainloop::kHeadDim>, prepare, device, {tiles, kPrepareThreads, 0},
-         backward, stream);
-  launch(backward_sm90<Row>, main, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory}, params, stream);
+  launch(backward_prepare<Row>, prepare, device, {tiles, kPrepareThreads, 0}, backward, stream);
+  launch(backward_one_pass_sm90<Row>, main, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory}, params,
+         stream);
   if (backward.dq) launch(backward_finish_sm90<Row>, finish, device, {tiles, 256, 0}, backward, stream);
 }
 

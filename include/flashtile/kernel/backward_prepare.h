@@ -11,9 +11,11 @@ namespace flashtile {
 
 inline constexpr int kPrepareThreads = 256;
 
-/// One thread block per tile of the workspace, see BackwardWorkspace. kHeadDimV is the widest D_v.
-template <class Element, int kHeadDimV>
+/// One thread block per tile of the workspace, see BackwardWorkspace.
+template <class Row>
 __global__ void __launch_bounds__(kPrepareThreads) backward_prepare(const __grid_constant__ BackwardParams params) {
+  using Element = std::conditional_t<Row::kVariant.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
+  constexpr int kHeadDimV = Row::kVariant.head_dim_v;
   constexpr int kVector = 8;                                                // elements of a 16-byte load
   constexpr int kLanes = kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;  // of one row
   static_assert(kHeadDimV <= kLanes * kVector);

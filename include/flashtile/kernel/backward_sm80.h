@@ -84,8 +84,7 @@ void launch_backward_sm80(const BackwardPlan& plan, const BackwardTensors& tenso
   const Device device = plan.problem.device;
   const int tiles = static_cast<int>(params.workspace.tiles);
   const int threads = Mainloop::kThreads;
-  launch(backward_prepare<typename Mainloop::Element, Mainloop::kHeadDim>, prepare, device, {tiles, kPrepareThreads, 0},
-         params, stream);
+  launch(backward_prepare<Row>, prepare, device, {tiles, kPrepareThreads, 0}, params, stream);
   launch(backward_sm80<Row>, main, device, {plan.grid, threads, plan.shared_memory}, params, stream);
   if (params.dq)
     launch(backward_finish_sm80<Row>, finish, device,

@@ -17,11 +17,12 @@
 #include "flashtile/mainloop/wgmma.h"
 #include "flashtile/math/round.h"
 #include "flashtile/params.h"
+#include "flashtile/scheduler/key_block.h"
 #include "flashtile/variant.h"
 
 namespace flashtile {
 
-struct BackwardParamsSm90 {
+struct BackwardOnePassParams {
   BackwardParams backward;
   CUtensorMap q, k, v, dout;  // tiles of M, N, N, M rows
   CUtensorMap statistics;     // lse_log2 and delta of M rows
@@ -29,7 +30,7 @@ struct BackwardParamsSm90 {
 };
 
 template <Variant kV>
-struct BackwardMainloopSm90 {
+struct BackwardOnePassSm90 {
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
@@ -40,18 +41,8 @@ struct BackwardMainloopSm90 {
                 kV.warps == 4 * (kWarpgroups + 1));
 
   using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
-  using AtomK = cute::SM90::GMMA::Layout_K_SW128_Atom<Element>;
-  using AtomMN = cute::SM90::GMMA::Layout_MN_SW128_Atom<Element>;
   static constexpr int kColumns = 64;  // of one TMA box
-  /// Rows of a tile as TMA leaves them, and the same memory with rows and columns exchanged.
-  template <int kRows, int kTiles>
-  using SmemLayout =
-      decltype(cute::tile_to_shape(AtomK{}, cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>, cute::Int<kTiles>>{}));
-  template <int kRows, int kTiles>
-  using SmemLayoutT =
-      decltype(cute::tile_to_shape(AtomMN{}, cute::Shape<cute::Int<kHeadDim>, cute::Int<kRows>, cute::Int<kTiles>>{},
-                                   cute::Step<cute::_2, cute::_1, cute::_3>{}));
-  using SmemLayoutdS = decltype(cute::tile_to_shape(AtomK{}, cute::Shape<cute::Int<kM>, cute::Int<kN>, cute::_2>{}));
+  using SmemLayoutdS = SmemTile<Element, kM, kN, 2>;
 
   static constexpr auto kMajorK = cute::SM90::GMMA::Major::K;
   static constexpr auto kMajorMN = cute::SM90::GMMA::Major::MN;
@@ -111,51 +102,21 @@ struct BackwardMainloopSm90 {
     }
   };
 
-  /// The block of keys of a thread block, and the tiles of queries that see it.
-  struct Work {
-    BackwardParams const& params;
-    int batch, kv_head, n_block;
-    TileRanges blocks;  // of queries
-
-    CUTE_DEVICE explicit Work(BackwardParams const& params) : params(params) {
-      const int batch_head = blockIdx.x / params.n_blocks;
-      n_block = blockIdx.x - batch_head * params.n_blocks;
-      batch = batch_head / params.heads_k;
-      kv_head = batch_head - batch * params.heads_k;
-      const Range keys = {n_block * kN, min((n_block + 1) * kN, params.lengths.k)};
-      if (params.group > 0) blocks = params.band.tiles(keys, kM, params.lengths.transposed());
-    }
-
-    /// Calls `visit(head, m_block)` for each tile that sees the keys.
-    template <class Visit>
-    CUTE_DEVICE void for_each(Visit&& visit) const {
-      int head = kv_head * params.group;
-      int m_block = blocks.visible.begin;
-      CUTE_NO_UNROLL
-      for (int left = params.group * (blocks.visible.end - blocks.visible.begin); left > 0; --left) {
-        visit(head, m_block);
-        if (++m_block == blocks.visible.end) m_block = blocks.visible.begin, ++head;
-      }
-    }
-
-    CUTE_DEVICE std::int64_t tile(int head, int m_block) const {
-      return (std::int64_t(batch) * params.heads + head) * params.m_blocks + m_block;
-    }
-  };
+  using Work = KeyBlock<kM, kN>;
 
   struct Producer {
-    BackwardParamsSm90 const& params;
+    BackwardOnePassParams const& params;
     SharedStorage& shared;
 
     CUTE_DEVICE void run(Work const& work) {
-      if (work.blocks.visible.empty()) return;
+      if (work.queries.visible.empty()) return;
       const auto load_keys = [&](CUtensorMap const& map, Ring<1>& ring, Element* to) {
         std::uint64_t* barrier = ring.fill({}, [] { return sizeof(SharedStorage::k); });
         load_tile<kN, kHeadDim, kColumns>(map, barrier, to, work.n_block * kN, work.kv_head, work.batch);
       };
       typename Ring<kStages>::Cursor at{};
       work.for_each([&](int head, int m_block) {
-        const bool first = head == work.kv_head * params.backward.group && m_block == work.blocks.visible.begin;
+        const bool first = head == work.kv_head * work.group && m_block == work.queries.visible.begin;
         const auto load_queries = [&](CUtensorMap const& map, std::uint64_t* barrier, Element* to) {
           load_tile<kM, kHeadDim, kColumns>(map, barrier, to, m_block * kM, head, work.batch);
         };
@@ -163,9 +124,9 @@ struct BackwardMainloopSm90 {
         std::uint64_t* barrier = shared.q_barriers.fill(
             at, [] { return sizeof(SharedStorage::q[0]) + sizeof(SharedStorage::statistics[0]); });
         load_queries(params.q, barrier, shared.q[at.stage]);
-        cute::SM90_TMA_LOAD_2D::copy(&params.statistics, barrier,
-                                     static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                     shared.statistics[at.stage], int(work.tile(head, m_block) * kM), 0);
+        cute::SM90_TMA_LOAD_2D::copy(
+            &params.statistics, barrier, static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+            shared.statistics[at.stage], int(params.backward.workspace_row(work.batch, head, m_block * kM)), 0);
         if (first) load_keys(params.v, shared.v_barriers, shared.v);
         barrier = shared.dout_barriers.fill(at, [] { return sizeof(SharedStorage::dout[0]); });
         load_queries(params.dout, barrier, shared.dout[at.stage]);
@@ -176,18 +137,19 @@ struct BackwardMainloopSm90 {
 
   /// One thread for each consumer warpgroup has TMA add its part of dQ to memory.
   struct Writer {
-    BackwardParamsSm90 const& params;
+    BackwardOnePassParams const& params;
     SharedStorage& shared;
     int warpgroup;
 
     CUTE_DEVICE void run(Work const& work) {
-      if (work.blocks.visible.empty() || params.backward.dq == nullptr) return;
+      if (work.queries.visible.empty() || params.backward.dq == nullptr) return;
       unsigned parity = 0;
       work.for_each([&](int head, int m_block) {
         shared.dq_full[warpgroup].wait(parity);
         cute::SM90_TMA_REDUCE_ADD_2D::copy(
             &params.dq, shared.dq[warpgroup], 0,
-            int((work.tile(head, m_block) * kWarpgroups + warpgroup) * (kPartOfQ / kColumnsOfPart)));
+            int((params.backward.workspace_tile(work.batch, head, m_block) * kWarpgroups + warpgroup) *
+                (kPartOfQ / kColumnsOfPart)));
         cute::tma_store_arrive();
         cute::tma_store_wait<0>();
         shared.dq_empty[warpgroup].arrive();
@@ -198,18 +160,9 @@ struct BackwardMainloopSm90 {
 
   /// A thread of the consumer warpgroups; `thread` counts from the first of them.
   struct Consumer {
-    BackwardParamsSm90 const& params;
+    BackwardOnePassParams const& params;
     SharedStorage& shared;
     int thread;
-
-    /// Calls `visit(c, values)` with what `of_columns` holds for columns c and c + 1 of a thread.
-    template <class Coord, class Visit>
-    CUTE_DEVICE static void for_column_pairs(Coord const& coord, const float* of_columns, Visit&& visit) {
-      using namespace cute;
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(coord); c += 2)
-        visit(c, *reinterpret_cast<const float2*>(of_columns + get<1>(coord(0, c))));
-    }
 
     /// dS, (mma, key, query) in `rounded`, as rows of queries: blocks of 8 × 8 transposed on the way.
     template <class Rounded>
@@ -230,7 +183,7 @@ struct BackwardMainloopSm90 {
     template <class Accumulator>
     CUTE_DEVICE void run(Work const& work, Accumulator& tKrdK, Accumulator& tVrdV) {
       using namespace cute;
-      if (work.blocks.visible.empty()) return;
+      if (work.queries.visible.empty()) return;
       BackwardParams const& backward = params.backward;
       MmaS mma_s;
       MmaKV mma_kv;
@@ -238,14 +191,18 @@ struct BackwardMainloopSm90 {
       const int warpgroup = uniform(thread / 128);
       auto s_warpgroup = mma_s.get_slice(warpgroup * 128);
       auto q_warpgroup = mma_q.get_slice(warpgroup * 128);
-      Tensor sK = make_tensor(make_smem_ptr(shared.k), SmemLayout<kN, 1>{});                 // (N, head_dim, 1)
-      Tensor sKt = make_tensor(make_smem_ptr(shared.k), SmemLayoutT<kN, 1>{});               // (head_dim, N, 1)
-      Tensor sV = make_tensor(make_smem_ptr(shared.v), SmemLayout<kN, 1>{});                 // (N, head_dim, 1)
-      Tensor sQ = make_tensor(make_smem_ptr(shared.q[0]), SmemLayout<kM, kStages>{});        // (M, head_dim, stage)
-      Tensor sQt = make_tensor(make_smem_ptr(shared.q[0]), SmemLayoutT<kM, kStages>{});      // (head_dim, M, stage)
-      Tensor sdO = make_tensor(make_smem_ptr(shared.dout[0]), SmemLayout<kM, kStages>{});    // (M, head_dim, stage)
-      Tensor sdOt = make_tensor(make_smem_ptr(shared.dout[0]), SmemLayoutT<kM, kStages>{});  // (head_dim, M, stage)
-      Tensor sdS = make_tensor(make_smem_ptr(shared.ds[0]), SmemLayoutdS{});                 // (M, N, buffer)
+      Tensor sK = make_tensor(make_smem_ptr(shared.k), SmemTile<Element, kN, kHeadDim, 1>{});    // (N, head_dim, 1)
+      Tensor sKt = make_tensor(make_smem_ptr(shared.k), SmemTileT<Element, kN, kHeadDim, 1>{});  // (head_dim, N, 1)
+      Tensor sV = make_tensor(make_smem_ptr(shared.v), SmemTile<Element, kN, kHeadDim, 1>{});    // (N, head_dim, 1)
+      Tensor sQ =
+          make_tensor(make_smem_ptr(shared.q[0]), SmemTile<Element, kM, kHeadDim, kStages>{});  // (M, head_dim, stage)
+      Tensor sQt =
+          make_tensor(make_smem_ptr(shared.q[0]), SmemTileT<Element, kM, kHeadDim, kStages>{});  // (head_dim, M, stage)
+      Tensor sdO = make_tensor(make_smem_ptr(shared.dout[0]),
+                               SmemTile<Element, kM, kHeadDim, kStages>{});  // (M, head_dim, stage)
+      Tensor sdOt = make_tensor(make_smem_ptr(shared.dout[0]),
+                                SmemTileT<Element, kM, kHeadDim, kStages>{});  // (head_dim, M, stage)
+      Tensor sdS = make_tensor(make_smem_ptr(shared.ds[0]), SmemLayoutdS{});   // (M, N, buffer)
 
       Tensor tSrK = s_warpgroup.partition_fragment_A(sK)(_, _, _, 0);  // (mma, n, k)
       Tensor tSrV = s_warpgroup.partition_fragment_A(sV)(_, _, _, 0);  // (mma, n, k)
@@ -298,7 +255,7 @@ struct BackwardMainloopSm90 {
         start_matmul(mma_s, tSrV, tSrdO(_, _, _, stage), tSrdP, SM90::GMMA::ScaleOut::Zero);
         wait_matmul<1>(tSrS);
 
-        const bool edge = partial || !work.blocks.interior.contains(m_block);
+        const bool edge = partial || !work.queries.interior.contains(m_block);
         const ScoreTile<BackwardParams> score_tile{
             backward, {work.batch, head, work.n_block}, key, backward.lengths.transposed()};
         if (edge || !folded) {

@@ -14,6 +14,16 @@ CUTE_DEVICE bool folds(Params const& params) {
   return params.score_map.order_preserving() && params.alibi_slopes == nullptr;
 }
 
+/// Calls `visit(c, values)` with what `of_columns`, one float per column of the tile, holds for columns c and c + 1 of
+/// a thread.
+template <class Coord, class Visit>
+CUTE_DEVICE void for_column_pairs(Coord const& coord, const float* of_columns, Visit&& visit) {
+  using namespace cute;
+  CUTE_UNROLL
+  for (int c = 0; c < size<1>(coord); c += 2)
+    visit(c, *reinterpret_cast<const float2*>(of_columns + get<1>(coord(0, c))));
+}
+
 /// The scores of the rows from `first_row` on. Tensors of scores are (row, column) of one thread, and `coord` holds
 /// the place of each in the tile; the tile's columns begin at `first_column` of `lengths`.
 template <class Params>

@@ -7,6 +7,17 @@
 
 namespace flashtile {
 
+/// Tiles of (rows, columns), a multiple of 64 columns, as TMA leaves them in shared memory.
+template <class Element, int kRows, int kColumns, int kTiles>
+using SmemTile = decltype(cute::tile_to_shape(cute::SM90::GMMA::Layout_K_SW128_Atom<Element>{},
+                                              cute::Shape<cute::Int<kRows>, cute::Int<kColumns>, cute::Int<kTiles>>{}));
+
+/// The same memory as (columns, rows).
+template <class Element, int kRows, int kColumns, int kTiles>
+using SmemTileT = decltype(cute::tile_to_shape(cute::SM90::GMMA::Layout_MN_SW128_Atom<Element>{},
+                                               cute::Shape<cute::Int<kColumns>, cute::Int<kRows>, cute::Int<kTiles>>{},
+                                               cute::Step<cute::_2, cute::_1, cute::_3>{}));
+
 /// `x`, which is the same in all lanes, so that the compiler knows: descriptors of matmuls stand in uniform registers,
 /// and what it does not know to be uniform it computes in others and moves over before every single wgmma.
 CUTE_DEVICE int uniform(int x) {

@@ -1,0 +1,208 @@
+// One tile of 128 queries against all keys they see, for wide heads: its dQ. Built like the forward: each of two
+// consumer warpgroups owns 64 whole rows, and the gradients of its scores stay in registers as the A operand of dQ. A
+// producer thread has TMA bring Q and dO, and blocks of K and V one after the other.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flashtile/mainloop/backward_keys_sm90.h"
+#include "flashtile/math/online_softmax.h"
+
+namespace flashtile {
+
+template <Variant kV>
+struct BackwardQueriesSm90 {
+  static constexpr int kM = kV.tile_m;
+  static constexpr int kN = kV.tile_n;
+  static constexpr int kHeadDim = kV.head_dim;
+  static constexpr int kHeadDimV = kV.head_dim_v;
+  static constexpr int kStages = 2;  // of K, which is used longer than V
+  static constexpr int kWarpgroups = 2;
+  static constexpr int kRowsPerBox = 64;
+  static_assert(kM == 64 * kWarpgroups && kN == kRowsPerBox);
+
+  using Element = typename BackwardKeysSm90<kV>::Element;
+  static constexpr int kColumns = 64;  // of one TMA box
+  using Warpgroups = cute::Layout<cute::Shape<cute::Int<kWarpgroups>, cute::_1, cute::_1>>;
+  using MmaS = decltype(cute::make_tiled_mma(
+      cute::SM90::GMMA::ss_op_selector<Element, Element, float,
+                                       cute::Shape<cute::Int<kM>, cute::Int<kN>, cute::Int<kHeadDim>>>(),
+      Warpgroups{}));  // S, dP
+  using MmaQ = decltype(cute::make_tiled_mma(
+      cute::SM90::GMMA::rs_op_selector<Element, Element, float,
+                                       cute::Shape<cute::Int<kM>, cute::Int<kHeadDim>, cute::Int<kN>>,
+                                       cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>(),
+      Warpgroups{}));
+
+  struct SharedStorage {
+    alignas(1024) Element q[kM * kHeadDim];
+    alignas(1024) Element dout[kM * kHeadDimV];
+    alignas(1024) Element k[kStages][kN * kHeadDim];
+    alignas(1024) Element v[kN * kHeadDimV];
+    Ring<1> q_barriers, dout_barriers, v_barriers;
+    Ring<kStages> k_barriers;
+
+    /// By one thread, before any other touches the barriers.
+    CUTE_DEVICE void init_barriers() {
+      q_barriers.init(1);
+      dout_barriers.init(1);
+      k_barriers.init(4 * kWarpgroups);
+      v_barriers.init(4 * kWarpgroups);
+      cutlass::arch::fence_barrier_init();
+    }
+  };
+
+  /// A tile of queries, and what scores need to know of it.
+  struct Work {
+    TileCoord tile;
+    int kv_head;
+    Band band;
+    HeadPacking packing;  // none
+    ScoreMap score_map;
+    const float* alibi_slopes;
+    std::int64_t alibi_batch_stride, alibi_head_stride;
+    TileRanges keys;
+
+    CUTE_DEVICE Work(BackwardParams const& params, int index)
+        : tile(SingleTileScheduler{params.heads, params.m_blocks}.tile(unsigned(index))),
+          kv_head(tile.head / params.group),
+          band(params.band.transposed()),
+          packing{},
+          score_map(params.score_map),
+          alibi_slopes(params.alibi_slopes),
+          alibi_batch_stride(params.alibi_batch_stride),
+          alibi_head_stride(params.alibi_head_stride),
+          keys(band.tiles({tile.m_block * kM, min((tile.m_block + 1) * kM, params.lengths.q)}, kN, params.lengths)) {}
+  };
+
+  struct Producer {
+    BackwardTwoPassParams const& params;
+    SharedStorage& shared;
+
+    CUTE_DEVICE void run(Work const& work) {
+      const Range blocks = work.keys.visible;
+      if (blocks.empty()) return;
+      typename Ring<kStages>::Cursor k_at{};
+      typename Ring<1>::Cursor v_at{};
+      const auto load_keys = [&](int n_block) {
+        std::uint64_t* barrier = shared.k_barriers.fill(k_at, [] { return sizeof(SharedStorage::k[0]); });
+        load_tile<kN, kHeadDim, kColumns>(params.k, barrier, shared.k[k_at.stage], n_block * kN, work.kv_head,
+                                          work.tile.batch);
+        k_at.advance();
+      };
+      const auto load_queries = [&]<int kHeadDim>(cute::Int<kHeadDim>, CUtensorMap const& map, Ring<1>& ring,
+                                                  Element* to) {
+        std::uint64_t* barrier = ring.fill({}, [] { return kM * kHeadDim * sizeof(Element); });
+        CUTE_UNROLL
+        for (int row = 0; row < kM; row += kRowsPerBox)
+          load_tile<kM, kHeadDim, kColumns>(map, barrier, to + row * kColumns, work.tile.m_block * kM + row,
+                                            work.tile.head, work.tile.batch);
+      };
+      load_queries(cute::Int<kHeadDim>{}, params.q, shared.q_barriers, shared.q);
+      load_keys(blocks.begin);
+      load_queries(cute::Int<kHeadDimV>{}, params.dout, shared.dout_barriers, shared.dout);
+      CUTE_NO_UNROLL
+      for (int n_block = blocks.begin; n_block < blocks.end; ++n_block) {
+        std::uint64_t* barrier = shared.v_barriers.fill(v_at, [] { return sizeof(SharedStorage::v); });
+        load_tile<kN, kHeadDimV, kColumns>(params.v, barrier, shared.v, n_block * kN, work.kv_head, work.tile.batch);
+        v_at.advance();
+        if (n_block + 1 < blocks.end) load_keys(n_block + 1);
+      }
+    }
+  };
+
+  /// A thread of the consumer warpgroups; `thread` counts from the first of them.
+  struct Consumer {
+    BackwardParams const& params;
+    SharedStorage& shared;
+    int thread;
+
+    /// Accumulates dQ, before the scale, (mma, query, head_dim).
+    template <class Accumulator>
+    CUTE_DEVICE void run(Work const& work, Accumulator& tQrdQ) const {
+      using namespace cute;
+      const Range blocks = work.keys.visible;
+      if (blocks.empty()) return;
+      MmaS mma_s;
+      MmaQ mma_q;
+      auto s_warpgroup = mma_s.get_slice(uniform(thread / 128) * 128);
+      Tensor sQ = make_tensor(make_smem_ptr(shared.q), SmemTile<Element, kM, kHeadDim, 1>{});
+      Tensor sdO = make_tensor(make_smem_ptr(shared.dout), SmemTile<Element, kM, kHeadDimV, 1>{});
+      Tensor sK = make_tensor(make_smem_ptr(shared.k[0]), SmemTile<Element, kN, kHeadDim, kStages>{});
+      Tensor sV = make_tensor(make_smem_ptr(shared.v), SmemTile<Element, kN, kHeadDimV, 1>{});
+      Tensor sKt = make_tensor(make_smem_ptr(shared.k[0]), SmemTileT<Element, kN, kHeadDim, kStages>{});
+      Tensor tSrQ = s_warpgroup.partition_fragment_A(sQ)(_, _, _, 0);           // (mma, m, k)
+      Tensor tSrdO = s_warpgroup.partition_fragment_A(sdO)(_, _, _, 0);         // (mma, m, k)
+      Tensor tSrK = s_warpgroup.partition_fragment_B(sK);                       // (mma, n, k, stage)
+      Tensor tSrV = s_warpgroup.partition_fragment_B(sV)(_, _, _, 0);           // (mma, n, k)
+      Tensor tQrK = mma_q.get_slice(thread).partition_fragment_B(sKt);          // (mma, head_dim, k, stage)
+      Tensor cS = make_identity_tensor(Shape<Int<kM>, Int<kN>>{});              // (M, N)
+      Tensor tScS = rows_and_columns(mma_s.get_slice(thread).partition_C(cS));  // (row, column)
+      Tensor tSrS = partition_fragment_C(mma_s, shape(cS));                     // (mma, m, n)
+      Tensor tSrdP = partition_fragment_C(mma_s, shape(cS));                    // (mma, m, n)
+      Tensor scores = rows_and_columns(tSrS);                                   // (row, column)
+      Tensor dp = rows_and_columns(tSrdP);                                      // (row, column)
+      Tensor tQrdS = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kN / 16>>>{});  // (mma, m, k)
+
+      const bool folded = folds(params);
+      const float scale_log2 = folded ? params.score_map.outer_log2 : 1.0f;
+      const int first_row = work.tile.m_block * kM;
+      const ScoreTile<Work> score_tile{work, work.tile, first_row, params.lengths};
+      float lse_log2[2], delta[2];
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const std::int64_t row = params.workspace_row(work.tile.batch, work.tile.head, first_row + get<0>(tScS(r, 0)));
+        lse_log2[r] = params.workspace.lse_log2(params.memory)[row];
+        delta[r] = params.workspace.delta(params.memory)[row];
+      }
+      typename Ring<kStages>::Cursor k_at{};
+      typename Ring<1>::Cursor v_at{};
+      auto opening = SM90::GMMA::ScaleOut::Zero;
+
+      shared.q_barriers.wait_full({});
+      CUTE_NO_UNROLL
+      for (int n_block = blocks.begin; n_block < blocks.end; ++n_block) {
+        const int stage = uniform(k_at.stage);
+        shared.k_barriers.wait_full(k_at);
+        start_matmul(mma_s, tSrQ, tSrK(_, _, _, stage), tSrS, SM90::GMMA::ScaleOut::Zero);
+        if (n_block == blocks.begin) shared.dout_barriers.wait_full({});
+        shared.v_barriers.wait_full(v_at);
+        start_matmul(mma_s, tSrdO, tSrV, tSrdP, SM90::GMMA::ScaleOut::Zero);
+        wait_matmul<1>(tSrS);
+        const bool edge = !work.keys.interior.contains(n_block);
+        if (edge || !folded) {
+          if (!folded) score_tile.map(scores, tScS, n_block * kN);
+          if (edge) score_tile.mask(scores, tScS, n_block * kN);
+        }
+        const auto weigh = [&](auto&& slope) __attribute__((always_inline)) {
+          CUTE_UNROLL
+          for (int r = 0; r < size<0>(scores); ++r) {
+            CUTE_UNROLL
+            for (int c = 0; c < size<1>(scores); ++c)
+              scores(r, c) = exp2_approx(fmaf(scores(r, c), scale_log2, -lse_log2[r])) * slope(r, c);
+          }
+        };
+        if (params.score_map.capped()) [[unlikely]]
+          weigh([&](int r, int c) { return score_tile.cap_slope(scores(r, c), tScS(r, c), n_block * kN); });
+        else
+          weigh([](int, int) { return 1.0f; });
+        wait_matmul<0>(tSrdP);
+        shared.v_barriers.release_by_warp(v_at);
+        v_at.advance();
+        CUTE_UNROLL
+        for (int r = 0; r < size<0>(scores); ++r) {
+          CUTE_UNROLL
+          for (int c = 0; c < size<1>(scores); ++c) scores(r, c) *= dp(r, c) - delta[r];
+        }
+        round_to(tSrS, tQrdS);
+        start_matmul(mma_q, tQrdS, tQrK(_, _, _, stage), tQrdQ, opening);
+        wait_matmul<0>(tQrdQ);
+        shared.k_barriers.release_by_warp(k_at);
+        k_at.advance();
+        opening = SM90::GMMA::ScaleOut::One;
+      }
+    }
+  };
+};
+
+}  // namespace flashtile
