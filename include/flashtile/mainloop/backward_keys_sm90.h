@@ -70,12 +70,12 @@ struct BackwardKeysSm90 {
     CUTE_DEVICE void init_barriers() {
       k_barriers.init(1);
       v_barriers.init(1);
-      q_barriers.init(256);
+      q_barriers.init(8);
       dout_barriers.init(8);
       CUTE_UNROLL
       for (int b = 0; b < 2; ++b) {
-        weights_full[b].init(128);
-        weights_empty[b].init(128);
+        weights_full[b].init(4);
+        weights_empty[b].init(4);
       }
       cutlass::arch::fence_barrier_init();
     }
@@ -175,7 +175,8 @@ struct BackwardKeysSm90 {
           for (int i = 0; i < kVectors; ++i)
             shared.weights[weights_at.stage][i][thread] = {weights(4 * i), weights(4 * i + 1), weights(4 * i + 2),
                                                            weights(4 * i + 3)};
-          shared.weights_full[weights_at.stage].arrive();
+          __syncwarp();
+          if (thread % 32 == 0) shared.weights_full[weights_at.stage].arrive();
           weights_at.advance();
         };
         shared.weights_empty[weights_at.stage].wait(weights_at.parity ^
@@ -188,7 +189,7 @@ struct BackwardKeysSm90 {
           weigh([](int, int) { return 1.0f; });
           hand_over();
         }
-        shared.q_barriers.release_by_thread(at);
+        shared.q_barriers.release_by_warp(at);
 
         shared.dout_barriers.wait_full(at);
         start_matmul(mma_v, tVrP, tVrdO(_, _, _, stage), tVrdV, opening);
@@ -242,7 +243,8 @@ struct BackwardKeysSm90 {
           weights(4 * i) = four.x, weights(4 * i + 1) = four.y, weights(4 * i + 2) = four.z,
                       weights(4 * i + 3) = four.w;
         }
-        shared.weights_empty[weights_at.stage].arrive();
+        __syncwarp();
+        if (thread % 32 == 0) shared.weights_empty[weights_at.stage].arrive();
         weights_at.advance();
         shared.q_barriers.wait_full(at);  // for delta
         wait_matmul<0>(tSrdP);
@@ -256,7 +258,7 @@ struct BackwardKeysSm90 {
         });
         start_matmul(mma_k, tKrdS, tKrQ(_, _, _, stage), tKrdK, opening);
         wait_matmul<0>(tKrdK);
-        shared.q_barriers.release_by_thread(at);
+        shared.q_barriers.release_by_warp(at);
         at.advance();
         opening = SM90::GMMA::ScaleOut::One;
       });

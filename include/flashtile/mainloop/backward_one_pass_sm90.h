@@ -79,14 +79,14 @@ struct BackwardOnePassSm90 {
     Ring<kStages> q_barriers, dout_barriers;
     // dS: all warps store their part and read all parts.
     cutlass::arch::ClusterBarrier ds_full[2], ds_empty[2];
-    // A warpgroup's part of dQ: its threads fill the place, the writer empties it.
+    // A warpgroup's part of dQ: its warps fill the place, the writer empties it.
     cutlass::arch::ClusterBarrier dq_full[kWarpgroups], dq_empty[kWarpgroups];
 
     /// By one thread, before any other touches the barriers.
     CUTE_DEVICE void init_barriers() {
       k_barriers.init(1);
       v_barriers.init(1);
-      q_barriers.init(128 * kWarpgroups);
+      q_barriers.init(4 * kWarpgroups);
       dout_barriers.init(4 * kWarpgroups);
       CUTE_UNROLL
       for (int b = 0; b < 2; ++b) {
@@ -95,7 +95,7 @@ struct BackwardOnePassSm90 {
       }
       CUTE_UNROLL
       for (int w = 0; w < kWarpgroups; ++w) {
-        dq_full[w].init(128);
+        dq_full[w].init(4);
         dq_empty[w].init(1);
       }
       cutlass::arch::fence_barrier_init();
@@ -164,19 +164,26 @@ struct BackwardOnePassSm90 {
     SharedStorage& shared;
     int thread;
 
-    /// dS, (mma, key, query) in `rounded`, as rows of queries: blocks of 8 × 8 transposed on the way.
-    template <class Rounded>
-    CUTE_DEVICE void store_scores(Rounded const& rounded, int buffer) const {
-      using namespace cute;
-      Tensor sdS = make_tensor(make_smem_ptr(shared.ds[0]), SmemLayoutdS{})(_, _, buffer);  // (M, N)
+    /// Where in shared memory a thread stores its first rows of dS.
+    CUTE_DEVICE std::uint32_t place_of_scores() const {
       const int lane = thread % 32;
       const int key = thread / 32 * 16 + lane / 8 % 2 * 8;
       const int query = lane / 16 * 8 + lane % 8;
+      return cute::cast_smem_ptr_to_uint(shared.ds[0] + SmemLayoutdS{}(query, key, 0));
+    }
+
+    /// dS, (mma, key, query) in `rounded`, as rows of queries: blocks of 8 × 8 transposed on the way.
+    template <class Rounded>
+    CUTE_DEVICE void store_scores(Rounded const& rounded, std::uint32_t place, int buffer) const {
+      using namespace cute;
+      constexpr int kStep = SmemLayoutdS{}(_16{}, _0{}, _0{}) * sizeof(Element);  // 16 queries on: swizzled alike
       auto words = recast<std::uint32_t>(rounded);  // two words of each 8 queries: keys r = 0, 1
       CUTE_UNROLL
       for (int i = 0; i < size(words); i += 4)
-        SM90_U16x8_STSM_T::copy(words(i), words(i + 1), words(i + 2), words(i + 3),
-                                *reinterpret_cast<uint128_t*>(&sdS(query + 4 * i, key)));
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                         place + buffer * int(sizeof(SharedStorage::ds[0])) + i / 4 * kStep),
+                     "r"(words(i)), "r"(words(i + 1)), "r"(words(i + 2)), "r"(words(i + 3))
+                     : "memory");
     }
 
     /// Accumulates dK, before the scale, and dV, (mma, key, head_dim) both.
@@ -232,6 +239,7 @@ struct BackwardOnePassSm90 {
       Tensor tQrdQ = partition_fragment_C(mma_q, Shape<Int<kM>, Int<kHeadDim>>{});  // (mma, m, head_dim)
       typename Ring<2>::Cursor ds_at{};
       typename Ring<2>::Cursor dq_at{};
+      const std::uint32_t place_of_scores = this->place_of_scores();
       bool started = false;
       unsigned dq_parity = 0;
       const auto finish_dq = [&] {
@@ -301,7 +309,7 @@ struct BackwardOnePassSm90 {
         });
         round_to(tSrS, tKrdS);
         shared.ds_empty[ds_at.stage].wait(ds_at.parity ^ 1);  // a new barrier counts as past its first round
-        store_scores(tKrdS, ds_at.stage);
+        store_scores(tKrdS, place_of_scores, ds_at.stage);
         cute::tma_store_fence();  // what was stored is visible to matmuls
         __syncwarp();
         if (thread % 32 == 0) shared.ds_full[ds_at.stage].arrive();
@@ -316,7 +324,7 @@ struct BackwardOnePassSm90 {
         wait_matmul<1>(tQrdQ);
         if (started) finish_dq();
         wait_matmul<0>(tKrdK);
-        shared.q_barriers.release_by_thread(at);
+        shared.q_barriers.release_by_warp(at);
         at.advance();
         ds_at.advance();
         started = true;
@@ -336,7 +344,8 @@ struct BackwardOnePassSm90 {
       CUTE_UNROLL
       for (int i = 0; i < size(tQrdQ); i += 4) part[i / 4 * 128] = {tQrdQ(i), tQrdQ(i + 1), tQrdQ(i + 2), tQrdQ(i + 3)};
       tma_store_fence();
-      shared.dq_full[warpgroup].arrive();
+      __syncwarp();
+      if (thread % 32 == 0) shared.dq_full[warpgroup].arrive();
     }
   };
 };
