@@ -43,6 +43,7 @@ struct BackwardOnePassSm90 {
   using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
   static constexpr int kColumns = 64;  // of one TMA box
   using SmemLayoutdS = SmemTile<Element, kM, kN, 2>;
+  using PlacesOfdS = decltype(cute::as_position_independent_swizzle_layout(SmemLayoutdS{}));  // in elements
 
   static constexpr auto kMajorK = cute::SM90::GMMA::Major::K;
   static constexpr auto kMajorMN = cute::SM90::GMMA::Major::MN;
@@ -169,14 +170,14 @@ struct BackwardOnePassSm90 {
       const int lane = thread % 32;
       const int key = thread / 32 * 16 + lane / 8 % 2 * 8;
       const int query = lane / 16 * 8 + lane % 8;
-      return cute::cast_smem_ptr_to_uint(shared.ds[0] + SmemLayoutdS{}(query, key, 0));
+      return cute::cast_smem_ptr_to_uint(shared.ds[0] + PlacesOfdS{}(query, key, 0));
     }
 
     /// dS, (mma, key, query) in `rounded`, as rows of queries: blocks of 8 × 8 transposed on the way.
     template <class Rounded>
     CUTE_DEVICE void store_scores(Rounded const& rounded, std::uint32_t place, int buffer) const {
       using namespace cute;
-      constexpr int kStep = SmemLayoutdS{}(_16{}, _0{}, _0{}) * sizeof(Element);  // 16 queries on: swizzled alike
+      constexpr int kStep = PlacesOfdS{}(_16{}, _0{}, _0{}) * sizeof(Element);  // 16 queries on: swizzled alike
       auto words = recast<std::uint32_t>(rounded);  // two words of each 8 queries: keys r = 0, 1
       CUTE_UNROLL
       for (int i = 0; i < size(words); i += 4)
