@@ -269,12 +269,23 @@ TEST(Select, RefusesAGridBeyondTheHardware) {
   EXPECT_NE(refusal(problem, device).find("expected fewer than 2^31"), std::string::npos);
 }
 
-TEST(Select, BackwardOnHopperHasItsOwnKernelsWhereTheyAreWideEnough) {
+TEST(Select, BackwardOnHopperTakesTwoPassesOfWideHeads) {
   const DeviceInfo device = gpu(90, 227);
   for (int d = 8; d <= 256; d += 8) {
-    const BackwardPlan plan = select_backward(problem_on(device, DType::kFloat16, d, d, 100), device);
-    EXPECT_EQ(plan.variant.arch, d <= 128 ? Arch::kSm90 : Arch::kSm80);
+    const BackwardPlan plan = select_backward(problem_on(device, DType::kFloat16, d, d, 300), device);
+    EXPECT_EQ(plan.variant.arch, Arch::kSm90);
+    EXPECT_EQ(plan.variant.two_passes(), d > 128);
+    // 2 sequences with 2 KV heads of 5 or 3 blocks; where dQ has a pass, 8 heads of 3 tiles, and no dq in between.
+    const int rows = 2 * 8 * 384;
+    EXPECT_EQ(plan.grid, d > 128 ? 2 * 2 * 5 + 2 * 8 * 3 : 2 * 2 * 3);
+    if (d > 128) EXPECT_EQ(plan.workspace_bytes, 4 * 2 * rows);
   }
+}
+
+TEST(Select, BackwardOnHopperHasAKernelForNarrowerValues) {
+  const DeviceInfo device = gpu(90, 227);
+  const BackwardPlan plan = select_backward(problem_on(device, DType::kBFloat16, 192, 128, 300), device);
+  EXPECT_EQ(name_of(plan.variant), "sm90_bf16_d192_v128_m128_n64_s2_w12");
 }
 
 TEST(Select, BackwardRefusesWhatItCannotCount) {

@@ -224,19 +224,21 @@ def test_gradients_of_long_sequences(head_dim, causal):
     check_gradients(*(randn(1, 4096, heads, head_dim) for heads in (4, 2, 2, 4)), causal=causal)
 
 
-def test_gradients_of_more_than_2_to_31_elements():
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_gradients_of_more_than_2_to_31_elements(head_dim):
     """The last head's gradients are those it has alone. One block of keys: nothing adds up in dq."""
-    seqlen = 2**31 // (64 * 128) + 100
-    tensors = [randn(1, length, 64, 128) for length in (seqlen, 30, 30, seqlen)]
+    seqlen = 2**31 // (64 * head_dim) + 100
+    tensors = [randn(1, length, 64, head_dim) for length in (seqlen, 30, 30, seqlen)]
     many = backward(*tensors)
     alone = backward(*(x[:, :, -1:] for x in tensors))
     for what, a, b in zip(("dq", "dk", "dv"), many[2:], alone[2:], strict=True):
         assert_bitwise(a[:, :, -1:], b, what)
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("batch, heads", [(70_001, 1), (1, 70_001)])
-def test_gradients_of_more_than_65535_heads_and_sequences(batch, heads):
-    tensors = [randn(batch, length, heads, 64) for length in (20, 30, 30, 20)]
+def test_gradients_of_more_than_65535_heads_and_sequences(batch, heads, head_dim):
+    tensors = [randn(batch, length, heads, head_dim) for length in (20, 30, 30, 20)]
     many = backward(*tensors, causal=True)
     last = backward(*(x[-1:, :, -1:] for x in tensors), causal=True)
     for what, a, b in zip(("dq", "dk", "dv"), many[2:], last[2:], strict=True):
@@ -250,6 +252,17 @@ def test_dk_and_dv_repeat_bitwise(head_dim):
     for _ in range(100):
         found = backward(*tensors, causal=True)
         assert all(torch.equal(a, b) for a, b in zip(found[3:], first[3:], strict=True))
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v", [(136, 136), (192, 128), (256, 256)])
+def test_dq_of_wide_heads_repeats_bitwise_on_hopper(head_dim, head_dim_v, pytestconfig):
+    limit = pytestconfig.getoption("--compute-capability") or 90
+    if torch.cuda.get_device_capability() != (9, 0) or limit < 90:
+        pytest.skip("only Hopper's kernels form dQ in a pass of its own")
+    tensors = [randn(2, 700, *rest) for rest in ((8, head_dim), (4, head_dim), (4, head_dim_v), (8, head_dim_v))]
+    first = backward(*tensors, causal=True)
+    for _ in range(100):
+        assert_bitwise(backward(*tensors, causal=True)[2], first[2], "dq")
 
 
 def test_dout_may_be_misaligned_or_expanded():
@@ -283,8 +296,9 @@ def test_a_training_step_in_a_graph():
             assert_bitwise(a, b, what)
 
 
-def test_backward_allocates_gradients_and_its_workspace():
-    case = Case("memory", dtype=F16, seqlen_q=1000, seqlen_k=1000)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_backward_allocates_gradients_and_its_workspace(head_dim):
+    case = Case("memory", dtype=F16, seqlen_q=1000, seqlen_k=1000, head_dim=head_dim)
     q, k, v = case.tensors("cuda", requires_grad=True)
     out = flashtile.attention(q, k, v)
     dout = torch.randn_like(out)

@@ -12,11 +12,11 @@
 
 #include "flashtile/barrier.h"
 #include "flashtile/load/tma.h"
+#include "flashtile/mainloop/key_block.h"
 #include "flashtile/mainloop/scores.h"
 #include "flashtile/mainloop/wgmma.h"
 #include "flashtile/math/round.h"
 #include "flashtile/params.h"
-#include "flashtile/scheduler/key_block.h"
 #include "flashtile/variant.h"
 
 namespace flashtile {
