@@ -278,7 +278,9 @@ TEST(Select, BackwardOnHopperTakesTwoPassesOfWideHeads) {
     // 2 sequences with 2 KV heads of 5 or 3 blocks; where dQ has a pass, 8 heads of 3 tiles, and no dq in between.
     const int rows = 2 * 8 * 384;
     EXPECT_EQ(plan.grid, d > 128 ? 2 * 2 * 5 + 2 * 8 * 3 : 2 * 2 * 3);
-    if (d > 128) EXPECT_EQ(plan.workspace_bytes, 4 * 2 * rows);
+    if (d > 128) {
+      EXPECT_EQ(plan.workspace_bytes, 4 * 2 * rows);
+    }
   }
 }
 
