@@ -51,8 +51,8 @@ struct Ring {
 
   CUTE_DEVICE void wait_full(Cursor at) { full[at.stage].wait(at.parity); }
 
-  /// Consumers, when they have done reading: a warp that read by matmuls, which belong to all its lanes, arrives once;
-  /// threads that loaded for themselves arrive each for itself.
+  /// Consumers, when they have done reading what TMA will write again: a warp arrives once, for all its lanes, or each
+  /// thread for itself.
   CUTE_DEVICE void release_by_warp(Cursor at) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) empty[at.stage].arrive();

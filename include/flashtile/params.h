@@ -89,13 +89,15 @@ struct BackwardParams {
   HeadPacking packing;  // none
   ScoreMap score_map;
   float scale;
+  int batch;
   int heads;     // query heads
   int heads_k;   // KV heads
   int group;     // query heads per KV head; may be 0
   int head_dim;  // of Q and K
   int head_dim_v;
-  int m_blocks;  // tiles of query rows in one head
-  int n_blocks;  // tiles of keys in one head
+  int m_blocks;       // tiles of query rows in one head
+  int n_blocks;       // tiles of keys in one head
+  int heads_at_once;  // KV heads whose key blocks take turns: see KeyBlock
   BackwardWorkspace workspace;
   void* memory;  // of `workspace`
 
@@ -138,6 +140,7 @@ struct BackwardParams {
         .packing = {},
         .score_map = ScoreMap::of(p.scale, p.softcap),
         .scale = p.scale,
+        .batch = p.batch,
         .heads = p.heads_q,
         .heads_k = p.heads_k,
         .group = p.group(),
@@ -145,6 +148,7 @@ struct BackwardParams {
         .head_dim_v = p.head_dim_v,
         .m_blocks = (p.seqlen_q + plan.variant.tile_m - 1) / plan.variant.tile_m,
         .n_blocks = (p.seqlen_k + plan.variant.tile_n - 1) / plan.variant.tile_n,
+        .heads_at_once = plan.heads_at_once,
         .workspace = BackwardWorkspace::of(p, plan.variant),
         .memory = memory,
     };

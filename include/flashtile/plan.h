@@ -50,6 +50,7 @@ struct ForwardPlan : Plan {
   ForwardKernel run = nullptr;  // null: this build holds no such kernel (planned for another device)
 };
 struct BackwardPlan : Plan {
+  int heads_at_once = 1;  // KV heads whose key blocks take turns: see KeyBlock
   BackwardKernel run = nullptr;
 };
 

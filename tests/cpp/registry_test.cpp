@@ -284,6 +284,20 @@ TEST(Select, BackwardOnHopperTakesTwoPassesOfWideHeads) {
   }
 }
 
+TEST(Select, KeyBlocksOfOneWaveTakeTurnsUnderAMask) {
+  const DeviceInfo device = gpu(90, 227);
+  const auto heads_at_once = [&](int seqlen, Band band) {
+    Problem problem = problem_on(device, DType::kBFloat16, 128, 128, seqlen);
+    problem.heads_k = problem.heads_q = 100;
+    problem.band = band;
+    return select_backward(problem, device).heads_at_once;
+  };
+  EXPECT_EQ(heads_at_once(2048, Band::causal()), device.multiprocessors / 16);
+  EXPECT_EQ(heads_at_once(1 << 20, Band::causal()), 1);
+  EXPECT_EQ(heads_at_once(2048, Band::full()), 1);
+  EXPECT_EQ(heads_at_once(0, Band::causal()), 1);
+}
+
 TEST(Select, BackwardOnHopperHasAKernelForNarrowerValues) {
   const DeviceInfo device = gpu(90, 227);
   const BackwardPlan plan = select_backward(problem_on(device, DType::kBFloat16, 192, 128, 300), device);

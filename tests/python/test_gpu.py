@@ -245,6 +245,17 @@ def test_gradients_of_more_than_65535_heads_and_sequences(batch, heads, head_dim
         assert_bitwise(a[-1:, :, -1:], b, what)
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_key_blocks_of_more_heads_than_take_turns(head_dim):
+    """35 KV heads of 6 or 11 blocks: the last section of them, see KeyBlock, is not full."""
+    tensors = [randn(5, 700, 7, head_dim) for _ in range(4)]
+    together = backward(*tensors, causal=True)
+    for b in range(5):
+        alone = backward(*(x[b : b + 1] for x in tensors), causal=True)
+        for what, a, b_alone in zip(("dk", "dv"), together[3:], alone[3:], strict=True):
+            assert_bitwise(a[b : b + 1], b_alone, what)
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_dk_and_dv_repeat_bitwise(head_dim):
     tensors = [randn(2, 700, heads, head_dim) for heads in (8, 4, 4, 8)]

@@ -74,8 +74,8 @@ struct BackwardKeysSm90 {
       dout_barriers.init(8);
       CUTE_UNROLL
       for (int b = 0; b < 2; ++b) {
-        weights_full[b].init(4);
-        weights_empty[b].init(4);
+        weights_full[b].init(128);
+        weights_empty[b].init(128);
       }
       cutlass::arch::fence_barrier_init();
     }
@@ -175,8 +175,7 @@ struct BackwardKeysSm90 {
           for (int i = 0; i < kVectors; ++i)
             shared.weights[weights_at.stage][i][thread] = {weights(4 * i), weights(4 * i + 1), weights(4 * i + 2),
                                                            weights(4 * i + 3)};
-          __syncwarp();
-          if (thread % 32 == 0) shared.weights_full[weights_at.stage].arrive();
+          shared.weights_full[weights_at.stage].arrive();
           weights_at.advance();
         };
         shared.weights_empty[weights_at.stage].wait(weights_at.parity ^
@@ -243,8 +242,7 @@ struct BackwardKeysSm90 {
           weights(4 * i) = four.x, weights(4 * i + 1) = four.y, weights(4 * i + 2) = four.z,
                       weights(4 * i + 3) = four.w;
         }
-        __syncwarp();
-        if (thread % 32 == 0) shared.weights_empty[weights_at.stage].arrive();
+        shared.weights_empty[weights_at.stage].arrive();
         weights_at.advance();
         shared.q_barriers.wait_full(at);  // for delta
         wait_matmul<0>(tSrdP);
