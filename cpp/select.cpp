@@ -151,12 +151,13 @@ int countable(const char* tensor, std::int64_t count, const char* of_what) {
   return static_cast<int>(count);
 }
 
-/// KV heads whose key blocks take turns. Under a mask their work differs: then as many as one wave of thread blocks
-/// holds, so that neighbours have about as much to do, and no more heads than otherwise are in the L2 cache at a time.
+/// KV heads whose key blocks take turns in Hopper's kernels. Under a mask their work differs: then as many as one wave
+/// of thread blocks holds, so that neighbours have about as much to do, and no more heads than otherwise are in the L2
+/// cache at a time.
 int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device) {
   const int n_blocks = (p.seqlen_k + v.tile_n - 1) / v.tile_n;
   const int heads = p.batch * p.heads_k;
-  if (p.band == Band::full() || n_blocks == 0 || heads == 0) return 1;
+  if (v.arch != Arch::kSm90 || p.band == Band::full() || n_blocks == 0 || heads == 0) return 1;
   return std::clamp(device.multiprocessors / n_blocks, 1, heads);
 }
 
@@ -204,6 +205,7 @@ BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
     countable("q", workspace.rows(), "rows (batch × heads × whole blocks)");
     if (v.two_passes()) plan.tiles += workspace.tiles;
     plan.grid = countable("k", plan.tiles, kTiles);
+    plan.heads_at_once = heads_at_once(problem, v, device);
     plan.workspace_bytes = workspace.bytes();
   }
   plan.why = choice.why;
