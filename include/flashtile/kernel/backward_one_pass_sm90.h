@@ -5,7 +5,7 @@
 
 #include <cute/tensor.hpp>
 
-#include "flashtile/epilogue/direct.h"
+#include "flashtile/epilogue/gradient.h"
 #include "flashtile/kernel/backward_prepare.h"
 #include "flashtile/launch.h"
 #include "flashtile/mainloop/backward_one_pass_sm90.h"
@@ -53,19 +53,12 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     clear(tVrdV);
     typename Mainloop::Consumer{params, shared, thread}.run(work, tKrdK, tVrdV);
 
-    Tensor coord = rows_and_columns(mma.get_slice(thread).partition_C(make_identity_tensor(shape_of_tile)));
     const auto store = [&](auto& acc, float scale, void* gradient, Strides const& strides, int columns) {
       if (gradient == nullptr) return;
-      Tensor rows = rows_and_columns(acc);  // (row, head_dim)
-      Element* const origin =
-          static_cast<Element*>(gradient) + work.batch * strides.batch + work.kv_head * strides.head;
-      CUTE_UNROLL
-      for (int i = 0; i < size(acc); ++i) acc(i) *= scale;
-      CUTE_UNROLL
-      for (int r = 0; r < size<0>(rows); ++r) {
-        const int key = work.n_block * Mainloop::kN + get<0>(coord(r, 0));
-        store_row(rows, r, origin + key * strides.row, key < params.backward.lengths.k ? columns : 0);
-      }
+      store_gradient<Mainloop::kN, typename Mainloop::MmaKV>(
+          acc, scale,
+          GradientHead<Element>::of(gradient, strides, work.batch, work.kv_head, params.backward.lengths.k, columns),
+          work.n_block * Mainloop::kN, thread);
     };
     store(tVrdV, 1.0f, params.backward.dv, params.backward.dv_strides, params.backward.head_dim_v);
     store(tKrdK, params.backward.scale, params.backward.dk, params.backward.dk_strides, params.backward.head_dim);

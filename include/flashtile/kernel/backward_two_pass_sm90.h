@@ -7,7 +7,7 @@
 
 #include <cute/tensor.hpp>
 
-#include "flashtile/epilogue/direct.h"
+#include "flashtile/epilogue/gradient.h"
 #include "flashtile/kernel/backward_prepare.h"
 #include "flashtile/launch.h"
 #include "flashtile/mainloop/backward_keys_sm90.h"
@@ -19,24 +19,6 @@ namespace flashtile {
 
 inline constexpr int kRegistersOfTwoPass = 240;  // of a consumer's thread
 
-/// Consumers: scales and rounds the accumulators of a (rows, head_dim) tile of `Mma`, and stores the rows that exist.
-template <class Element, class Mma, class Accumulator>
-CUTE_DEVICE void store_gradient(Accumulator& acc, int tile_rows, float scale, Element* head, std::int64_t row_stride,
-                                int first_row, int rows, int columns, int thread) {
-  using namespace cute;
-  constexpr int kColumns = size<1>(typename Mma::AtomShape_MNK{});
-  Tensor coord = rows_and_columns(
-      Mma{}.get_slice(thread).partition_C(make_identity_tensor(make_shape(tile_rows, Int<kColumns>{}))));
-  Tensor tile = rows_and_columns(acc);  // (row, head_dim)
-  CUTE_UNROLL
-  for (int i = 0; i < size(acc); ++i) acc(i) *= scale;
-  CUTE_UNROLL
-  for (int r = 0; r < size<0>(tile); ++r) {
-    const int row = first_row + get<0>(coord(r, 0));
-    store_row(tile, r, head + row * row_stride, row < rows ? columns : 0);
-  }
-}
-
 template <class Mainloop>
 CUTE_DEVICE void backward_keys_sm90(BackwardTwoPassParams const& params, typename Mainloop::SharedStorage& shared) {
   using namespace cute;
@@ -47,9 +29,9 @@ CUTE_DEVICE void backward_keys_sm90(BackwardTwoPassParams const& params, typenam
   const int thread = threadIdx.x % 128;
   const auto store = [&](auto mma, auto& acc, float scale, void* gradient, Strides const& strides, int columns) {
     if (gradient == nullptr) return;
-    Element* const head = static_cast<Element*>(gradient) + work.batch * strides.batch + work.kv_head * strides.head;
-    store_gradient<Element, decltype(mma)>(acc, Mainloop::kN, scale, head, strides.row, work.n_block * Mainloop::kN,
-                                           backward.lengths.k, columns, thread);
+    store_gradient<Mainloop::kN, decltype(mma)>(
+        acc, scale, GradientHead<Element>::of(gradient, strides, work.batch, work.kv_head, backward.lengths.k, columns),
+        work.n_block * Mainloop::kN, thread);
   };
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<24>();
@@ -88,10 +70,11 @@ CUTE_DEVICE void backward_queries_sm90(BackwardTwoPassParams const& params, type
     clear(tQrdQ);
     typename Mainloop::Consumer{backward, shared, thread}.run(work, tQrdQ);
     const TileCoord tile = work.tile;
-    Element* const head = static_cast<Element*>(backward.dq) + tile.batch * backward.dq_strides.batch +
-                          tile.head * backward.dq_strides.head;
-    store_gradient<Element, decltype(mma)>(tQrdQ, Mainloop::kM, backward.scale, head, backward.dq_strides.row,
-                                           tile.m_block * Mainloop::kM, backward.lengths.q, backward.head_dim, thread);
+    store_gradient<Mainloop::kM, decltype(mma)>(
+        tQrdQ, backward.scale,
+        GradientHead<Element>::of(backward.dq, backward.dq_strides, tile.batch, tile.head, backward.lengths.q,
+                                  backward.head_dim),
+        tile.m_block * Mainloop::kM, thread);
   }
 }
 

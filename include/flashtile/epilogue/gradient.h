@@ -1,0 +1,41 @@
+// A finished tile of dQ, dK or dV of a wgmma, from registers straight to memory.
+#pragma once
+
+#include "flashtile/epilogue/direct.h"
+
+namespace flashtile {
+
+/// One head of a gradient, of which a tile is stored.
+template <class Element>
+struct GradientHead {
+  Element* data;
+  std::int64_t row_stride;
+  int rows;
+  int columns;
+
+  CUTE_DEVICE static GradientHead of(void* gradient, Strides const& strides, int batch, int head, int rows,
+                                     int columns) {
+    return {static_cast<Element*>(gradient) + batch * strides.batch + head * strides.head, strides.row, rows, columns};
+  }
+};
+
+/// Scales and rounds the accumulators of a (kRows, head_dim) tile of `Mma`, whose warpgroups stand one above the other,
+/// and stores the rows from `first_row` on that exist; `thread` counts from the first of the Mma.
+template <int kRows, class Mma, class Element, class Accumulator>
+CUTE_DEVICE void store_gradient(Accumulator& acc, float scale, GradientHead<Element> const& head, int first_row,
+                                int thread) {
+  using namespace cute;
+  constexpr int kColumns = size<1>(typename Mma::AtomShape_MNK{});
+  Tensor coord =
+      rows_and_columns(Mma{}.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<kRows>, Int<kColumns>>{})));
+  Tensor tile = rows_and_columns(acc);  // (row, head_dim)
+  CUTE_UNROLL
+  for (int i = 0; i < size(acc); ++i) acc(i) *= scale;
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(tile); ++r) {
+    const int row = first_row + get<0>(coord(r, 0));
+    store_row(tile, r, head.data + row * head.row_stride, row < head.rows ? head.columns : 0);
+  }
+}
+
+}  // namespace flashtile
