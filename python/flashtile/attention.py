@@ -53,8 +53,8 @@ def attention(
         out, (B, S_q, H_q, D_v), contiguous, of q's dtype; with ``return_lse`` the pair (out, lse), where lse is the
         natural logarithm, float32, (B, H_q, S_q). Both are differentiable with respect to q, k and v, once. Sums
         and softmax statistics are float32. On CUDA the parts of dq add up in no fixed order, so its last bits may
-        differ from run to run (not on Hopper where D or D_v is above 128); everything else repeats to the bit. A row that sees no column has out = 0, lse = -inf
-        and gradients 0.
+        differ from run to run (not on Hopper where D or D_v is above 128); everything else repeats to the bit. A row
+        that sees no column has out = 0, lse = -inf and gradients 0.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
