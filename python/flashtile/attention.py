@@ -1,5 +1,7 @@
 """Dense attention: defaults, outputs and autograd around the compiled core."""
 
+import operator
+
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
@@ -41,7 +43,8 @@ def attention(
         k: (B, S_k, H_k, D), of q's dtype and device. H_q is a multiple of H_k.
         v: (B, S_k, H_k, D_v). D_v obeys the rule for D and may differ from it.
             q, k and v take any strides with a contiguous last dimension. CUDA kernels read 16 bytes at a time: an
-            operand whose address or strides are no multiples of 16 bytes is copied first.
+            operand whose address or strides are no multiples of 16 bytes is copied first. Under torch.autocast, q, k
+            and v of several dtypes, or of one that no kernel serves, are cast to the dtype that it asks for.
         causal: hide columns right of the diagonal.
         window: (left, right), inclusive distances from the diagonal, in tokens; None on a side: unbounded.
         scale: factor of the scores, any finite number; by default 1/√D.
@@ -92,21 +95,25 @@ def attention(
             return (_AttentionWithLse if return_lse else _Attention).quick_apply(q, k, v, options)
         return _C.forward_with_lse(q, k, v, options) if return_lse else _C.forward(q, k, v, options)
     except _C.Misaligned:
-        return attention(
-            _aligned(q),
-            _aligned(k),
-            _aligned(v),
-            causal=causal,
-            window=window,
-            scale=scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            return_lse=return_lse,
-        )
-    except RuntimeError:
+        readable = _aligned
+    except (TypeError, RuntimeError):
         if differentiable and _under_functorch():
             raise NotImplementedError("attention: called under a transform of torch.func, expected none") from None
-        raise
+        dtype = _autocast_dtype(q, k, v)
+        if dtype is None:
+            raise
+        readable = operator.methodcaller("to", dtype)
+    return attention(
+        readable(q),
+        readable(k),
+        readable(v),
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        return_lse=return_lse,
+    )
 
 
 def explain(
@@ -196,6 +203,17 @@ def _refuse_tangents(**tensors):
             raise NotImplementedError(
                 f"attention: {name} carries a forward-mode tangent, expected none: only reverse mode is supported"
             )
+
+
+def _autocast_dtype(*tensors):
+    """What torch.autocast asks for, where it is active and not all tensors are of that dtype; else None."""
+    if not all(isinstance(x, Tensor) for x in tensors):
+        return None
+    device_type = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    dtype = torch.get_autocast_dtype(device_type)
+    return None if all(x.dtype == dtype for x in tensors) else dtype
 
 
 def _aligned(x):

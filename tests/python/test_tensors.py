@@ -112,6 +112,36 @@ def test_in_a_module_with_checkpointing():
         assert_bitwise(a, b)
 
 
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_autocast(device):
+    """Tensors of several dtypes, as a rotary embedding in float32 leaves them, become those that autocast asks for."""
+    inputs = Case("autocast", dtype=F32, seqlen_q=30, seqlen_k=30).tensors(device, requires_grad=True)
+    q, k, v = inputs
+    cast = [x.to(BF16) for x in inputs]
+    expected = flashtile.attention(*cast, causal=True)
+    with pytest.raises(TypeError, match=r"^attention: v has dtype bfloat16"):
+        flashtile.attention(q, k, cast[2])
+    with torch.autocast(device, dtype=BF16):
+        found = flashtile.attention(q, k, cast[2], causal=True)
+        with pytest.raises(TypeError, match=r"^attention: q is of type NoneType"):
+            flashtile.attention(None, k, v)
+        with pytest.raises(ValueError, match=r"^attention: softcap"):
+            flashtile.attention(q, k, cast[2], softcap=-1.0)
+    assert_bitwise(found, expected)
+    gradients = (torch.autograd.grad(x.float().square().sum(), inputs) for x in (found, expected))
+    for a, b in zip(*gradients, strict=True):
+        assert a.dtype is F32
+        assert_bitwise(a, b)
+
+
+@pytest.mark.gpu
+def test_autocast_serves_float32_on_a_gpu():
+    inputs = Case("autocast", dtype=F32).tensors("cuda")
+    with torch.autocast("cuda", dtype=F16):
+        found = flashtile.attention(*inputs)
+    assert_bitwise(found, flashtile.attention(*(x.to(F16) for x in inputs)))
+
+
 def test_numbers_of_other_kinds_as_options():
     numpy = pytest.importorskip("numpy")
     q, k, v = Case("numbers", dtype=F32).tensors()
