@@ -151,14 +151,14 @@ int countable(const char* tensor, std::int64_t count, const char* of_what) {
   return static_cast<int>(count);
 }
 
-/// KV heads whose key blocks take turns in Hopper's kernels. Under a mask their work differs: then as many as one wave
-/// of thread blocks holds, so that neighbours have about as much to do, and no more heads than otherwise are in the L2
-/// cache at a time.
+/// KV heads whose key blocks take turns in Hopper's kernels. Under a mask the work of a head's blocks differs: then as
+/// many heads as one wave of thread blocks holds, so that neighbours have about as much to do. Not where a head has few
+/// blocks: more heads at a time take more of the L2 cache for dQ.
 int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device) {
+  constexpr int kManyBlocks = 16;
   const int n_blocks = (p.seqlen_k + v.tile_n - 1) / v.tile_n;
-  const int heads = p.batch * p.heads_k;
-  if (v.arch != Arch::kSm90 || p.band == Band::full() || n_blocks == 0 || heads == 0) return 1;
-  return std::clamp(device.multiprocessors / n_blocks, 1, heads);
+  if (v.arch != Arch::kSm90 || p.band == Band::full() || n_blocks < kManyBlocks) return 1;
+  return std::clamp(device.multiprocessors / n_blocks, 1, std::max(p.batch * p.heads_k, 1));
 }
 
 constexpr const char* kTiles = "tiles (batch × heads × blocks of rows)";

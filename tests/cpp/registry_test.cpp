@@ -295,6 +295,7 @@ TEST(Select, KeyBlocksOfOneWaveTakeTurnsUnderAMask) {
   EXPECT_EQ(heads_at_once(2048, Band::causal()), device.multiprocessors / 16);
   EXPECT_EQ(heads_at_once(1 << 20, Band::causal()), 1);
   EXPECT_EQ(heads_at_once(2048, Band::full()), 1);
+  EXPECT_EQ(heads_at_once(512, Band::causal()), 1);
   EXPECT_EQ(heads_at_once(0, Band::causal()), 1);
 }
 

@@ -127,8 +127,11 @@ def test_generated_text_continues_the_prompt():
     assert len(model.generate(b"def ", 40)) == 44
 
 
-def test_training_fails_a_wrong_attention(console, brief, tmp_path):
-    assert not stages.show_training(console, not_causal, 0.0, tmp_path / "demo.png", SMALL)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_training_tells_a_right_attention_from_a_wrong_one(console, brief, tmp_path, device):
+    for attention, agrees in ((flashtile.attention, True), (not_causal, False)):
+        picture = tmp_path / "demo.png"
+        assert stages.show_training(console, torch.device(device), attention, 0.0, picture, SMALL) == agrees
     assert "DISAGREE" in console.file.getvalue()
 
 

@@ -42,7 +42,7 @@ def run(
     agreements = [
         show_exactness(console, device, attention),
         show_speed(console, device, attention, suites.demo(device.type) if speed_cases is None else speed_cases),
-        show_training(console, attention, seconds, output, config or Config()),
+        show_training(console, device, attention, seconds, output, config or Config()),
     ]
     if all(agreements):
         console.print("\n[bold green]Everything agrees.[/bold green]")
@@ -75,13 +75,15 @@ def show_speed(console: Console, device: torch.device, attention: Attention, cas
     return not any(entry.wrong for cell in cells for entry in cell.entries)
 
 
-def show_training(console: Console, attention: Attention, seconds: float, output: Path, config: Config) -> bool:
-    # On the CPU everywhere: that is where the tolerances of the loss curves were measured.
-    device = torch.device("cpu")
+def show_training(
+    console: Console, device: torch.device, attention: Attention, seconds: float, output: Path, config: Config
+) -> bool:
     contenders: dict[str, CausalAttention] = {
         "flashtile": lambda q, k, v: attention(q, k, v, causal=True),
         "PyTorch SDPA": _sdpa,
     }
+    if device.type == "cuda":  # whose kernels take no float32
+        contenders = {name: _in_bfloat16(contender) for name, contender in contenders.items()}
     corpus = training.standard_library_bytes()
     with console.status("timing a training step"):
         steps = training.steps_for(seconds, list(contenders.values()), corpus, device, config)
@@ -91,13 +93,15 @@ def show_training(console: Console, attention: Attention, seconds: float, output
             task = progress.add_task(f"training with {name}", total=steps, loss=float("nan"))
             on_step = functools.partial(_advance, progress, task)
             runs[name] = training.train(contender, corpus, steps, device, config, on_step)
-    return _compare(console, runs["flashtile"], runs["PyTorch SDPA"], output)
+    return _compare(console, runs["flashtile"], runs["PyTorch SDPA"], training.TOLERANCES[device.type], output)
 
 
-def _compare(console: Console, ours: training.Run, theirs: training.Run, output: Path) -> bool:
+def _compare(
+    console: Console, ours: training.Run, theirs: training.Run, tolerance: training.Tolerance, output: Path
+) -> bool:
     steps = len(ours.losses)
     gaps = [abs(a - b) for a, b in zip(ours.losses, theirs.losses, strict=True)]
-    allowed = training.tolerances(steps)
+    allowed = tolerance.limits(steps)
     agree = all(gap <= limit for gap, limit in zip(gaps, allowed, strict=True))
     title = f"A byte-level GPT, {steps} steps on Python's standard library, two attentions"
     picture.draw(output, ours.losses, theirs.losses, allowed, title)
@@ -106,10 +110,10 @@ def _compare(console: Console, ours: training.Run, theirs: training.Run, output:
         f"loss {ours.losses[0]:.4f} → {ours.losses[-1]:.4f} with flashtile, {theirs.losses[0]:.4f} → "
         f"{theirs.losses[-1]:.4f} with SDPA: " + ("[green]agree[/green]" if agree else "[bold red]DISAGREE[/bold red]")
     )
-    early, late = gaps[: training.EARLY_STEPS], gaps[training.EARLY_STEPS :]
+    early, late = gaps[: tolerance.early_steps], gaps[tolerance.early_steps :]
     console.print(
-        f"largest difference {max(early):.1e} in the first {len(early)} steps, tolerance {training.EARLY_TOLERANCE:g}"
-        + (f"; {max(late):.1e} after them, tolerance {training.LATE_TOLERANCE:g}" if late else "")
+        f"largest difference {max(early):.1e} in the first {len(early)} steps, tolerance {tolerance.early:g}"
+        + (f"; {max(late):.1e} after them, tolerance {tolerance.late:g}" if late else "")
     )
     console.print(f"drawn in {output}")
     sample = ours.model.generate(b"def ", SAMPLE_BYTES).decode(errors="replace")
@@ -125,6 +129,10 @@ def _advance(progress: Progress, task: TaskID, loss: float) -> None:
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     heads_first = (t.transpose(1, 2) for t in (q, k, v))
     return F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+
+
+def _in_bfloat16(attention: CausalAttention) -> CausalAttention:
+    return lambda q, k, v: attention(*(x.bfloat16() for x in (q, k, v))).to(q.dtype)
 
 
 def _device_name(device: torch.device) -> str:
