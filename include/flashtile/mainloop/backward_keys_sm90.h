@@ -34,8 +34,8 @@ struct BackwardKeysSm90 {
   static constexpr int kN = 64;
   static constexpr int kHeadDim = kV.head_dim;
   static constexpr int kHeadDimV = kV.head_dim_v;
-  static constexpr int kStages = 2;
-  static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && kV.tile_n == kN && kV.tile_m % kM == 0);
+  static constexpr int kStages = kV.stages;
+  static_assert(kStages == 2 && kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && kV.tile_n == kN && kV.tile_m % kM == 0);
 
   using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
   static constexpr int kColumns = 64;  // of one TMA box
@@ -178,8 +178,8 @@ struct BackwardKeysSm90 {
           shared.weights_full[weights_at.stage].arrive();
           weights_at.advance();
         };
-        shared.weights_empty[weights_at.stage].wait(weights_at.parity ^
-                                                    1);  // a new barrier counts as past its first round
+        // A new barrier counts as past its first round.
+        shared.weights_empty[weights_at.stage].wait(weights_at.parity ^ 1);
         if (params.score_map.capped()) [[unlikely]] {
           weigh([&](int r, int c) { return score_tile.cap_slope(scores(r, c), tScS(r, c), m_block * kM); });
           hand_over();
