@@ -14,7 +14,7 @@ BackwardPlan plan_backward(const char* function, const BackwardTensors& tensors,
 }
 
 void run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace, Stream stream) {
-  if (tensors.dq.empty() && tensors.dk.empty() && tensors.dv.empty()) return;
+  if (tensors.dq.empty() && tensors.dk.empty() && tensors.dv.empty() && tensors.dsinks.empty()) return;
   if (plan.run == nullptr) throw Unsupported(name_of(plan.variant) + " is not in this build: built without CUDA");
   const DeviceGuard guard(plan.problem.device);
   plan.run(plan, tensors, workspace, stream);

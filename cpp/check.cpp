@@ -123,6 +123,14 @@ void check_alibi_slopes(const char* function, const ForwardTensors& t) {
   operand.has_dtype(DType::kFloat32).is_on(t.q.device).has_contiguous_last_dimension();
 }
 
+void check_per_head(const char* function, const char* name, const TensorView& values, const TensorView& q) {
+  Operand{function, name, "(H_q)", values}
+      .has_shape({q.shape[2]})
+      .has_dtype(DType::kFloat32)
+      .is_on(q.device)
+      .has_contiguous_last_dimension();
+}
+
 void check_lse(const char* function, const char* name, const TensorView& lse, const TensorView& q) {
   Operand{function, name, kSizesLse, lse}
       .has_shape({q.shape[0], q.shape[2], q.shape[1]})
@@ -178,6 +186,7 @@ Problem check_forward(const char* function, const ForwardTensors& t, const Optio
   k.is_matrix_like(t.q);
   v.is_matrix_like(t.q);
   if (t.alibi_slopes.given()) check_alibi_slopes(function, t);
+  if (t.sinks.given()) check_per_head(function, "sinks", t.sinks, t.q);
   if (t.out.given()) check_out(function, "out", t.out, t);
   if (t.lse.given()) check_lse(function, "lse", t.lse, t.q);
 
@@ -199,7 +208,13 @@ Problem check_forward(const char* function, const ForwardTensors& t, const Optio
   problem.softcap = finite(function, "softcap", options.softcap);
   if (problem.softcap < 0)
     refuse<InvalidArgument>(function, "softcap", "is " + number_string(options.softcap), "a number of at least 0");
+  if (!(options.dropout_p >= 0 && options.dropout_p < 1))
+    refuse<InvalidArgument>(function, "dropout_p", "is " + number_string(options.dropout_p),
+                            "a probability of at least 0 and below 1");
+  problem.dropout = Dropout::of(options.dropout_p, options.seed);
+  problem.deterministic = options.deterministic;
   problem.alibi = t.alibi_slopes.given();
+  problem.sinks = t.sinks.given();
   return problem;
 }
 
@@ -220,6 +235,10 @@ Problem check_backward(const char* function, const BackwardTensors& t, const Opt
   check_gradient("dq", kSizesQ, t.dq, f.q);
   check_gradient("dk", kSizesK, t.dk, f.k);
   check_gradient("dv", kSizesV, t.dv, f.v);
+  if (t.dsinks.given()) {
+    if (!problem.sinks) refuse<InvalidArgument>(function, "dsinks", "is given", "none where there are no sinks");
+    check_per_head(function, "dsinks", t.dsinks, f.q);
+  }
   return problem;
 }
 

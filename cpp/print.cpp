@@ -94,6 +94,9 @@ std::string to_string(const Problem& p) {
                      name_of(p.device) + ", " + mask_string(p) + format(", scale %.6g", p.scale);
   if (p.softcap > 0) text += format(", softcap %.6g", p.softcap);
   if (p.alibi) text += ", ALiBi";
+  if (p.sinks) text += ", sinks";
+  if (p.dropout.active()) text += format(", dropout %.6g", 1 - 1 / p.dropout.scale);
+  if (p.deterministic) text += ", deterministic";
   return text;
 }
 

@@ -77,9 +77,9 @@ double estimated_time(const Variant& v, const Problem& p, HeadPacking packing) {
 }
 
 /// As many heads of a group as one warp's rows take side by side; none for lengths whose rows int cannot count, nor
-/// where heads have slopes: the kernel takes that of a tile.
+/// where heads have slopes, of which the kernel takes that of a tile, nor with dropout, whose words go by pairs of rows.
 HeadPacking widest_packing(const Problem& p) {
-  if (p.seqlen_q >= 1 << 25 || p.alibi) return {};
+  if (p.seqlen_q >= 1 << 25 || p.alibi || p.dropout.active()) return {};
   return {std::min(std::countr_zero(static_cast<unsigned>(p.group())), 4)};
 }
 

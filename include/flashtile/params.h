@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "flashtile/math/dropout.h"
 #include "flashtile/math/head_packing.h"
 #include "flashtile/math/mask.h"
 #include "flashtile/math/softmax.h"
@@ -28,11 +29,13 @@ struct ForwardParams {
   void* out;                  // (B, S_q, H_q, D_v)
   float* lse;                 // (B, H_q, S_q) contiguous, or null
   const float* alibi_slopes;  // one per (batch, query head), or null
+  const float* sinks;         // one per query head, or null
   Strides q_strides, k_strides, v_strides, out_strides;
   std::int64_t alibi_batch_stride, alibi_head_stride;
   Lengths lengths;
   Band band;
   ScoreMap score_map;
+  Dropout dropout;
   int heads;            // query heads
   int group;            // query heads per KV head
   HeadPacking packing;  // of the rows of a tile, whose `head` counts packs
@@ -50,6 +53,7 @@ struct ForwardParams {
         .out = t.out.data,
         .lse = t.lse.given() ? static_cast<float*>(t.lse.data) : nullptr,
         .alibi_slopes = slopes.given() ? static_cast<const float*>(slopes.data) : nullptr,
+        .sinks = t.sinks.given() ? static_cast<const float*>(t.sinks.data) : nullptr,
         .q_strides = Strides::of(t.q),
         .k_strides = Strides::of(t.k),
         .v_strides = Strides::of(t.v),
@@ -59,6 +63,7 @@ struct ForwardParams {
         .lengths = p.lengths(),
         .band = p.band,
         .score_map = ScoreMap::of(p.scale, p.softcap),
+        .dropout = p.dropout,
         .heads = p.heads_q,
         .group = p.group(),
         .packing = plan.packing,
@@ -79,15 +84,18 @@ struct BackwardParams {
   const float* lse;           // (B, H_q, S_q) contiguous
   const float* dlse;          // the same, or null
   const float* alibi_slopes;  // one per (batch, query head), or null
-  void* dq;                   // like q; null where not wanted, as dk and dv
+  const float* sinks;         // one per query head, or null
+  void* dq;                   // like q; null where not wanted, as the others
   void* dk;                   // like k
   void* dv;                   // like v
+  float* dsinks;              // like sinks
   Strides q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides, dk_strides, dv_strides;
   std::int64_t alibi_batch_stride, alibi_head_stride;
   Lengths lengths;
   Band band;            // transposed
   HeadPacking packing;  // none
   ScoreMap score_map;
+  Dropout dropout;
   float scale;
   int batch;
   int heads;     // query heads
@@ -122,9 +130,11 @@ struct BackwardParams {
         .lse = floats(f.lse),
         .dlse = floats(t.dlse),
         .alibi_slopes = floats(slopes),
+        .sinks = floats(f.sinks),
         .dq = t.dq.data,
         .dk = t.dk.data,
         .dv = t.dv.data,
+        .dsinks = static_cast<float*>(t.dsinks.data),
         .q_strides = Strides::of(f.q),
         .k_strides = Strides::of(f.k),
         .v_strides = Strides::of(f.v),
@@ -139,6 +149,7 @@ struct BackwardParams {
         .band = p.band.transposed(),
         .packing = {},
         .score_map = ScoreMap::of(p.scale, p.softcap),
+        .dropout = p.dropout,
         .scale = p.scale,
         .batch = p.batch,
         .heads = p.heads_q,

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 
+#include "flashtile/math/dropout.h"
 #include "flashtile/math/mask.h"
 #include "flashtile/tensor_view.h"
 
@@ -17,14 +18,18 @@ struct Options {
   std::optional<std::int64_t> window_right;  // unset: unbounded
   std::optional<double> scale;               // unset: 1/√D
   double softcap = 0;                        // 0: none
+  double dropout_p = 0;                      // 0: none
+  std::uint64_t seed = 0;                    // of dropout
+  bool deterministic = false;                // of the backward
 };
 
-/// Tensors of a forward call. `lse` and `alibi_slopes` are optional.
+/// Tensors of a forward call. `lse`, `alibi_slopes` and `sinks` are optional.
 struct ForwardTensors {
   TensorView q;             // (B, S_q, H_q, D)
   TensorView k;             // (B, S_k, H_k, D)
   TensorView v;             // (B, S_k, H_k, D_v)
   TensorView alibi_slopes;  // (H_q) or (B, H_q), float32
+  TensorView sinks;         // (H_q), float32
   TensorView out;           // (B, S_q, H_q, D_v)
   TensorView lse;           // (B, H_q, S_q), float32, contiguous
 };
@@ -34,9 +39,10 @@ struct BackwardTensors {
   ForwardTensors forward;
   TensorView dout;  // like out
   TensorView dlse;  // like lse; optional
-  TensorView dq;    // like q; left out where not wanted, as dk and dv
+  TensorView dq;    // like q; left out where not wanted, as the others
   TensorView dk;    // like k
   TensorView dv;    // like v
+  TensorView dsinks;  // (H_q), float32, contiguous
 };
 
 struct Problem {
@@ -53,6 +59,9 @@ struct Problem {
   float scale = 0;
   float softcap = 0;  // 0: none
   bool alibi = false;
+  bool sinks = false;
+  Dropout dropout;
+  bool deterministic = false;  // of the backward
 
   Lengths lengths() const { return {seqlen_q, seqlen_k}; }
   int group() const { return heads_q / heads_k; }  // query heads per KV head

@@ -77,7 +77,7 @@ class Workspace {
   void* pointer_ = nullptr;
 };
 
-/// What every call is given. `options` are the tuple (alibi_slopes, causal, window, scale, softcap).
+/// What every call is given.
 struct Given {
   ForwardTensors tensors;
   Options options;
@@ -85,13 +85,15 @@ struct Given {
 
 Given to_given(const char* function, handle q, handle k, handle v, handle options) {
   const nb::tuple rest = nb::cast<nb::tuple>(options);
-  if (nb::len(rest) != 5) throw InvalidType(std::string(function) + ": expected 5 options");
+  if (nb::len(rest) != kOptionCount)
+    throw InvalidType(std::string(function) + ": expected " + std::to_string(kOptionCount) + " options");
   Given given;
   given.tensors.q = tensor_view(function, "q", q);
   given.tensors.k = tensor_view(function, "k", k);
   given.tensors.v = tensor_view(function, "v", v);
-  given.tensors.alibi_slopes = optional_view(function, "alibi_slopes", rest[0]);
-  given.options = to_options(function, rest[1], rest[2], rest[3], rest[4]);
+  given.tensors.alibi_slopes = optional_view(function, "alibi_slopes", rest[kAlibiSlopes]);
+  given.tensors.sinks = optional_view(function, "sinks", rest[kSinks]);
+  given.options = to_options(function, rest);
   return given;
 }
 
@@ -136,15 +138,16 @@ Results forward(handle q, handle k, handle v, handle options, nb::object (*make_
 }
 
 /// `forward` of an autograd function: out, and in `ctx` what backward needs. In C++ it takes half a µs less.
-nb::object saving_forward(handle ctx, handle q, handle k, handle v, handle options) {
+nb::object saving_forward(handle ctx, handle q, handle k, handle v, handle sinks, handle options) {
   const Results results = forward(q, k, v, options, new_hidden_lse);
   ctx.attr(interned().unsaved) = nb::make_tuple(results.lse, options);
-  ctx.attr(interned().save_for_backward)(q, k, v, nb::object(nb::borrow<nb::tuple>(options)[0]), results.out);
+  ctx.attr(interned().save_for_backward)(q, k, v, sinks, nb::object(nb::borrow<nb::tuple>(options)[kAlibiSlopes]),
+                                         results.out);
   return results.out;
 }
 
 void backward(handle dout, handle dlse, handle q, handle k, handle v, handle out, handle lse, handle dq, handle dk,
-              handle dv, handle options) {
+              handle dv, handle dsinks, handle options) {
   const Given given = to_given(kBackward, q, k, v, options);
   BackwardTensors tensors = {
       .forward = given.tensors,
@@ -153,6 +156,7 @@ void backward(handle dout, handle dlse, handle q, handle k, handle v, handle out
       .dq = optional_view(kBackward, "dq", dq),
       .dk = optional_view(kBackward, "dk", dk),
       .dv = optional_view(kBackward, "dv", dv),
+      .dsinks = optional_view(kBackward, "dsinks", dsinks),
   };
   tensors.forward.out = tensor_view(kBackward, "out", out);
   tensors.forward.lse = tensor_view(kBackward, "lse", lse);
@@ -188,9 +192,10 @@ void bind_attention(nb::module_& module) {
   bind_forward("explain", explain);
   // For tests of an older GPU's kernels on a newer one.
   module.def("_limit_compute_capability", [](int limit) { compute_capability_limit = limit; }, nb::arg("limit"));
-  module.def("saving_forward", &saving_forward, nb::arg("ctx"), any("q"), any("k"), any("v"), any("options"));
+  module.def("saving_forward", &saving_forward, nb::arg("ctx"), any("q"), any("k"), any("v"), any("sinks"),
+             any("options"));
   module.def("backward", &backward, any("dout"), any("dlse"), any("q"), any("k"), any("v"), any("out"), any("lse"),
-             any("dq"), any("dk"), any("dv"), any("options"));
+             any("dq"), any("dk"), any("dv"), any("dsinks"), any("options"));
 }
 
 }  // namespace flashtile::bindings

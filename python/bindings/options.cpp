@@ -36,6 +36,15 @@ std::optional<std::int64_t> to_distance(const char* function, const char* name, 
   return value;
 }
 
+/// 0 for None.
+std::uint64_t to_seed(const char* function, nb::handle object) {
+  if (object.is_none()) return 0;
+  const unsigned long long value =
+      PyLong_Check(object.ptr()) ? PyLong_AsUnsignedLongLong(object.ptr()) : (PyErr_SetNone(PyExc_TypeError), 0);
+  if (PyErr_Occurred()) wrong_type(function, "seed", object, "an int from 0 to 2^64 - 1 or None");
+  return value;
+}
+
 void to_window(const char* function, nb::handle window, Options& options) {
   if (window.is_none()) return;
   if (!PyTuple_Check(window.ptr()) || nb::len(window) != 2)
@@ -46,12 +55,16 @@ void to_window(const char* function, nb::handle window, Options& options) {
 
 }  // namespace
 
-Options to_options(const char* function, nb::handle causal, nb::handle window, nb::handle scale, nb::handle softcap) {
+Options to_options(const char* function, const nb::tuple& given) {
+  const auto at = [&](Option option) { return nb::handle(PyTuple_GET_ITEM(given.ptr(), Py_ssize_t(option))); };
   Options options;
-  options.causal = to_bool(function, "causal", causal);
-  to_window(function, window, options);
-  if (!scale.is_none()) options.scale = to_double(function, "scale", scale, "a number or None");
-  options.softcap = to_double(function, "softcap", softcap, "a number");
+  options.causal = to_bool(function, "causal", at(kCausal));
+  to_window(function, at(kWindow), options);
+  if (!at(kScale).is_none()) options.scale = to_double(function, "scale", at(kScale), "a number or None");
+  options.softcap = to_double(function, "softcap", at(kSoftcap), "a number");
+  options.dropout_p = to_double(function, "dropout_p", at(kDropoutP), "a number");
+  options.seed = to_seed(function, at(kSeed));
+  if (!at(kDeterministic).is_none()) options.deterministic = to_bool(function, "deterministic", at(kDeterministic));
   return options;
 }
 

@@ -1,4 +1,4 @@
-// Options of a call, from Python scalars.
+// Options of a call, from the tuple that Python hands over.
 #pragma once
 
 #include "bindings.h"
@@ -6,7 +6,21 @@
 
 namespace flashtile::bindings {
 
-/// Throws InvalidType naming the option that is not of its type.
-Options to_options(const char* function, nb::handle causal, nb::handle window, nb::handle scale, nb::handle softcap);
+/// Where each option stands in the tuple; the first two are tensors.
+enum Option : std::size_t {
+  kAlibiSlopes,
+  kSinks,
+  kCausal,
+  kWindow,
+  kScale,
+  kSoftcap,
+  kDropoutP,
+  kSeed,
+  kDeterministic,
+  kOptionCount
+};
+
+/// Those that are scalars. Throws InvalidType naming the option that is not of its type.
+Options to_options(const char* function, const nb::tuple& options);
 
 }  // namespace flashtile::bindings

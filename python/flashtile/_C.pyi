@@ -6,15 +6,26 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 _Window = tuple[SupportsIndex | None, SupportsIndex | None] | None
-# alibi_slopes, causal, window, scale, softcap
-_Options = tuple[Tensor | None, bool, _Window, SupportsFloat | None, SupportsFloat]
+_Options = tuple[
+    Tensor | None,  # alibi_slopes
+    Tensor | None,  # sinks
+    bool,  # causal
+    _Window,
+    SupportsFloat | None,  # scale
+    SupportsFloat,  # softcap
+    SupportsFloat,  # dropout_p
+    int | None,  # seed
+    bool | None,  # deterministic
+]
 
 class Misaligned(NotImplementedError):
     """A CUDA kernel reads 16 bytes at a time, and an operand's address or stride is no multiple of 16 bytes."""
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor: ...
 def forward_with_lse(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]: ...
-def saving_forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor: ...
+def saving_forward(
+    ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: _Options
+) -> Tensor: ...
 def backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -26,6 +37,7 @@ def backward(
     dq: Tensor | None,
     dk: Tensor | None,
     dv: Tensor | None,
+    dsinks: Tensor | None,
     options: _Options,
 ) -> None: ...
 def explain(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> str: ...

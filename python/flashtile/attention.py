@@ -24,6 +24,10 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    deterministic: bool | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale · q kᵀ + mask) v``, without storing the scores.
@@ -33,7 +37,8 @@ def attention(
         s[j]   = scale · q[b, i, h] · k[b, j, g]                       for every visible column j
         s[j]   = softcap · tanh(s[j] / softcap)                        if softcap > 0
         s[j]   = s[j] - alibi_slopes[h] · |j - d|                      if alibi_slopes are given
-        out    = Σ_j exp(s[j] - lse) · v[b, j, g],   lse = log Σ_j exp(s[j])
+        lse    = log(Σ_j exp(s[j]) + exp(sinks[h]))                    the sink only if sinks are given
+        out    = Σ_j exp(s[j] - lse) · keep[j] / (1 - dropout_p) · v[b, j, g]
 
     Column j is visible unless ``causal`` and j > d, or ``window=(left, right)`` and not -left ≤ j - d ≤ right.
     So the last query row meets the last key: masks are aligned at the bottom right. Masks intersect.
@@ -50,14 +55,24 @@ def attention(
         scale: factor of the scores, any finite number; by default 1/√D.
         softcap: bound of the scores, in units of scaled scores; 0: none.
         alibi_slopes: float32, (H_q) or (B, H_q). Gets no gradient.
+        sinks: (H_q), any floating dtype, summed in float32: a logit for each query head that no value belongs to. It
+            takes weight from the columns, and gets a gradient.
+        dropout_p: the probability, at least 0 and below 1, with which a weight is dropped; 0: none. Also in backward,
+            where the same weights are dropped. Pass 0 in evaluation.
+        seed: of dropout, an int from 0 to 2^64 - 1. A weight is dropped by its place (b, h, i, j) and the seed alone, alike
+            on every device. By default drawn from PyTorch's CPU generator, so torch.manual_seed and activation checkpointing repeat it; in a
+            captured CUDA graph it is fixed.
+        deterministic: whether the gradients must be the same bits in every run. By default what
+            torch.are_deterministic_algorithms_enabled() says when backward runs.
         return_lse: also return lse.
 
     Returns:
         out, (B, S_q, H_q, D_v), contiguous, of q's dtype; with ``return_lse`` the pair (out, lse), where lse is the
-        natural logarithm, float32, (B, H_q, S_q). Both are differentiable with respect to q, k and v, once. Sums
-        and softmax statistics are float32. On CUDA the parts of dq add up in no fixed order, so its last bits may
-        differ from run to run (not on Hopper where D or D_v is above 128); everything else repeats to the bit. A row
-        that sees no column has out = 0, lse = -inf and gradients 0.
+        natural logarithm, float32, (B, H_q, S_q). Both are differentiable with respect to q, k, v and sinks, once.
+        Sums and softmax statistics are float32. On CUDA the parts of dq add up in no fixed order unless
+        ``deterministic``, so its last bits may differ from run to run (not on Hopper where D or D_v is above 128);
+        everything else repeats to the bit. A row that sees no column has out = 0, lse = -inf (or the sink) and
+        gradients 0.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -79,20 +94,28 @@ def attention(
     Sources: online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867); tiling and recomputation,
     FlashAttention (Dao et al. 2022, arXiv:2205.14135) and FlashAttention-2 (Dao 2023, arXiv:2307.08691); grouped
     queries, Ainslie et al. 2023 (arXiv:2305.13245); ALiBi, Press et al. 2021 (arXiv:2108.12409); sliding window,
-    Longformer (Beltagy et al. 2020, arXiv:2004.05150); softcap, Gemma 2 (2024, arXiv:2408.00118).
+    Longformer (Beltagy et al. 2020, arXiv:2004.05150); softcap, Gemma 2 (2024, arXiv:2408.00118); sinks, gpt-oss
+    (2025, arXiv:2508.10925); dropout's random numbers, Philox 4×32-10 (Salmon et al. 2011,
+    doi:10.1145/2063384.2063405).
     """
     if forward_ad._current_level >= 0:
-        _refuse_tangents(q=q, k=k, v=v)
+        _refuse_tangents(q=q, k=k, v=v, sinks=sinks)
     if alibi_slopes is not None:
         _refuse_gradient(alibi_slopes)
+    if sinks is not None:
+        sinks = _float32(sinks)
+    if seed is None and dropout_p != 0:
+        seed = int(torch.randint(2**63 - 1, (), device="cpu"))
     try:
-        differentiable = is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        differentiable = is_grad_enabled() and (
+            q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+        )
     except AttributeError:
         differentiable = False  # one is no tensor; the module says which
-    options = (alibi_slopes, causal, window, scale, softcap)
+    options = (alibi_slopes, sinks, causal, window, scale, softcap, dropout_p, seed, deterministic)
     try:
         if differentiable:
-            return (_AttentionWithLse if return_lse else _Attention).quick_apply(q, k, v, options)
+            return (_AttentionWithLse if return_lse else _Attention).quick_apply(q, k, v, sinks, options)
         return _C.forward_with_lse(q, k, v, options) if return_lse else _C.forward(q, k, v, options)
     except _C.Misaligned:
         readable = _aligned
@@ -112,6 +135,10 @@ def attention(
         scale=scale,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        seed=seed,
+        deterministic=deterministic,
         return_lse=return_lse,
     )
 
@@ -126,6 +153,10 @@ def explain(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    deterministic: bool | None = None,
     return_lse: bool = False,
 ) -> str:
     """Says how ``attention`` would compute these arguments: kernel, tile, grid, memory, FLOPs, bytes, and why.
@@ -136,7 +167,8 @@ def explain(
     >>> q = torch.randn(1, 1024, 8, 64)
     >>> print(flashtile.explain(q, q, q, causal=True))  # doctest: +SKIP
     """
-    options = (alibi_slopes, causal, window, scale, softcap)
+    sinks = None if sinks is None else _float32(sinks)
+    options = (alibi_slopes, sinks, causal, window, scale, softcap, dropout_p, seed, deterministic)
     try:
         return _C.explain(q, k, v, options)
     except _C.Misaligned:
@@ -146,7 +178,7 @@ def explain(
 class _Attention(torch.autograd.Function):
     """Returns out."""
 
-    # (ctx, q, k, v, options): sets ctx.unsaved = (lse, options), saves the rest
+    # (ctx, q, k, v, sinks, options): sets ctx.unsaved = (lse, options), saves the rest
     forward = staticmethod(_C.saving_forward)
 
     @staticmethod
@@ -159,10 +191,10 @@ class _AttentionWithLse(torch.autograd.Function):
     """Returns (out, lse)."""
 
     @staticmethod
-    def forward(ctx, q, k, v, options):
+    def forward(ctx, q, k, v, sinks, options):
         out, lse = _C.forward_with_lse(q, k, v, options)
         ctx.unsaved = (options,)
-        ctx.save_for_backward(q, k, v, options[0], out, lse)
+        ctx.save_for_backward(q, k, v, sinks, options[0], out, lse)
         ctx.set_materialize_grads(False)  # a loss of one output must not pay for zeros of the other
         return out, lse
 
@@ -177,16 +209,24 @@ for _function in (_Attention, _AttentionWithLse):
     _function.quick_apply = super(torch.autograd.Function, _function).apply
 
 
-def _gradients(ctx, dout, dlse, q, k, v, alibi_slopes, out, lse, options):
+def _gradients(ctx, dout, dlse, q, k, v, sinks, alibi_slopes, out, lse, options):
     dout = torch.zeros_like(out) if dout is None else _dense(dout)
     if dlse is not None:
         dlse = dlse.contiguous()
     gradients = [
         torch.empty_like(x, memory_format=_CONTIGUOUS) if needed else None
-        for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
+        for x, needed in zip((q, k, v, sinks), ctx.needs_input_grad, strict=False)
     ]
-    _C.backward(dout, dlse, q, k, v, out, lse, *gradients, (alibi_slopes, *options[1:]))
+    *scalars, deterministic = options[2:]
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    _C.backward(dout, dlse, q, k, v, out, lse, *gradients, (alibi_slopes, sinks, *scalars, deterministic))
     return *gradients, None
+
+
+def _float32(sinks):
+    """Few numbers, which models keep in their own dtype; autograd casts the gradient back."""
+    return sinks.float() if isinstance(sinks, Tensor) and sinks.is_floating_point() else sinks
 
 
 def _refuse_gradient(alibi_slopes):
@@ -199,7 +239,7 @@ def _refuse_gradient(alibi_slopes):
 
 def _refuse_tangents(**tensors):
     for name, x in tensors.items():
-        if forward_ad.unpack_dual(x).tangent is not None:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
                 f"attention: {name} carries a forward-mode tangent, expected none: only reverse mode is supported"
             )

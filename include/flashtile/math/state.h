@@ -31,6 +31,14 @@ struct RowState {
   /// What the accumulated output is multiplied with at the end: 0 for a row that saw nothing.
   FLASHTILE_HOST_DEVICE float normaliser() const { return sum == 0 ? 0.0f : reciprocal(sum); }
 
+  /// A weight that no value belongs to, such as a sink's, joins the sum. Returns the factor for everything accumulated.
+  FLASHTILE_HOST_DEVICE float join(float exponent) {
+    if (exponent == -kInfinity) return 1;
+    const float factor = rebase(reference_log2 < exponent ? exponent : reference_log2);
+    sum += exp2f(exponent - reference_log2);
+    return factor;
+  }
+
   /// Moves to a new reference; returns the factor for everything accumulated under the old one.
   FLASHTILE_HOST_DEVICE float rebase(float new_reference_log2) {
     const float factor = reference_log2 == new_reference_log2 ? 1.0f : exp2f(reference_log2 - new_reference_log2);

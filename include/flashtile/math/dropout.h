@@ -1,0 +1,67 @@
+// Which weights dropout removes: a function of the seed and of an element's place alone, so that every kernel, and
+// every tile of it, removes the same ones, and the backward pass need not be told.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "flashtile/macros.h"
+
+namespace flashtile {
+
+/// Four random words for a counter of four and a key of two: Philox 4×32-10 (Salmon, Moraes, Dror and Shaw 2011).
+struct Philox {
+  std::uint32_t word[4];
+
+  FLASHTILE_HOST_DEVICE static Philox of(std::uint32_t c0, std::uint32_t c1, std::uint32_t c2, std::uint32_t c3,
+                                         std::uint64_t key) {
+    auto k0 = static_cast<std::uint32_t>(key), k1 = static_cast<std::uint32_t>(key >> 32);
+    for (int round = 0; round < 10; ++round) {
+      const std::uint64_t a = std::uint64_t{0xD2511F53} * c0, b = std::uint64_t{0xCD9E8D57} * c2;
+      c0 = static_cast<std::uint32_t>(b >> 32) ^ c1 ^ k0;
+      c1 = static_cast<std::uint32_t>(b);
+      c2 = static_cast<std::uint32_t>(a >> 32) ^ c3 ^ k1;
+      c3 = static_cast<std::uint32_t>(a);
+      k0 += 0x9E3779B9;
+      k1 += 0xBB67AE85;
+    }
+    return {{c0, c1, c2, c3}};
+  }
+};
+
+/// A weight is removed where its random word is below `drop_below`, and what is left is multiplied with `scale`.
+///
+/// Four elements share the words of one Philox, those of (row | 8·a, column | 8·b) for a, b = 0, 1: in every kernel one
+/// thread has all four, whether its tiles have queries as rows or keys.
+struct Dropout {
+  std::uint64_t seed = 0;
+  std::uint32_t drop_below = 0;  // 0: none is removed
+  float scale = 1;
+
+  /// Removes a weight with a probability in [0, 1), to the nearest 2^-32.
+  static Dropout of(double probability, std::uint64_t seed) {
+    constexpr double kWords = 4294967296.0;
+    const double words = std::fmin(std::round(probability * kWords), kWords - 1);
+    if (words == 0) return {};
+    return {seed, static_cast<std::uint32_t>(words), static_cast<float>(kWords / (kWords - words))};
+  }
+
+  FLASHTILE_HOST_DEVICE bool active() const { return drop_below != 0; }
+
+  /// The words of the four elements around query row `row` and key `column`; query_8 and key_8 of `keeps` tell them
+  /// apart.
+  FLASHTILE_HOST_DEVICE Philox words(int batch, int head, int row, int column) const {
+    return Philox::of(std::uint32_t(row & ~8), std::uint32_t(column & ~8), std::uint32_t(head), std::uint32_t(batch),
+                      seed);
+  }
+  FLASHTILE_HOST_DEVICE bool keeps(Philox const& words, bool query_8, bool key_8) const {
+    return words.word[int(query_8) + 2 * int(key_8)] >= drop_below;
+  }
+  FLASHTILE_HOST_DEVICE bool keeps(int batch, int head, int row, int column) const {
+    return keeps(words(batch, head, row, column), (row & 8) != 0, (column & 8) != 0);
+  }
+
+  bool operator==(const Dropout&) const = default;
+};
+
+}  // namespace flashtile
