@@ -91,8 +91,8 @@ Given to_given(const char* function, handle q, handle k, handle v, handle option
   given.tensors.q = tensor_view(function, "q", q);
   given.tensors.k = tensor_view(function, "k", k);
   given.tensors.v = tensor_view(function, "v", v);
-  given.tensors.alibi_slopes = optional_view(function, "alibi_slopes", rest[kAlibiSlopes]);
-  given.tensors.sinks = optional_view(function, "sinks", rest[kSinks]);
+  given.tensors.alibi_slopes = optional_view(function, "alibi_slopes", option_of(rest, kAlibiSlopes));
+  given.tensors.sinks = optional_view(function, "sinks", option_of(rest, kSinks));
   given.options = to_options(function, rest);
   return given;
 }
@@ -141,8 +141,8 @@ Results forward(handle q, handle k, handle v, handle options, nb::object (*make_
 nb::object saving_forward(handle ctx, handle q, handle k, handle v, handle sinks, handle options) {
   const Results results = forward(q, k, v, options, new_hidden_lse);
   ctx.attr(interned().unsaved) = nb::make_tuple(results.lse, options);
-  ctx.attr(interned().save_for_backward)(q, k, v, sinks, nb::object(nb::borrow<nb::tuple>(options)[kAlibiSlopes]),
-                                         results.out);
+  const handle alibi_slopes = option_of(nb::borrow<nb::tuple>(options), kAlibiSlopes);
+  ctx.attr(interned().save_for_backward)(q, k, v, sinks, alibi_slopes, results.out);
   return results.out;
 }
 

@@ -56,7 +56,7 @@ void to_window(const char* function, nb::handle window, Options& options) {
 }  // namespace
 
 Options to_options(const char* function, const nb::tuple& given) {
-  const auto at = [&](Option option) { return nb::handle(PyTuple_GET_ITEM(given.ptr(), Py_ssize_t(option))); };
+  const auto at = [&](Option option) { return option_of(given, option); };
   Options options;
   options.causal = to_bool(function, "causal", at(kCausal));
   to_window(function, at(kWindow), options);

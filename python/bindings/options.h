@@ -20,6 +20,10 @@ enum Option : std::size_t {
   kOptionCount
 };
 
+inline nb::handle option_of(const nb::tuple& options, Option option) {
+  return PyTuple_GetItem(options.ptr(), static_cast<Py_ssize_t>(option));
+}
+
 /// Those that are scalars. Throws InvalidType naming the option that is not of its type.
 Options to_options(const char* function, const nb::tuple& options);
 
