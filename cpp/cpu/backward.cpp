@@ -23,11 +23,11 @@ int tile_count(int length, int tile) {
 
 struct ThreadMemory {
   BackwardBuffers buffers;
-  EdgeBuffers edge;
+  TileBuffers tile;
   float* dq;  // (queries, D) of the item
 };
 
-ThreadMemory divide(Arena& arena, const Sizes& s, std::int64_t dq_rows) {
+ThreadMemory divide(Arena& arena, const Sizes& s, std::int64_t dq_rows, bool dropout) {
   const std::int64_t m = s.tile_m, n = s.tile_n;
   const std::int64_t d = round_up(s.head_dim, kLanePadding), d_v = round_up(s.head_dim_v, kLanePadding);
   return {.buffers = {.queries = arena.take(m * d),
@@ -47,7 +47,7 @@ ThreadMemory divide(Arena& arena, const Sizes& s, std::int64_t dq_rows) {
                       .dk = arena.take(n * d),
                       .dv = arena.take(n * d_v),
                       .shield = arena.take(std::max(m, n) * std::max(d, d_v))},
-          .edge = {arena.take<Range>(n), arena.take<Range>(m)},
+          .tile = take_tile_buffers(arena, s, dropout),
           .dq = arena.take(dq_rows * d)};
 }
 
@@ -75,7 +75,7 @@ class Backward {
   std::int64_t workspace_bytes() const {
     Arena shared, own;
     divide_shared(shared);
-    divide(own, sizes_, dq_rows());
+    divide_own(own);
     return shared.bytes() + threads_ * own.bytes();
   }
 
@@ -84,13 +84,14 @@ class Backward {
     kernel_ = &kernels(problem_.dtype);
     Arena shared(workspace), own;
     rows_ = divide_shared(shared);
-    divide(own, sizes_, dq_rows());
+    divide_own(own);
     thread_memory_ = static_cast<std::byte*>(workspace) + shared.bytes();
     thread_bytes_ = own.bytes();
 
     parallel_for(threads_, std::int64_t{problem_.batch} * problem_.heads_q, [this](int, std::int64_t item) {
       fill_rows(static_cast<int>(item / problem_.heads_q), static_cast<int>(item % problem_.heads_q));
     });
+    if (tensors.dsinks.given()) run_sinks();
     const Wanted wanted{tensors.dq.given(), tensors.dk.given(), tensors.dv.given()};
     const bool keys_wanted = wanted.dk || wanted.dv;
     if (fused_ && wanted.dq && keys_wanted) {
@@ -110,9 +111,11 @@ class Backward {
     return {arena.take(rows), arena.take(rows)};
   }
 
+  ThreadMemory divide_own(Arena& arena) const { return divide(arena, sizes_, dq_rows(), problem_.dropout.active()); }
+
   ThreadMemory memory_of(int thread) const {
     Arena arena(thread_memory_ + thread * thread_bytes_);
-    return divide(arena, sizes_, dq_rows());
+    return divide_own(arena);
   }
 
   std::int64_t first_row(int batch, int head) const {
@@ -138,6 +141,20 @@ class Backward {
     }
   }
 
+  /// Σ over rows of −P·delta, P being the weight that the sink takes; its value is 0. In double, for its length.
+  void run_sinks() const {
+    parallel_for(threads_, problem_.heads_q, [this](int, std::int64_t head) {
+      const double sink_log2 = static_cast<const float*>(tensors_->forward.sinks.data)[head] * double{kLog2e};
+      double sum = 0;
+      for (int batch = 0; batch < problem_.batch; ++batch) {
+        const std::int64_t first = first_row(batch, static_cast<int>(head));
+        for (std::int64_t i = first; i < first + problem_.seqlen_q; ++i)
+          sum -= std::exp2(sink_log2 - rows_.lse_log2[i]) * rows_.delta[i];
+      }
+      static_cast<float*>(tensors_->dsinks.data)[head] = static_cast<float>(sum);
+    });
+  }
+
   void load_keys(const ThreadMemory& memory, int batch, int head_k, Range keys) const {
     kernel_->load_keys(sizes_, memory.buffers, keys.end - keys.begin,
                        head_rows(tensors_->forward.k, batch, head_k, keys.begin),
@@ -151,14 +168,14 @@ class Backward {
   }
 
   /// One tile, its rows loaded; `dq` is the accumulator of its queries.
-  void run_tile(const ThreadMemory& memory, Wanted wanted, int batch, int head, const TileRows& rows, bool edge,
-                float* dq) const {
+  void run_tile(const ThreadMemory& memory, Wanted wanted, const TileRows& rows, bool edge, float* dq) const {
+    const std::int64_t first = first_row(rows.batch, rows.head) + rows.queries.begin;
     kernel_->backward_tile({.sizes = sizes_,
-                            .scores = head_scores(problem_, tensors_->forward.alibi_slopes, batch, head),
+                            .scores = head_scores(problem_, tensors_->forward.alibi_slopes, rows.batch, rows.head),
                             .wanted = wanted,
-                            .tile = make_tile(problem_, rows, edge, memory.edge),
-                            .lse_log2 = rows_.lse_log2 + first_row(batch, head) + rows.queries.begin,
-                            .delta = rows_.delta + first_row(batch, head) + rows.queries.begin,
+                            .tile = make_tile(problem_, sizes_, rows, edge, memory.tile),
+                            .lse_log2 = rows_.lse_log2 + first,
+                            .delta = rows_.delta + first,
                             .dq = dq,
                             .buffers = memory.buffers});
   }
@@ -178,7 +195,7 @@ class Backward {
       for (int i = blocks.visible.begin; i < blocks.visible.end; ++i) {
         const Range queries = tile_range(i, sizes_.tile_m, problem_.seqlen_q);
         load_queries(memory, batch, head, queries);
-        run_tile(memory, wanted, batch, head, {queries, keys}, !blocks.interior.contains(i),
+        run_tile(memory, wanted, {batch, head, queries, keys}, !blocks.interior.contains(i),
                  wanted.dq ? memory.dq + (member * row_stride_ + queries.begin) * dq_stride() : nullptr);
       }
     }
@@ -227,7 +244,7 @@ class Backward {
     for (int i = tiles.visible.begin; i < tiles.visible.end; ++i) {
       const Range keys = tile_range(i, sizes_.tile_n, problem_.seqlen_k);
       load_keys(memory, batch, head_k, keys);
-      run_tile(memory, {.dq = true, .dk = false, .dv = false}, batch, head, {queries, keys},
+      run_tile(memory, {.dq = true, .dk = false, .dv = false}, {batch, head, queries, keys},
                !tiles.interior.contains(i), memory.dq);
     }
     kernel_->store_rows(head_rows(tensors_->dq, batch, head, queries.begin), memory.dq, queries.end - queries.begin,

@@ -2,6 +2,7 @@
 //
 //   dV += P^T·dO     dP = dO·V^T     dS = P∘(dP − delta)∘(softcap's slope)     dK += dS^T·Q     dQ += dS·K
 //
+// With dropout, whose factors are Z, dV takes P∘Z for P and dS takes dP∘Z for dP.
 // The accumulators hold gradients with respect to scale·Q·K^T; the caller multiplies dQ and dK with the scale.
 #pragma once
 
@@ -35,7 +36,7 @@ void load_keys(const Sizes& sizes, const BackwardBuffers& to, int keys, HeadRows
 }
 
 struct Gradient {
-  Vec p;
+  Vec p;  // with dropout, P∘Z
   Vec ds;
 };
 
@@ -59,8 +60,10 @@ FLASHTILE_INLINE Gradient score_gradient(const BackwardTile& t, int key, int que
   } else {
     x = t.scores.outer_log2 * x - load(t.lse_log2 + query);
   }
-  const Vec p = exp2(x);
-  Vec ds = p * (load(t.buffers.dprobabilities + at) - load(t.delta + query));
+  Vec p = exp2(x);
+  const Vec kept = t.tile.dropout == nullptr ? splat(1.0f) : load(t.tile.dropout + at);
+  Vec ds = p * (kept * load(t.buffers.dprobabilities + at) - load(t.delta + query));
+  p *= kept;
   if constexpr (kMapped) ds *= slope;
   if (queries == nullptr) return {p, ds};
   const IntVec seen = lanes_in(queries[key], query);

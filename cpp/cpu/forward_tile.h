@@ -1,9 +1,6 @@
 // Forward attention of one block of queries, one tile of keys at a time: S^T = K·Q^T, online softmax, O += P·V.
 #pragma once
 
-#include <cmath>
-
-#include "flashtile/math/softmax.h"
 #include "flashtile/math/state.h"
 #include "pack.h"
 #include "scores.h"
@@ -58,9 +55,10 @@ void online_softmax(const ForwardBlock& block, const Tile& tile, int column, flo
     sum[j] = Vec{};
   }
   const auto probability = [&](int key, int j) {
-    const Vec p = exp2(load(scores + key * stride + j * kLanes) * scale_log2 - reference[j]);
+    const int at = key * stride + j * kLanes;
+    const Vec p = exp2(load(scores + at) * scale_log2 - reference[j]);
     sum[j] += p;
-    return p;
+    return tile.dropout == nullptr ? p : p * load(tile.dropout + column + at);
   };
   constexpr int kPerStep = elements_per_step(kProduct);
   float* const target = (kProduct == Product::kPairs ? to.probabilities : to.scores) + column;
@@ -139,12 +137,8 @@ void forward_end(const ForwardBlock& block) {
   const ForwardBuffers& from = block.buffers;
   const int width = block.sizes.head_dim_v, stride = column_stride(width);
   for (int row = 0; row < block.queries; ++row) {
-    const float sum = from.sum[row];
     store_row(static_cast<T*>(block.out.data) + row * block.out.stride, from.out + row * stride, width,
-              sum == 0 ? 0.0f : 1.0f / sum);
-    if (block.lse != nullptr) {
-      block.lse[row] = sum == 0 ? -kInfinity : (from.reference_log2[row] + log2f(sum)) * kLn2;
-    }
+              from.rescale[row]);
   }
 }
 

@@ -40,6 +40,7 @@ struct Tile {
   int keys;
   int distance;  // key 0 minus the diagonal of query 0
   Visible visible;
+  const float* dropout;  // (N, M), what each weight is multiplied with; null: none is dropped
 };
 
 /// Sizes that fix the layout of a thread's buffers.
@@ -62,7 +63,7 @@ struct ForwardBuffers {
   float* out;                 // (M, D_v)
   float* reference_log2;      // (M), RowState
   float* sum;                 // (M), RowState
-  float* rescale;             // (M)
+  float* rescale;             // (M), what `out` is multiplied with next
   float* shield;              // (N, D_v)
 };
 
@@ -72,7 +73,6 @@ struct ForwardBlock {
   int queries;
   HeadRows q;
   HeadRows out;
-  float* lse;  // may be null
   ForwardBuffers buffers;
 };
 

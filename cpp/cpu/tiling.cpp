@@ -25,14 +25,34 @@ void local_ranges(Range* target, Range rows, Range columns, Band band, Lengths l
   }
 }
 
+/// What each weight is multiplied with: 0 where it is dropped. In whole squares of 16 × 16, of which each holds the
+/// four elements that share random words; tiles begin at multiples of 16.
+void fill_dropout(float* target, const Dropout& dropout, const TileRows& rows, int stride) {
+  for (int key = rows.keys.begin; key < rows.keys.end; key += 16) {
+    for (int query = rows.queries.begin; query < rows.queries.end; query += 16) {
+      for (int i = 0; i < 64; ++i) {
+        const int row = query + i % 8, column = key + i / 8;
+        const Philox words = dropout.words(rows.batch, rows.head, row, column);
+        float* const at = target + (column - rows.keys.begin) * stride + (row - rows.queries.begin);
+        for (const bool key_8 : {false, true})
+          for (const bool query_8 : {false, true})
+            at[8 * (key_8 * stride + query_8)] = dropout.keeps(words, query_8, key_8) ? dropout.scale : 0.0f;
+      }
+    }
+  }
+}
+
 }  // namespace
 
-Tile make_tile(const Problem& problem, const TileRows& rows, bool edge, const EdgeBuffers& buffers) {
+Tile make_tile(const Problem& problem, const Sizes& sizes, const TileRows& rows, bool edge,
+               const TileBuffers& buffers) {
   const Lengths lengths = problem.lengths();
   Tile tile{rows.queries.end - rows.queries.begin,
             rows.keys.end - rows.keys.begin,
             rows.keys.begin - lengths.diagonal(rows.queries.begin),
-            {}};
+            {},
+            buffers.dropout};
+  if (problem.dropout.active()) fill_dropout(buffers.dropout, problem.dropout, rows, sizes.tile_m);
   if (!edge) return tile;
   local_ranges(buffers.keys_of_query, rows.queries, rows.keys, problem.band, lengths);
   local_ranges(buffers.queries_of_key, rows.keys, rows.queries, problem.band.transposed(), lengths.transposed());

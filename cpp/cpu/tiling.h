@@ -56,18 +56,26 @@ Scores head_scores(const Problem& problem, const TensorView& alibi_slopes, int b
 
 /// The queries and keys of a tile.
 struct TileRows {
+  int batch;
+  int head;  // of the queries
   Range queries;
   Range keys;
 };
 
-/// Room for the ranges of an edge tile.
-struct EdgeBuffers {
-  Range* queries_of_key;  // (N)
-  Range* keys_of_query;   // (M)
+/// Room for what only some tiles have.
+struct TileBuffers {
+  Range* queries_of_key;  // (N), of an edge tile
+  Range* keys_of_query;   // (M), of an edge tile
+  float* dropout;         // (N, M), with dropout
 };
 
+inline TileBuffers take_tile_buffers(Arena& arena, const Sizes& s, bool dropout) {
+  return {arena.take<Range>(s.tile_n), arena.take<Range>(s.tile_m),
+          dropout ? arena.take(std::int64_t{s.tile_n} * s.tile_m) : nullptr};
+}
+
 /// The tile as the kernels see it; `edge`: it may hold hidden elements.
-Tile make_tile(const Problem& problem, const TileRows& rows, bool edge, const EdgeBuffers& buffers);
+Tile make_tile(const Problem& problem, const Sizes& sizes, const TileRows& rows, bool edge, const TileBuffers& buffers);
 
 inline Range tile_range(int index, int tile, int length) {
   return {index * tile, std::min((index + 1) * tile, length)};

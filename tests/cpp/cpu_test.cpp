@@ -131,21 +131,26 @@ struct Attention {
         dv(v),
         lse(static_cast<std::size_t>(p.batch) * p.heads_q * p.seqlen_q, 7.0f),
         dlse(lse),
-        slopes(static_cast<std::size_t>(p.heads_q)) {
+        slopes(static_cast<std::size_t>(p.heads_q)),
+        sinks(slopes),
+        dsinks(p.heads_q, 7.0f) {
     std::mt19937 random(seed);
     for (Tensor* t : {&q, &k, &v, &dout}) t->fill(random);
     for (float& x : dlse) x = static_cast<float>(random() % 17) / 8 - 1;
     for (float& x : slopes) x = static_cast<float>(random() % 8) / 16;
+    for (float& x : sinks) x = static_cast<float>(random() % 17) / 8 - 1;
   }
 
   ForwardTensors forward_tensors() {
     const Problem& p = problem;
-    ForwardTensors t{q.view(), k.view(), v.view(), {}, out.view(), flat_view(lse, {p.batch, p.heads_q, p.seqlen_q})};
+    ForwardTensors t{.q = q.view(), .k = k.view(), .v = v.view(), .out = out.view()};
+    t.lse = flat_view(lse, {p.batch, p.heads_q, p.seqlen_q});
     if (p.alibi) t.alibi_slopes = flat_view(slopes, {p.heads_q});
+    if (p.sinks) t.sinks = flat_view(sinks, {p.heads_q});
     return t;
   }
 
-  void run(int threads, bool with_dq = true, bool with_dk = true, bool with_dv = true) {
+  void run(int threads, bool with_dq = true, bool with_dk = true, bool with_dv = true, bool with_dsinks = true) {
     const Variant variant{Arch::kCpu, problem.dtype, 256, 32, 32, 1, 1};
     ForwardPlan forward;
     forward.problem = problem;
@@ -159,11 +164,12 @@ struct Attention {
     backward.variant = variant;
     backward.grid = threads;
     workspace.resize(cpu::backward_workspace_bytes(problem, variant, threads));
-    BackwardTensors t{forward_tensors(), dout.view(), {}, {}, {}, {}};
+    BackwardTensors t{.forward = forward_tensors(), .dout = dout.view()};
     t.dlse = flat_view(dlse, {problem.batch, problem.heads_q, problem.seqlen_q});
     if (with_dq) t.dq = dq.view();
     if (with_dk) t.dk = dk.view();
     if (with_dv) t.dv = dv.view();
+    if (with_dsinks && problem.sinks) t.dsinks = flat_view(dsinks, {problem.heads_q});
     cpu::run_backward(backward, t, workspace.data(), nullptr);
   }
 
@@ -173,12 +179,12 @@ struct Attention {
 
   Problem problem;
   Tensor q, k, v, dout, out, dq, dk, dv;
-  std::vector<float> lse, dlse, slopes;
+  std::vector<float> lse, dlse, slopes, sinks, dsinks;
 };
 
 /// The result in double precision, laid out as (B, S, H, D) without gaps.
 struct Expected {
-  std::vector<double> out, lse, dq, dk, dv;
+  std::vector<double> out, lse, dq, dk, dv, dsinks;
 };
 
 double dot(const Tensor& a, int i, int head_a, const Tensor& b, int j, int head_b, int batch) {
@@ -205,7 +211,9 @@ void expect_row(const Attention& a, int b, int h, int i, Expected& e) {
     logit[j] = s - (p.alibi ? a.slopes[h] * std::abs(distance) : 0.0);
     top = std::max(top, logit[j]);
   }
+  if (p.sinks) top = std::max(top, double{a.sinks[h]});
   for (const double s : logit) sum += s == kMinusInfinity ? 0 : std::exp(s - top);
+  if (p.sinks) sum += std::exp(a.sinks[h] - top);
   const double lse = sum > 0 ? top + std::log(sum) : kMinusInfinity;
   e.lse[a.lse_at(b, h, i)] = lse;
   if (sum == 0) return;
@@ -214,9 +222,13 @@ void expect_row(const Attention& a, int b, int h, int i, Expected& e) {
   };
   const std::size_t row = at(p.seqlen_q, p.heads_q, i, h, p.head_dim),
                     row_v = at(p.seqlen_q, p.heads_q, i, h, p.head_dim_v);
+  const auto factor = [&](int j) {  // of dropout
+    if (!p.dropout.active()) return 1.0;
+    return p.dropout.keeps(b, h, i, j) ? double{p.dropout.scale} : 0.0;
+  };
   double delta = -a.dlse[a.lse_at(b, h, i)];
   for (int j = 0; j < p.seqlen_k; ++j) {
-    const double probability = std::exp(logit[j] - lse);
+    const double probability = std::exp(logit[j] - lse) * factor(j);
     const std::size_t key_v = at(p.seqlen_k, p.heads_k, j, hk, p.head_dim_v);
     for (int d = 0; d < p.head_dim_v; ++d) {
       e.out[row_v + d] += probability * a.v.get(b, j, hk, d);
@@ -224,8 +236,10 @@ void expect_row(const Attention& a, int b, int h, int i, Expected& e) {
     }
     delta += probability * dot(a.dout, i, h, a.v, j, hk, b);
   }
+  if (p.sinks) e.dsinks[h] -= std::exp(a.sinks[h] - lse) * delta;
   for (int j = 0; j < p.seqlen_k; ++j) {
-    const double ds = std::exp(logit[j] - lse) * (dot(a.dout, i, h, a.v, j, hk, b) - delta) * slope[j] * p.scale;
+    const double dp = dot(a.dout, i, h, a.v, j, hk, b) * factor(j);
+    const double ds = std::exp(logit[j] - lse) * (dp - delta) * slope[j] * p.scale;
     const std::size_t key = at(p.seqlen_k, p.heads_k, j, hk, p.head_dim);
     for (int d = 0; d < p.head_dim; ++d) {
       e.dq[row + d] += ds * a.k.get(b, j, hk, d);
@@ -244,6 +258,7 @@ Expected expect(const Attention& a) {
   e.dq.resize(rows_q * p.head_dim);
   e.dk.resize(rows_k * p.head_dim);
   e.dv.resize(rows_k * p.head_dim_v);
+  e.dsinks.resize(p.heads_q);
   for (int b = 0; b < p.batch; ++b)
     for (int h = 0; h < p.heads_q; ++h)
       for (int i = 0; i < p.seqlen_q; ++i) expect_row(a, b, h, i, e);
@@ -308,6 +323,9 @@ void compare(const Attention& a, const Expected& e) {
   compare("dq", a.dq, e.dq, tolerance);
   compare("dk", a.dk, e.dk, tolerance);
   compare("dv", a.dv, e.dv, tolerance);
+  for (int h = 0; a.problem.sinks && h < a.problem.heads_q; ++h) {
+    ASSERT_NEAR(a.dsinks[h], e.dsinks[h], tolerance * std::max(1.0, std::abs(e.dsinks[h]))) << "dsinks[" << h << "]";
+  }
   for (std::size_t i = 0; i < e.lse.size(); ++i) {
     if (e.lse[i] == kMinusInfinity) {
       ASSERT_EQ(a.lse[i], -kInfinity);
@@ -350,6 +368,22 @@ TEST(Cpu, MatchesDoublePrecisionForEveryScoreMap) {
   }
 }
 
+TEST(Cpu, MatchesDoublePrecisionWithSinksAndDropout) {
+  for (const DType dtype : kDTypes) {
+    for (const bool sinks : {false, true})
+      for (const double dropout_p : {0.0, 0.3})
+        for (const Band band : {Band::full(), Band::causal(), Band{7, 3}})
+          // Rows that see nothing, and two tiles a side with ends within a square of 16.
+          for (const auto& [seqlen_q, seqlen_k] : {std::pair{37, 9}, std::pair{41, 53}}) {
+            Problem p = problem_of(dtype, seqlen_q, seqlen_k, 24, 16, band);
+            p.sinks = sinks;
+            p.dropout = Dropout::of(dropout_p, 0x123456789abcdef0);
+            p.softcap = 4;
+            expect_close(p);
+          }
+  }
+}
+
 TEST(Cpu, MatchesDoublePrecisionForEveryWidth) {
   for (const DType dtype : kDTypes) {
     for (const auto& [head_dim, head_dim_v] :
@@ -373,6 +407,8 @@ TEST(Cpu, ThreadsChangeNothing) {
       Problem p = problem_of(dtype, 150, 170, 64, 64, Band::causal());
       p.batch = 1;
       p.heads_k = heads_k;
+      p.sinks = true;
+      p.dropout = Dropout::of(0.1, 3);
       Attention one(p), many(p);
       one.run(1);
       many.run(5);
@@ -381,22 +417,25 @@ TEST(Cpu, ThreadsChangeNothing) {
       EXPECT_EQ(one.dq.bytes(), many.dq.bytes());
       EXPECT_EQ(one.dk.bytes(), many.dk.bytes());
       EXPECT_EQ(one.dv.bytes(), many.dv.bytes());
+      EXPECT_EQ(one.dsinks, many.dsinks);
     }
   });
 }
 
 TEST(Cpu, OnlyWantedGradientsAreWrittenAndNoGaps) {
   on_every_kernel([](DType dtype) {
-    const Problem p = problem_of(dtype, 40, 50, 24, 16, Band{20, 5});
+    Problem p = problem_of(dtype, 40, 50, 24, 16, Band{20, 5});
+    p.sinks = true;
     const Attention untouched(p);
     Attention all(p);
     all.run(2);
-    for (int wanted = 0; wanted < 8; ++wanted) {
+    for (int wanted = 0; wanted < 16; ++wanted) {
       Attention some(p);
-      some.run(2, wanted & 1, wanted & 2, wanted & 4);
+      some.run(2, wanted & 1, wanted & 2, wanted & 4, wanted & 8);
       EXPECT_EQ(some.dq.bytes(), (wanted & 1 ? all : untouched).dq.bytes());
       EXPECT_EQ(some.dk.bytes(), (wanted & 2 ? all : untouched).dk.bytes());
       EXPECT_EQ(some.dv.bytes(), (wanted & 4 ? all : untouched).dv.bytes());
+      EXPECT_EQ(some.dsinks, (wanted & 8 ? all : untouched).dsinks);
     }
     // The bytes between the rows of a head are the last of each row's stride.
     const auto& strides = all.out.layout().strides;
