@@ -10,6 +10,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (F32, F16, BF16)
 DEVICES = ("cpu", "cuda")
 DEVICE_PARAMS = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+SEED = 0xFEDCBA9876543210  # of dropout: every bit of it counts
 HEAD_DIMS = (8, 40, 64, 72, 80, 96, 104, 128, 136, 192, 256)
 
 
@@ -29,6 +30,8 @@ class Case:
     scale: float | None = None
     softcap: float = 0.0
     alibi: str | None = None  # "per head" or "per batch and head"
+    sinks: float | None = None  # added to every head's own; None: no sinks
+    dropout_p: float = 0.0
     layout: str = "contiguous"
     magnitude: float = 1.0  # of q's elements
 
@@ -57,6 +60,10 @@ class Case:
             if self.alibi == "per batch and head":
                 slopes = slopes * torch.linspace(1, 2, self.batch)[:, None]
             options["alibi_slopes"] = slopes.float().to(device)
+        if self.sinks is not None:  # 4, 1.5, -1, -3.5, 2, ...: the first takes about as much as 65 columns
+            options["sinks"] = (4 - torch.arange(self.heads_q) * 2.5 % 8 + self.sinks).to(device)
+        if self.dropout_p > 0:
+            options |= dict(dropout_p=self.dropout_p, seed=SEED)
         return options
 
 
@@ -173,6 +180,63 @@ def _cases():
         for dtype in DTYPES:
             add(layout.replace(" ", "_"), layout=layout, heads_q=4, heads_k=2, head_dim=72, causal=True, dtype=dtype)
 
+    both = dict(sinks=0.0, dropout_p=0.2)
+    for dtype in DTYPES:
+        add("sinks", sinks=0.0, dtype=dtype)
+        add("sinks_causal", sinks=0.0, causal=True, seqlen_q=300, seqlen_k=280, dtype=dtype)
+        add("sinks_above_all", sinks=60.0, dtype=dtype)
+        add("sinks_below_all", sinks=-90.0, causal=True, dtype=dtype)
+        add("sinks_and_large_scores", sinks=50.0, magnitude=20.0, dtype=dtype)
+        add("sinks_scale_zero", sinks=0.0, scale=0.0, dtype=dtype)
+        add("sinks_scale_negative", sinks=0.0, scale=-0.2, window=(30, 0), dtype=dtype)
+        add("dropout", dropout_p=0.1, dtype=dtype)
+        add("dropout_causal", dropout_p=0.1, causal=True, seqlen_q=300, seqlen_k=280, dtype=dtype)
+        add("dropout_of_most", dropout_p=0.9, dtype=dtype)
+        add("dropout_large_scores", dropout_p=0.3, magnitude=100.0, causal=True, dtype=dtype)
+        for i, (dim, dim_v) in enumerate(((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))):
+            sizes = dict(head_dim=dim, head_dim_v=dim_v, heads_q=4, heads_k=2, dtype=dtype)
+            add(f"sinks_dropout_D{dim}_Dv{dim_v}", seqlen_q=400, seqlen_k=500, causal=i % 2 == 0, **sizes, **both)
+            add(f"dropout_D{dim}_Dv{dim_v}", seqlen_q=333, seqlen_k=205, causal=i % 2 == 1, dropout_p=0.4, **sizes)
+        for i, (seqlen_q, seqlen_k) in enumerate(((1, 1), (1, 129), (17, 1), (65, 63), (200, 100), (513, 511))):
+            sizes = dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=dtype)
+            add(f"sinks_dropout_S{seqlen_q}x{seqlen_k}", causal=i % 2 == 0, **sizes, **both)
+        for window, seqlen_q, seqlen_k in (
+            ((37, 5), 130, 130),
+            ((101, None), 70, 190),
+            ((13, 0), 70, 190),
+            ((None, 27), 190, 70),
+            ((3, 2), 190, 70),
+            ((21, 150), 300, 333),
+        ):
+            sizes = dict(window=window, seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=dtype)
+            add(f"sinks_dropout_window{window[0]}_{window[1]}_S{seqlen_q}x{seqlen_k}", **sizes, **both)
+        for group in (3, 4, 8, 16):
+            heads = dict(heads_q=2 * group, heads_k=2, dtype=dtype)
+            add(f"sinks_group{group}_causal", sinks=0.0, causal=True, seqlen_q=301, seqlen_k=350, **heads)
+            add(f"sinks_group{group}_one_query", sinks=0.0, seqlen_q=1, seqlen_k=600, head_dim=128, **heads)
+            add(f"sinks_dropout_group{group}", window=(60, 9), softcap=9.0, seqlen_q=77, layout="gaps", **heads, **both)
+        add("sinks_dropout_softcap", softcap=5.0, magnitude=4.0, causal=True, dtype=dtype, **both)
+        add("sinks_dropout_alibi", alibi="per batch and head", heads_q=4, heads_k=2, dtype=dtype, **both)
+        add("sinks_dropout_mostly_blind", seqlen_q=150, seqlen_k=20, causal=True, dtype=dtype, **both)
+        add("sinks_blind_window", seqlen_q=150, seqlen_k=20, window=(3, 2), sinks=0.0, dtype=dtype)
+        add("sinks_dropout_misaligned", layout="misaligned", head_dim=72, dtype=dtype, **both)
+        add(
+            "sinks_dropout_everything",
+            alibi="per batch and head",
+            softcap=10.0,
+            window=(51, 7),
+            scale=0.3,
+            head_dim=72,
+            head_dim_v=40,
+            heads_q=6,
+            heads_k=2,
+            layout="gaps",
+            seqlen_q=150,
+            seqlen_k=170,
+            dtype=dtype,
+            **both,
+        )
+
     for name, sizes in {
         "no_queries": {"seqlen_q": 0},
         "no_keys": {"seqlen_k": 0},
@@ -182,6 +246,7 @@ def _cases():
     }.items():
         for dtype in DTYPES:
             add(name, dtype=dtype, causal=dtype is F16, **sizes)
+            add(f"{name}_sinks_dropout", dtype=dtype, causal=dtype is F16, **sizes, **both)
     return cases
 
 

@@ -50,6 +50,15 @@ def score_rounding(lse, values=None):
     return torch.finfo(torch.float32).eps * size(lse) * size(values)
 
 
+def sink_rounding(out, lse, dout, sinks):
+    """The error that dsinks may have from the rounding of `out`: where every head has one number, the formula may be
+    right by luck. A backward takes delta = Σ dout · out, each product off by up to eps/2, and sums over rows; errors of
+    either sign add up like a random walk."""
+    steps = (dout.double() * out.double()).square().sum(dim=3).transpose(1, 2)  # (B, H_q, S_q)
+    weights = (sinks.double()[:, None] - lse.double()).exp()
+    return torch.finfo(out.dtype).eps * (steps * weights.square()).sum(dim=(0, 2)).max().sqrt().item()
+
+
 def assert_bitwise(actual, expected, what="out"):
     """The same bits, NaN payloads and signs of zero aside."""
     assert_same_kind(actual, expected, what)

@@ -20,18 +20,52 @@ def visible(seqlen_q, seqlen_k, causal=False, window=None, device="cpu"):
     return seen
 
 
+def _philox(counter, key):
+    """Philox 4×32-10: the four words of `counter`, four int64 tensors that broadcast, under `key`, two ints."""
+    low = 0xFFFFFFFF
+    for i in range(10):
+        # Products wrap around at 2^64, which leaves all their bits.
+        a, b = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        k0, k1 = (key[0] + i * 0x9E3779B9) & low, (key[1] + i * 0xBB67AE85) & low
+        counter = ((b >> 32 & low) ^ counter[1] ^ k0, b & low, (a >> 32 & low) ^ counter[3] ^ k1, a & low)
+    return counter
+
+
+def dropout_factors(batch, heads, rows, columns, p, seed):
+    """(batch, heads, rows, columns): 0 where a weight is dropped, elsewhere what it is multiplied with."""
+    h, b = (torch.arange(n, device=rows.device) for n in (heads, batch))
+    b, h, i, j = b[:, None, None, None], h[:, None, None], rows[:, None], columns
+    words = torch.stack(torch.broadcast_tensors(*_philox((i & ~8, j & ~8, h, b), (seed & 0xFFFFFFFF, seed >> 32))))
+    mine = ((i >> 3 & 1) + 2 * (j >> 3 & 1)).expand(words.shape[1:])
+    drop_below = int(p * 2**32 + 0.5)
+    return (words.gather(0, mine[None])[0] >= drop_below) * (2**32 / (2**32 - drop_below))
+
+
 def attention(
-    q, k, v, *, causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None, dtype=torch.float64, rows=None
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    window=None,
+    scale=None,
+    softcap=0.0,
+    alibi_slopes=None,
+    sinks=None,
+    dropout_p=0.0,
+    seed=None,
+    dtype=torch.float64,
+    rows=None,
 ):
     """(out, lse) of flashtile.attention, every step computed in `dtype`; only query rows `rows` if given."""
     seqlen_q, seqlen_k, group = q.shape[1], k.shape[1], q.shape[2] // max(k.shape[2], 1)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
     seen = visible(seqlen_q, seqlen_k, causal, window, q.device)
-    distance = torch.arange(seqlen_k, device=q.device) - torch.arange(seqlen_q, device=q.device)[:, None]
-    distance = (distance - (seqlen_k - seqlen_q)).abs()
+    row, column = torch.arange(seqlen_q, device=q.device), torch.arange(seqlen_k, device=q.device)
     if rows is not None:
-        q, seen, distance = q[:, rows], seen[rows], distance[rows]
+        q, seen, row = q[:, rows], seen[rows], row[rows]
+    distance = (column - row[:, None] - (seqlen_k - seqlen_q)).abs()
 
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
@@ -41,10 +75,17 @@ def attention(
     if alibi_slopes is not None:
         slopes = alibi_slopes.to(dtype).reshape(-1, scores.shape[1], 1, 1)  # (1 or B, H_q, 1, 1)
         scores = scores - slopes * distance.to(dtype)
+    if sinks is not None:  # one more column, that every row sees and whose value is 0
+        sinks = sinks.to(dtype)[:, None, None].expand(-1, scores.shape[2], 1)
+        given = sinks > -math.inf
+        seen = torch.cat([seen.expand(scores.shape[1:]), given], dim=2)
+        scores = torch.cat([scores, sinks.masked_fill(~given, 0).expand(len(q), -1, -1, -1)], dim=3)
 
     # Rows that see nothing go through softmax unmasked, so that no NaN arises, and are set to zero after it.
-    blind = ~seen.any(dim=1)
-    scores = scores.masked_fill(~(seen | blind[:, None]), -math.inf)
-    weights = scores.softmax(dim=3).masked_fill(blind[:, None], 0)
+    blind = ~seen.any(dim=-1)
+    scores = scores.masked_fill(~(seen | blind[..., None]), -math.inf)
+    weights = scores.softmax(dim=3).masked_fill(blind[..., None], 0)[..., :seqlen_k]
     lse = scores.logsumexp(dim=3).masked_fill(blind, -math.inf)
+    if dropout_p > 0:
+        weights = weights * dropout_factors(*scores.shape[:2], row, column, dropout_p, seed).to(dtype)
     return (weights @ v.permute(0, 2, 1, 3)).permute(0, 2, 1, 3), lse

@@ -4,31 +4,85 @@ import pytest
 import reference
 import torch
 from cases import BF16, CASES, DEVICE_PARAMS, F16, F32, Case, on_devices
-from compare import assert_accurate, assert_bitwise, score_rounding
+from compare import assert_accurate, assert_bitwise, score_rounding, sink_rounding
 
 WHAT = ("dq", "dk", "dv")
 
 
+def differentiable(case, device="cpu", dtype=None):
+    """(inputs, options) of a case: inputs are q, k, v and the sinks, if there are any, with gradients."""
+    inputs, options = case.tensors(device), case.options(device)
+    if "sinks" in options:
+        inputs.append(options["sinks"])
+    inputs = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
+    return inputs, options | ({"sinks": inputs[3]} if "sinks" in options else {})
+
+
+def gradient_names(case):
+    return WHAT if case.sinks is None else (*WHAT, "dsinks")
+
+
 def reference_gradients(case, dtype, dout, dlse):
     """Gradients of the formula computed in `dtype`, with autograd."""
-    q, k, v = (x.detach().to(dtype).requires_grad_() for x in case.tensors(dout.device))
-    out, lse = reference.attention(q, k, v, dtype=dtype, **case.options(dout.device))
-    return torch.autograd.grad([out, lse], [q, k, v], [dout.to(dtype), dlse.to(dtype)])
+    inputs, options = differentiable(case, dout.device, dtype)
+    out, lse = reference.attention(*inputs[:3], dtype=dtype, **options)
+    return torch.autograd.grad([out, lse], inputs, [dout.to(dtype), dlse.to(dtype)])
 
 
 @pytest.mark.parametrize("case, device", on_devices(CASES))
 def test_backward(case, device, attention, gradients):
-    inputs = case.tensors(device, requires_grad=True)
-    out, lse = attention(*inputs, return_lse=True, **case.options(device))
+    check(case, device, attention, gradients, deterministic=False)  # None would mean True in `gradients`
+
+
+DETERMINISTIC = [
+    Case(f"{mask}_D{head_dim}_S{seqlen_q}x{seqlen_k}", dtype=dtype, head_dim=head_dim, **sizes, **options)
+    for mask, options in {
+        "full": {},
+        "causal": {"causal": True},
+        "window": {"window": (101, 13)},
+        "left": {"window": (37, 0)},
+        "right": {"window": (None, 70), "softcap": 5.0},
+        "sinks_dropout": {"causal": True, "sinks": 0.0, "dropout_p": 0.2},
+        "alibi": {"alibi": "per head", "causal": True},
+    }.items()
+    for head_dim in (64, 96, 128, 192, 256)
+    for seqlen_q, seqlen_k in ((401, 401), (160, 500), (500, 160), (65, 30))
+    for dtype in (F16, BF16)
+    for sizes in [dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=4, heads_k=2)]
+]
+
+
+@pytest.mark.parametrize("case, device", on_devices(DETERMINISTIC, ["cuda"]))
+def test_backward_deterministic(case, device, attention, gradients):
+    check(case, device, attention, gradients, deterministic=True)
+
+
+# The contract's edges, and operands that are not contiguous.
+EDGES = [
+    c for c in CASES if c.name.startswith(("no_", "sinks_dropout_everything", "mostly_blind", "gaps", "group", "S1"))
+]
+
+
+@pytest.mark.parametrize("case, device", on_devices(EDGES))
+def test_backward_deterministic_at_the_edges(case, device, attention, gradients):
+    check(case, device, attention, gradients, deterministic=True)
+
+
+def check(case, device, attention, gradients, deterministic):
+    inputs, options = differentiable(case, device)
+    out, lse = attention(*inputs[:3], return_lse=True, deterministic=deterministic, **options)
     generator = torch.Generator().manual_seed(5)
     dout = torch.randn(out.shape, generator=generator).to(device, case.dtype)
     dlse = torch.randn(lse.shape, generator=generator).to(device)
     found = gradients([out, lse], inputs, [dout, dlse])
     exact = reference_gradients(case, torch.float64, dout, dlse)
     rough = reference_gradients(case, case.dtype, dout, dlse)
-    for what, x, *values in zip(WHAT, inputs, found, exact, rough, strict=True):
+    for what, x, *values in zip(gradient_names(case), inputs, found, exact, rough, strict=True):
         assert values[0].dtype is x.dtype
-        assert_accurate(*values, what, slack=score_rounding(lse, values[1]))
+        slack = score_rounding(lse, values[1])
+        if what == "dsinks" and case.heads_q > 0:
+            slack += sink_rounding(out, lse, dout, x)
+        assert_accurate(*values, what, slack=slack)
 
 
 def test_long_sums_round_little(attention, gradients):
