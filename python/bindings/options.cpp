@@ -13,10 +13,10 @@ namespace {
   throw InvalidType(std::string(function) + ": " + name + " is " + nb::repr(found).c_str() + ", expected " + expected);
 }
 
-bool to_bool(const char* function, const char* name, nb::handle object) {
+bool to_bool(const char* function, const char* name, nb::handle object, const char* expected) {
   if (object.ptr() == Py_True) return true;
   if (object.ptr() == Py_False) return false;
-  wrong_type(function, name, object, "True or False");
+  wrong_type(function, name, object, expected);
 }
 
 double to_double(const char* function, const char* name, nb::handle object, const char* expected) {
@@ -39,8 +39,8 @@ std::optional<std::int64_t> to_distance(const char* function, const char* name, 
 /// 0 for None.
 std::uint64_t to_seed(const char* function, nb::handle object) {
   if (object.is_none()) return 0;
-  const unsigned long long value =
-      PyLong_Check(object.ptr()) ? PyLong_AsUnsignedLongLong(object.ptr()) : (PyErr_SetNone(PyExc_TypeError), 0);
+  const nb::object index = nb::steal(PyNumber_Index(object.ptr()));
+  const unsigned long long value = index.is_valid() ? PyLong_AsUnsignedLongLong(index.ptr()) : 0;
   if (PyErr_Occurred()) wrong_type(function, "seed", object, "an int from 0 to 2^64 - 1 or None");
   return value;
 }
@@ -58,13 +58,14 @@ void to_window(const char* function, nb::handle window, Options& options) {
 Options to_options(const char* function, const nb::tuple& given) {
   const auto at = [&](Option option) { return option_of(given, option); };
   Options options;
-  options.causal = to_bool(function, "causal", at(kCausal));
+  options.causal = to_bool(function, "causal", at(kCausal), "True or False");
   to_window(function, at(kWindow), options);
   if (!at(kScale).is_none()) options.scale = to_double(function, "scale", at(kScale), "a number or None");
   options.softcap = to_double(function, "softcap", at(kSoftcap), "a number");
   options.dropout_p = to_double(function, "dropout_p", at(kDropoutP), "a number");
   options.seed = to_seed(function, at(kSeed));
-  if (!at(kDeterministic).is_none()) options.deterministic = to_bool(function, "deterministic", at(kDeterministic));
+  if (!at(kDeterministic).is_none())
+    options.deterministic = to_bool(function, "deterministic", at(kDeterministic), "True, False or None");
   return options;
 }
 

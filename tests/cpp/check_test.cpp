@@ -259,6 +259,58 @@ TEST(Check, AlibiSlopes) {
             "InvalidArgument: attention: alibi_slopes is on cpu, expected cuda:0, as q");
 }
 
+TEST(Check, Sinks) {
+  const auto with_sinks = [](TensorView sinks, Device device = {}) {
+    return forward([&](Call& c) { c.forward.sinks = sinks; }, device);
+  };
+  EXPECT_EQ(with_sinks(tensor({8}, DType::kFloat32)), "accepted");
+  EXPECT_EQ(with_sinks(tensor({4}, DType::kFloat32)),
+            "InvalidArgument: attention: sinks has shape (4,), expected (8,) = (H_q)");
+  EXPECT_EQ(with_sinks(tensor({2, 8}, DType::kFloat32)),
+            "InvalidArgument: attention: sinks has shape (2, 8), expected 1 dimensions = (H_q)");
+  EXPECT_EQ(with_sinks(tensor({8}, DType::kFloat16)),
+            "InvalidType: attention: sinks has dtype float16, expected float32");
+  EXPECT_EQ(with_sinks(tensor({8}, DType::kFloat32), kGpu),
+            "InvalidArgument: attention: sinks is on cpu, expected cuda:0, as q");
+  TensorView strided = tensor({8}, DType::kFloat32);
+  strided.strides[0] = 2;
+  EXPECT_EQ(with_sinks(strided), "InvalidArgument: attention: sinks has stride 2 in its last dimension, expected 1");
+  EXPECT_TRUE(accepted([](Call& c) { c.forward.sinks = tensor({8}, DType::kFloat32); }).sinks);
+  EXPECT_FALSE(accepted([](Call&) {}).sinks);
+}
+
+TEST(Check, GradientOfSinks) {
+  const auto with_gradient = [](TensorView dsinks) {
+    return backward([&](Call& c) {
+      c.forward.sinks = tensor({8}, DType::kFloat32);
+      c.tensors.dsinks = dsinks;
+    });
+  };
+  EXPECT_EQ(with_gradient(tensor({8}, DType::kFloat32)), "accepted");
+  EXPECT_EQ(with_gradient(tensor({7}, DType::kFloat32)),
+            "InvalidArgument: attention: dsinks has shape (7,), expected (8,) = (H_q)");
+  EXPECT_EQ(with_gradient(tensor({8})), "InvalidType: attention: dsinks has dtype float16, expected float32");
+  EXPECT_EQ(backward([](Call& c) { c.tensors.dsinks = tensor({8}, DType::kFloat32); }),
+            "InvalidArgument: attention: dsinks is given, expected none where there are no sinks");
+}
+
+TEST(Check, DropoutAndDeterministic) {
+  for (const auto& [p, text] : {std::pair{-0.1, "-0.1"}, std::pair{1.0, "1"}, std::pair{1.5, "1.5"},
+                                std::pair{std::nan(""), "nan"}, std::pair{double{INFINITY}, "inf"}})
+    EXPECT_EQ(forward([&](Call& c) { c.options.dropout_p = p; }),
+              std::string("InvalidArgument: attention: dropout_p is ") + text +
+                  ", expected a probability of at least 0 and below 1");
+  const Problem p = accepted([](Call& c) {
+    c.options.dropout_p = 0.25;
+    c.options.seed = 7;
+    c.options.deterministic = true;
+  });
+  EXPECT_EQ(p.dropout, Dropout::of(0.25, 7));
+  EXPECT_TRUE(p.deterministic);
+  // Without dropout the seed is no part of the problem.
+  EXPECT_EQ(accepted([](Call& c) { c.options.seed = 7; }), accepted([](Call&) {}));
+}
+
 TEST(Check, OutAndLse) {
   EXPECT_EQ(forward([](Call& c) { c.forward.out = c.forward.q; }),
             "InvalidArgument: attention: out has shape (2, 90, 8, 64), expected (2, 90, 8, 32) = (B, S_q, H_q, D_v)");

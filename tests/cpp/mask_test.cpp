@@ -99,6 +99,24 @@ TEST(Mask, TransposedSeesTheSamePairs) {
   });
 }
 
+// A deterministic backward has query tiles wait for the key tiles that they see: neither may see more than the other.
+TEST(Mask, TilesSeeEachOther) {
+  for_each_mask([](Lengths n, Band band) {
+    for (const int tile_m : {1, 2, 3, 4, 8})
+      for (const int tile_n : {1, 2, 3, 4, 8})
+        for (int m = 0; m * tile_m < n.q; ++m)
+          for (int t = 0; t * tile_n < n.k; ++t) {
+            const Range rows{m * tile_m, std::min((m + 1) * tile_m, n.q)};
+            const Range columns{t * tile_n, std::min((t + 1) * tile_n, n.k)};
+            const TileRanges from_rows = band.tiles(rows, tile_n, n);
+            const TileRanges from_columns = band.transposed().tiles(columns, tile_m, n.transposed());
+            ASSERT_EQ(from_rows.visible.contains(t), from_columns.visible.contains(m))
+                << "tile " << m << " of " << tile_m << " rows, tile " << t << " of " << tile_n << ", lengths " << n.q
+                << ", " << n.k << ", band " << band.left << ", " << band.right;
+          }
+  });
+}
+
 TEST(Mask, IntersectionKeepsWhatBothKeep) {
   for_each_mask([](Lengths n, Band band) {
     const Band both = band.intersect(Band::causal());

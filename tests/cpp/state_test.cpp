@@ -83,6 +83,53 @@ TEST(RowState, ARowThatSawNothing) {
   EXPECT_EQ(state.rebase(5.0f), 1.0f);
 }
 
+TEST(RowState, AWeightThatJoinsIsOneMoreScoreOfValueZero) {
+  for (const float spread : {0.1f, 3.0f, 40.0f}) {
+    const std::vector<float> scores = random_scores_log2(50, spread, 4);
+    const float top = *std::max_element(scores.begin(), scores.end());
+    for (const float sink : {top - 200, top - 9, top, top + 9, top + 200}) {
+      std::vector<float> with_sink = scores;
+      with_sink.push_back(sink);
+      const double expected = lse_of(with_sink);
+      Online row = online(scores, 7);
+      const double out = row.out() * std::exp(lse_of(scores) - expected);
+      row.value *= row.state.join(sink);
+      EXPECT_NEAR(row.state.lse(), expected, 1e-5 * std::max(1.0, std::abs(expected)));
+      EXPECT_NEAR(row.out(), out, 1e-4 * std::max(1.0, std::abs(out)));
+    }
+  }
+}
+
+TEST(RowState, JoiningMayComeBeforeTheScores) {
+  const std::vector<float> scores = random_scores_log2(50, 5.0f, 5);
+  Online before, after = online(scores, 8);
+  before.state.join(2.0f);
+  before.add(scores.data(), 50);
+  after.value *= after.state.join(2.0f);
+  EXPECT_NEAR(before.state.lse(), after.state.lse(), 1e-5f);
+  EXPECT_NEAR(before.out(), after.out(), 1e-4f);
+}
+
+TEST(RowState, ASinkOfMinusInfinityIsNone) {
+  RowState state = online(random_scores_log2(9, 1.0f, 6), 9).state;
+  const RowState same = state;
+  EXPECT_EQ(state.join(-kInfinity), 1.0f);
+  EXPECT_EQ(state.reference_log2, same.reference_log2);
+  EXPECT_EQ(state.sum, same.sum);
+  RowState nothing;
+  EXPECT_EQ(nothing.join(-kInfinity), 1.0f);
+  EXPECT_EQ(nothing.lse(), -kInfinity);
+}
+
+TEST(RowState, ARowThatSawNothingHasTheSinkForLse) {
+  for (const float sink : {-300.0f, 0.0f, 300.0f}) {
+    RowState nothing;
+    EXPECT_EQ(nothing.join(sink), 0.0f);
+    EXPECT_EQ(nothing.lse(), sink * kLn2);
+    EXPECT_EQ(nothing.normaliser(), 1.0f);
+  }
+}
+
 TEST(Merge, SplittingAndMergingEqualsNotSplitting) {
   const std::vector<float> scores = random_scores_log2(100, 5.0f, 3);
   const Online whole = online(scores, 7);
