@@ -1,5 +1,7 @@
 """Gradients: against float64 autograd over the matrix of cases, against finite differences, through autograd."""
 
+import functools
+
 import pytest
 import reference
 import torch
@@ -106,36 +108,64 @@ GRADCHECK_OPTIONS = {
     "softcap": {"softcap": 2.0},
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25])},
     "everything": {"softcap": 2.0, "window": (3, 1), "scale": -0.7, "alibi_slopes": torch.tensor([[0.5, 0.25]])},
+    "sinks": {"sinks": torch.tensor([1.0, -0.5])},
+    "sinks and a window": {"sinks": torch.tensor([1.0, -0.5]), "window": (1, 0)},
+    "dropout": {"dropout_p": 0.4, "seed": 11},
+    "sinks, dropout and more": {
+        "sinks": torch.tensor([1.0, -0.5]),
+        "dropout_p": 0.4,
+        "seed": 12,
+        "softcap": 2.0,
+        "window": (3, 1),
+        "alibi_slopes": torch.tensor([[0.5, 0.25]]),
+    },
 }
+
+
+def gradcheck_of(function, name, dtype):
+    """The function of the inputs that get gradients, and these: q, k, v and the sinks, if there are any."""
+    options = GRADCHECK_OPTIONS[name]
+    inputs = [*SMALL.tensors(), *([options["sinks"]] if "sinks" in options else [])]
+
+    def of_inputs(q, k, v, *sinks):
+        return function(q, k, v, **options | ({"sinks": sinks[0]} if sinks else {}))
+
+    return of_inputs, [x.detach().to(dtype).requires_grad_() for x in inputs]
 
 
 @pytest.mark.parametrize("name", GRADCHECK_OPTIONS)
 @pytest.mark.filterwarnings("ignore:Input #. requires gradient and is not a double precision")
 def test_gradcheck(name, attention):
-    def function(q, k, v):
-        return attention(q, k, v, return_lse=True, **GRADCHECK_OPTIONS[name])
-
     # Central differences of float32 values: truncation grows with eps², rounding with 1e-7/eps.
-    inputs = SMALL.tensors(requires_grad=True)
+    function, inputs = gradcheck_of(functools.partial(attention, return_lse=True), name, F32)
     assert torch.autograd.gradcheck(function, inputs, eps=1e-2, atol=2e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", GRADCHECK_OPTIONS)
 def test_gradcheck_of_the_reference(name):
-    inputs = [x.double().requires_grad_() for x in SMALL.tensors()]
-    assert torch.autograd.gradcheck(lambda *x: reference.attention(*x, **GRADCHECK_OPTIONS[name]), inputs)
+    assert torch.autograd.gradcheck(*gradcheck_of(reference.attention, name, torch.float64))
 
 
-@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)])
+@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (3,), (0, 3), (1, 3), (2, 3)])
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
 def test_only_needed_gradients(needed, device, attention):
     # A single block of keys: nothing adds up in dq, so that it repeats on CUDA too.
     case = Case("partial", dtype=F16, heads_q=4, heads_k=2, causal=True, seqlen_k=30)
-    everything = case.tensors(device, requires_grad=True)
-    attention(*everything, causal=True).square().sum().backward()
-    some = [x.requires_grad_(i in needed) for i, x in enumerate(case.tensors(device))]
-    attention(*some, causal=True).square().sum().backward()
-    for i, what in enumerate(WHAT):
+    with_sinks = 3 in needed
+
+    def run(*needed):
+        inputs = case.tensors(device)
+        options = {"causal": True}
+        if with_sinks:
+            inputs.append(torch.linspace(-1, 2, 4, device=device))
+            options["sinks"] = inputs[3]
+        for i in needed:
+            inputs[i].requires_grad_()
+        attention(*inputs[:3], **options).square().sum().backward()
+        return inputs
+
+    everything, some = run(*range(3 + with_sinks)), run(*needed)
+    for i, what in enumerate((*WHAT, "dsinks")[: 3 + with_sinks]):
         if i in needed:
             assert_bitwise(some[i].grad, everything[i].grad, what)
         else:
@@ -208,14 +238,14 @@ def test_second_derivative_is_refused(attention):
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize("changed", ["q", "k", "v", "slopes", "out"])
+@pytest.mark.parametrize("changed", ["q", "k", "v", "slopes", "sinks", "out"])
 def test_changing_what_backward_needs_is_noticed(changed, return_lse, attention):
     q, k, v = SMALL.tensors(requires_grad=True)
-    slopes = torch.full((SMALL.heads_q,), 0.1)
-    out = attention(q, k, v, alibi_slopes=slopes, return_lse=return_lse)
+    slopes, sinks = (torch.full((SMALL.heads_q,), 0.1) for _ in range(2))
+    out = attention(q, k, v, alibi_slopes=slopes, sinks=sinks, return_lse=return_lse)
     out = out[0] if return_lse else out
     total = out.sum()
     with torch.no_grad():
-        {"q": q, "k": k, "v": v, "slopes": slopes, "out": out}[changed].zero_()
+        {"q": q, "k": k, "v": v, "slopes": slopes, "sinks": sinks, "out": out}[changed].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         total.backward()

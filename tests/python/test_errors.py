@@ -40,7 +40,7 @@ def strided(x):
     return x.repeat_interleave(2, dim=3)[..., ::2]
 
 
-def slopes(*shape, dtype=torch.float32):
+def ones(*shape, dtype=torch.float32):
     return lambda device: torch.ones(shape, dtype=dtype, device=device)
 
 
@@ -127,22 +127,22 @@ BAD = {
     "NaN softcap": (with_options(softcap=math.nan), ValueError, "softcap is nan, expected a finite float32 number"),
     "softcap is None": (with_options(softcap=None), TypeError, "softcap is None, expected a number"),
     "slopes of one head": (
-        with_options(alibi_slopes=slopes(3)),
+        with_options(alibi_slopes=ones(3)),
         ValueError,
         r"alibi_slopes has shape \(3\,?\), expected \(4\,?\) = \(H_q\)",
     ),
     "slopes of another batch": (
-        with_options(alibi_slopes=slopes(1, 4)),
+        with_options(alibi_slopes=ones(1, 4)),
         ValueError,
         r"alibi_slopes has shape \(1, 4\), expected \(2, 4\) = \(B, H_q\)",
     ),
     "slopes of rank 3": (
-        with_options(alibi_slopes=slopes(1, 2, 4)),
+        with_options(alibi_slopes=ones(1, 2, 4)),
         ValueError,
         r"alibi_slopes has shape \(1, 2, 4\), expected",
     ),
     "slopes of float16": (
-        with_options(alibi_slopes=slopes(4, dtype=torch.float16)),
+        with_options(alibi_slopes=ones(4, dtype=torch.float16)),
         TypeError,
         "alibi_slopes has dtype float16, expected float32",
     ),
@@ -150,6 +150,67 @@ BAD = {
         with_options(alibi_slopes=[1.0] * 4),
         TypeError,
         "alibi_slopes is of type list, expected a torch.Tensor",
+    ),
+    "sinks of other heads": (
+        with_options(sinks=ones(3)),
+        ValueError,
+        r"sinks has shape \(3,\), expected \(4,\) = \(H_q\)",
+    ),
+    "sinks of KV heads": (
+        with_options(sinks=ones(2)),
+        ValueError,
+        r"sinks has shape \(2,\), expected \(4,\) = \(H_q\)",
+    ),
+    "sinks of rank 2": (
+        with_options(sinks=ones(2, 4)),
+        ValueError,
+        r"sinks has shape \(2, 4\), expected 1 dimensions = \(H_q\)",
+    ),
+    "sinks of int32": (
+        with_options(sinks=ones(4, dtype=torch.int32)),
+        TypeError,
+        "sinks has dtype torch.int32, expected float32",
+    ),
+    "sinks with gaps": (
+        with_options(sinks=lambda device: torch.ones(8, device=device)[::2]),
+        ValueError,
+        "sinks has stride 2 in its last dimension, expected 1",
+    ),
+    "sinks are a list": (with_options(sinks=[1.0] * 4), TypeError, "sinks is of type list, expected a torch.Tensor"),
+    "sinks are a number": (with_options(sinks=0.0), TypeError, "sinks is of type float, expected a torch.Tensor"),
+    "negative dropout": (
+        with_options(dropout_p=-0.1),
+        ValueError,
+        "dropout_p is -0.1, expected a probability of at least 0 and below 1",
+    ),
+    "dropout of all": (
+        with_options(dropout_p=1.0, seed=1),
+        ValueError,
+        "dropout_p is 1, expected a probability of at least 0 and below 1",
+    ),
+    "NaN dropout": (with_options(dropout_p=math.nan), ValueError, "dropout_p is nan, expected a probability"),
+    "dropout is None": (with_options(dropout_p=None), TypeError, "dropout_p is None, expected a number"),
+    "dropout is text": (with_options(dropout_p="half"), TypeError, "dropout_p is 'half', expected a number"),
+    "negative seed": (
+        with_options(dropout_p=0.1, seed=-1),
+        TypeError,
+        r"seed is -1, expected an int from 0 to 2\^64 - 1 or None",
+    ),
+    "seed beyond 64 bits": (
+        with_options(seed=2**64),
+        TypeError,
+        r"seed is 18446744073709551616, expected an int from 0 to 2\^64 - 1 or None",
+    ),
+    "seed is a float": (with_options(dropout_p=0.1, seed=1.0), TypeError, "seed is 1.0, expected an int from 0"),
+    "deterministic is an int": (
+        with_options(deterministic=1),
+        TypeError,
+        "deterministic is 1, expected True, False or None",
+    ),
+    "deterministic is text": (
+        with_options(deterministic="yes"),
+        TypeError,
+        "deterministic is 'yes', expected True, False or None",
     ),
 }
 each_bad = pytest.mark.parametrize("name", BAD)
@@ -221,6 +282,12 @@ def test_slopes_on_another_device():
 
 
 @pytest.mark.gpu
+def test_sinks_on_another_device():
+    with pytest.raises(ValueError, match=r"^attention: sinks is on cpu, expected cuda:0"):
+        flashtile.attention(*tensors("cuda"), sinks=torch.ones(4))
+
+
+@pytest.mark.gpu
 def test_float32_on_cuda():
     with pytest.raises(NotImplementedError, match=r"^attention: q has dtype float32 .*expected float16 or bfloat16"):
         flashtile.attention(*tensors("cuda", dtype=torch.float32))
@@ -239,6 +306,10 @@ def test_keyword_arguments_only():
         flashtile.attention(q, k, v, True)
 
 
+# alibi_slopes, sinks, causal, window, scale, softcap, dropout_p, seed, deterministic
+OPTIONS = (None, None, False, None, None, 0.0, 0.0, None, False)
+
+
 # The compiled module is checked too: it must not write through what Python would never hand it.
 @pytest.mark.parametrize("missing", ["dout", "out", "lse"])
 def test_backward_needs_what_the_forward_wrote(missing):
@@ -248,6 +319,19 @@ def test_backward_needs_what_the_forward_wrote(missing):
     given[missing] = given[missing][:1]
     gradients = [torch.full_like(x, 3) for x in (q, k, v)]
     with pytest.raises(ValueError, match=f"^attention backward: {missing} has shape"):
-        options = (None, False, None, None, 0.0)
-        flashtile._C.backward(given["dout"], None, q, k, v, given["out"], given["lse"], *gradients, options)
+        flashtile._C.backward(given["dout"], None, q, k, v, given["out"], given["lse"], *gradients, None, OPTIONS)
     assert all((x == 3).all() for x in gradients), "something was written"
+
+
+def test_backward_without_sinks_has_no_gradient_for_them():
+    q, k, v = tensors("cpu")
+    out, lse = flashtile.attention(q, k, v, return_lse=True)
+    dsinks = torch.full((4,), 3.0)
+    with pytest.raises(ValueError, match=r"^attention backward: dsinks is given, expected none where there are no"):
+        flashtile._C.backward(out, None, q, k, v, out, lse, None, None, None, dsinks, OPTIONS)
+    assert (dsinks == 3).all(), "something was written"
+
+
+def test_the_module_wants_all_options():
+    with pytest.raises(TypeError, match=r"^attention: expected 9 options"):
+        flashtile._C.forward(*tensors("cpu"), OPTIONS[:-1])

@@ -20,6 +20,16 @@ def test_explain_names_the_kernel(device):
     assert kernel[0] in flashtile.info()["forward_kernels"]
 
 
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_explain_names_the_options(device):
+    inputs = Case("explain", dtype=F16).tensors(device)
+    plain = flashtile.explain(*inputs)
+    sinks = torch.zeros(2, dtype=torch.bfloat16, device=device)
+    text = flashtile.explain(*inputs, sinks=sinks, dropout_p=0.25, deterministic=True)
+    for option in (", sinks", ", dropout 0.25", ", deterministic"):
+        assert option in text and option not in plain
+
+
 @pytest.mark.gpu
 def test_explain_of_misaligned_tensors_is_that_of_their_copies():
     case = Case("explain", dtype=F16, layout="misaligned")

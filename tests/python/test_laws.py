@@ -5,7 +5,7 @@ import math
 import pytest
 import reference
 import torch
-from cases import BF16, DEVICE_PARAMS, F16, F32, Case, on_devices
+from cases import BF16, DEVICE_PARAMS, F16, F32, SEED, Case, on_devices
 from compare import assert_accurate, assert_bitwise
 
 import flashtile
@@ -15,6 +15,7 @@ LAW_CASES = [
     Case("causal", dtype=BF16, heads_q=4, heads_k=2, causal=True, seqlen_q=150, seqlen_k=150, head_dim=128),
     Case("window", dtype=F16, heads_q=4, heads_k=1, window=(20, 9), seqlen_q=150, seqlen_k=200, head_dim=72),
     Case("everything", dtype=BF16, heads_q=6, heads_k=2, window=(90, 30), softcap=8.0, alibi="per head", scale=0.2),
+    Case("sinks", dtype=F16, heads_q=6, heads_k=2, causal=True, seqlen_q=150, seqlen_k=200, sinks=0.0),
 ]
 each_case = pytest.mark.parametrize("case, device", on_devices(LAW_CASES))
 
@@ -93,8 +94,8 @@ def test_a_sequence_does_not_see_its_neighbours(case, device, attention):
 @each_case
 def test_heads_are_independent(case, device, attention):
     q, k, v = case.tensors(device)
-    if case.alibi:
-        pytest.skip("slopes belong to heads")
+    if case.alibi or case.sinks is not None:
+        pytest.skip("slopes and sinks belong to heads")
     group = case.heads_q // case.heads_k
     out, lse = run(attention, case, q, k, v)
     assert_same(run(attention, case, q[:, :, :group], k[:, :, :1], v[:, :, :1]), (out[:, :, :group], lse[:, :group]))
@@ -135,7 +136,7 @@ def test_junk_reaches_only_the_rows_that_see_it(case, device, junk, attention):
 def test_splitting_keys_and_merging_is_not_splitting(case, device, attention):
     """(out, lse) of two halves of the keys merge into that of the whole; only the full mask splits without offsets."""
     q, k, v = case.tensors(device)
-    options = dict(window=None, causal=False, alibi_slopes=None)
+    options = dict(window=None, causal=False, alibi_slopes=None, sinks=None)
     out, lse = run(attention, case, q, k, v, **options)
     for cut in (0, 1, 64, case.seqlen_k - 1):
         parts = [run(attention, case, q, k[:, s], v[:, s], **options) for s in (slice(cut), slice(cut, None))]
@@ -201,3 +202,174 @@ def test_alibi_rows_of_the_batch(device, attention):
     padded = torch.full((3, 9), math.nan, device=device)
     padded[:, 2:6] = slopes
     assert_same(attention(q, k, v, alibi_slopes=padded[:, 2:6], return_lse=True), together)
+
+
+def run_with_gradients(case, q, k, v, **options):
+    """out, lse and the gradients of q, k and v."""
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = flashtile.attention(*inputs, return_lse=True, deterministic=True, **(case.options(q.device) | options))
+    dout, dlse = (torch.randn(x.shape, generator=torch.Generator().manual_seed(8)).to(x) for x in (out, lse))
+    dq, dk, dv = torch.autograd.grad([out, lse], inputs, [dout, dlse])
+    return dict(out=out, lse=lse, dq=dq, dk=dk, dv=dv)
+
+
+def assert_all_same(found, expected):
+    for what, x in expected.items():
+        assert_bitwise(found[what], x, what)
+
+
+@each_case
+def test_a_sink_of_minus_infinity_is_none(case, device):
+    inputs = case.tensors(device)
+    none = run_with_gradients(case, *inputs, sinks=None)
+    sinks = torch.full((case.heads_q,), -math.inf, device=device, requires_grad=True)
+    assert_all_same(run_with_gradients(case, *inputs, sinks=sinks.detach()), none)
+    out, lse = flashtile.attention(*inputs, return_lse=True, **(case.options(device) | {"sinks": sinks}))
+    (out.sum() + lse.where(lse > -math.inf, 0).sum()).backward()
+    assert (sinks.grad == 0).all()
+
+
+@each_case
+def test_a_sink_takes_weight_from_all_columns_alike(case, device, attention):
+    inputs = case.tensors(device)
+    out, lse = run(attention, case, *inputs, sinks=None)
+    sinks = torch.linspace(-3, 7, case.heads_q, device=device)
+    found_out, found_lse = run(attention, case, *inputs, sinks=sinks)
+    expected_lse = torch.logaddexp(lse, sinks[:, None])
+    torch.testing.assert_close(found_lse, expected_lse, rtol=1e-5, atol=1e-5)
+    expected = out.float() * (lse - expected_lse).exp().transpose(1, 2)[..., None]
+    torch.testing.assert_close(found_out.float(), expected, rtol=0, atol=8 * torch.finfo(out.dtype).eps)
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_a_row_that_sees_nothing_gives_all_to_the_sink(device, attention):
+    q, k, v = Case("blind", dtype=F16, seqlen_q=100, seqlen_k=30).tensors(device)
+    sinks = torch.tensor([-300.0, 2.0], device=device)
+    out, lse = attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
+    assert (out[:, :70] == 0).all()
+    assert (lse[:, :, :70] - sinks[:, None]).abs().max() < 1e-4
+    assert not (out[:, 70:, 1] == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+@pytest.mark.parametrize("dtype", [F16, BF16, torch.float64])
+def test_sinks_of_other_dtypes(device, dtype):
+    inputs = Case("sinks", dtype=F16).tensors(device)
+    sinks = torch.tensor([1.5, 4.0], device=device)
+    found, expected = sinks.to(dtype).requires_grad_(), sinks.clone().requires_grad_()
+    out, expected_out = (flashtile.attention(*inputs, sinks=x) for x in (found, expected))
+    assert_bitwise(out, expected_out, "out")
+    out.float().square().sum().backward()
+    expected_out.float().square().sum().backward()
+    assert found.grad.dtype is dtype
+    assert_bitwise(found.grad, expected.grad.to(dtype), "dsinks")
+
+
+@each_case
+def test_no_dropout_whatever_the_seed(case, device):
+    inputs = case.tensors(device)
+    none = run_with_gradients(case, *inputs)
+    for seed in (0, 1, 2**64 - 1):
+        assert_all_same(run_with_gradients(case, *inputs, dropout_p=0.0, seed=seed), none)
+
+
+@each_case
+def test_dropout_follows_the_seed(case, device):
+    inputs = case.tensors(device)
+    first = run_with_gradients(case, *inputs, dropout_p=0.3, seed=SEED)
+    assert_all_same(run_with_gradients(case, *inputs, dropout_p=0.3, seed=SEED), first)
+    for other in (SEED ^ 1, SEED ^ 1 << 63, SEED ^ 1 << 32):
+        found = run_with_gradients(case, *inputs, dropout_p=0.3, seed=other)
+        for what in ("out", "dq", "dk", "dv"):
+            assert not torch.equal(found[what], first[what]), f"{what} is that of another seed"
+
+
+@each_case
+def test_dropout_leaves_lse(case, device, attention):
+    inputs = case.tensors(device)
+    _, lse = run(attention, case, *inputs)
+    _, found = run(attention, case, *inputs, dropout_p=0.5, seed=1)
+    if device == "cpu":
+        assert_bitwise(found, lse, "lse")
+    else:  # other tiles may serve it
+        torch.testing.assert_close(found, lse, rtol=1e-6, atol=1e-6)
+
+
+@each_case
+def test_dropout_does_not_see_neighbours_in_the_batch(case, device, attention):
+    q, k, v = case.tensors(device)
+    options = dict(dropout_p=0.3, seed=SEED)
+    out, lse = run(attention, case, q, k, v, **options)
+    assert_same(run(attention, case, q[:1], k[:1], v[:1], **options), (out[:1], lse[:1]))
+
+
+def kept_in_forward(q, k, width, **options):
+    """(B, H, S_q, S_k) bool: which weights reach out, from values of which each belongs to one column."""
+    batch, seqlen_k, heads, _ = k.shape
+    parts = []
+    for begin in range(0, seqlen_k, width):
+        v = torch.zeros(batch, seqlen_k, heads, width, dtype=k.dtype, device=k.device)
+        count = min(width, seqlen_k - begin)
+        v[:, begin : begin + count, :, :count] = torch.eye(count)[:, None].to(v)
+        parts.append(flashtile.attention(q, k, v, **options)[..., :count] != 0)
+    return torch.cat(parts, dim=3).transpose(1, 2)
+
+
+def kept_in_backward(q, k, width, **options):
+    """The same, of the weights that dv is made of."""
+    seqlen_q = q.shape[1]
+    v = torch.zeros(*k.shape[:3], width, dtype=k.dtype, device=k.device, requires_grad=True)
+    out = flashtile.attention(q, k, v, **options)
+    parts = []
+    for begin in range(0, seqlen_q, width):
+        dout = torch.zeros_like(out)
+        count = min(width, seqlen_q - begin)
+        dout[:, begin : begin + count, :, :count] = torch.eye(count)[:, None].to(dout)
+        (dv,) = torch.autograd.grad(out, v, dout, retain_graph=True)
+        parts.append(dv[..., :count] != 0)
+    return torch.cat(parts, dim=3).permute(0, 2, 3, 1)
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
+def test_the_same_weights_are_dropped_everywhere(device, causal, head_dim, head_dim_v):
+    """On every device, in forward and backward, by every kernel: those that the recipe says, in the share asked for."""
+    case = Case("kept", dtype=BF16, heads_q=2, heads_k=2, seqlen_q=333, seqlen_k=517, head_dim=head_dim)
+    q, k, _ = case.tensors(device)
+    p = 0.3
+    rows, columns = (torch.arange(n, device=device) for n in (333, 517))
+    kept = reference.dropout_factors(2, 2, rows, columns, p, SEED) > 0
+    assert (kept.double().mean(dim=(2, 3)) - (1 - p)).abs().max() < 5 * math.sqrt(p * (1 - p) / kept[0, 0].numel())
+    assert len({tuple(x.flatten()[:64].tolist()) for x in kept.flatten(0, 1)}) == 4  # each head has its own
+    expected = kept & reference.visible(333, 517, causal, device=device)
+    options = dict(causal=causal, dropout_p=p, seed=SEED)
+    assert torch.equal(kept_in_forward(q, k, head_dim_v, **options), expected)
+    assert torch.equal(kept_in_backward(q, k, head_dim_v, **options), expected)
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_default_seeds_follow_the_generator_of_pytorch(device):
+    inputs = Case("seeds", dtype=F16).tensors(device)
+    torch.manual_seed(3)
+    first, second = (flashtile.attention(*inputs, dropout_p=0.5) for _ in range(2))
+    assert not torch.equal(first, second)
+    torch.manual_seed(3)
+    assert_bitwise(flashtile.attention(*inputs, dropout_p=0.5), first)
+    state = torch.get_rng_state()
+    flashtile.attention(*inputs)
+    flashtile.attention(*inputs, dropout_p=0.5, seed=1)
+    assert torch.equal(torch.get_rng_state(), state), "a seed was drawn that nobody needs"
+
+
+@pytest.mark.parametrize("case, device", on_devices(LAW_CASES, ["cpu"]))
+def test_the_cpu_is_always_deterministic(case, device):
+    options = dict(dropout_p=0.3, seed=SEED, return_lse=True) | case.options(device)
+    results = []
+    for deterministic in (None, False, True):
+        inputs = case.tensors(device, requires_grad=True)
+        out, lse = flashtile.attention(*inputs, deterministic=deterministic, **options)
+        results.append(torch.autograd.grad([out, lse], inputs, [torch.ones_like(out), torch.ones_like(lse)]))
+    for what, *found in zip(("dq", "dk", "dv"), *results, strict=True):
+        assert_bitwise(found[1], found[0], what)
+        assert_bitwise(found[2], found[0], what)

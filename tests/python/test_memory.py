@@ -70,10 +70,13 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
     for sq, sk, d, dv in ((65, 97, 64, 64), (1, 130, 40, 72), (130, 3, 256, 8)):
         q, k, v = torch.randn(2, sq, 4, d), torch.randn(2, sk, 2, d), torch.randn(2, sk, 2, dv)
         q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
-        out, lse = flashtile.attention(q, k, v, causal=True, softcap=5.0, return_lse=True)
-        grads = torch.autograd.grad([out, lse], [q, k, v], [torch.ones_like(out), torch.ones_like(lse)])
-        for x in (out, lse, *grads):
-            print(x.nan_to_num(neginf=-1).double().mul(torch.arange(x.numel()).view(x.shape).sin()).sum().item().hex())
+        sinks = torch.randn(4, requires_grad=True)
+        for more in ({}, {"sinks": sinks}, {"dropout_p": 0.3, "seed": 5}):
+            out, lse = flashtile.attention(q, k, v, causal=True, softcap=5.0, return_lse=True, **more)
+            inputs = [q, k, v, *([sinks] if "sinks" in more else [])]
+            grads = torch.autograd.grad([out, lse], inputs, [torch.ones_like(out), torch.ones_like(lse)])
+            for x in (out, lse, *grads):
+                print(x.nan_to_num(neginf=-1).double().mul(torch.arange(x.numel()).view(x.shape).sin()).sum().item().hex())
 """
 
 
@@ -85,7 +88,7 @@ def test_the_heap_before_does_not_show():
         return subprocess.run([sys.executable, "-c", HEAP], env=environment, check=True, capture_output=True, text=True)
 
     clean, perturbed = run("0").stdout, run("1").stdout
-    assert clean.count("\n") == 45 and "nan" not in clean
+    assert clean.count("\n") == 9 * (5 + 6 + 5) and "nan" not in clean
     assert perturbed == clean
 
 

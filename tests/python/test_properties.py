@@ -3,10 +3,10 @@
 import reference
 import torch
 from cases import BF16, F16, F32, LAYOUTS, Case
-from compare import assert_accurate, score_rounding
+from compare import assert_accurate, score_rounding, sink_rounding
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_backward import reference_gradients
+from test_backward import differentiable, gradient_names, reference_gradients
 
 import flashtile
 
@@ -33,14 +33,16 @@ def cases(draw):
         softcap=draw(st.sampled_from([0.0, 0.0, 1.0, 15.0])),
         alibi=draw(st.sampled_from([None, "per head", "per batch and head"])),
         layout=draw(st.sampled_from(LAYOUTS)),
+        sinks=draw(st.none() | st.floats(-10, 10, width=16)),
+        dropout_p=draw(st.sampled_from([0.0, 0.0, 0.125, 0.5])),
     )
 
 
 @settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_forward_and_backward_of_random_problems(case):
-    inputs = case.tensors(requires_grad=True)
-    out, lse = flashtile.attention(*inputs, return_lse=True, **case.options())
+    inputs, options = differentiable(case)
+    out, lse = flashtile.attention(*inputs[:3], return_lse=True, **options)
     exact_out, exact_lse = reference.attention(*case.tensors(), **case.options())
     rough_out, _ = reference.attention(*case.tensors(), dtype=case.dtype, **case.options())
     _, rough_lse = reference.attention(*case.tensors(), dtype=F32, **case.options())
@@ -51,5 +53,8 @@ def test_forward_and_backward_of_random_problems(case):
     found = torch.autograd.grad([out, lse], inputs, [dout, dlse])
     exact = reference_gradients(case, torch.float64, dout, dlse)
     rough = reference_gradients(case, case.dtype, dout, dlse)
-    for what, *values in zip(("dq", "dk", "dv"), found, exact, rough, strict=True):
-        assert_accurate(*values, what, slack=4 * score_rounding(exact_lse, values[1]))
+    for what, *values in zip(gradient_names(case), found, exact, rough, strict=True):
+        slack = 4 * score_rounding(exact_lse, values[1])
+        if what == "dsinks":
+            slack += sink_rounding(out, lse, dout, inputs[3])
+        assert_accurate(*values, what, slack=slack)

@@ -9,7 +9,8 @@ import flashtile
 from flashtile import _C
 
 CASES = [
-    Case("gaps", dtype=dtype, layout="gaps", causal=True, alibi="per batch and head") for dtype in (F32, F16, BF16)
+    Case("gaps", dtype=dtype, layout="gaps", causal=True, alibi="per batch and head", sinks=0.0)
+    for dtype in (F32, F16, BF16)
 ]
 
 
@@ -50,7 +51,7 @@ def test_bad_tensors_by_attributes(change, exception, message):
         flashtile.attention(q, change(k), v)
 
 
-@pytest.mark.parametrize("name", ["k", "v", "alibi_slopes"])
+@pytest.mark.parametrize("name", ["k", "v", "alibi_slopes", "sinks"])
 def test_capsules_of_others_are_no_tensors(name):
     """Five dimensions are one more than the module has room for: what it does not know, it must not read."""
     inputs = dict(zip("qkv", Case("capsule", dtype=F32).tensors(), strict=True))
@@ -101,6 +102,7 @@ def test_outputs_require_grad_where_an_input_does():
         out, lse = flashtile.attention(q, k, v, return_lse=True)
         assert out.requires_grad and lse.requires_grad
         x.requires_grad_(False)
+    assert flashtile.attention(q, k, v, sinks=torch.zeros(2, requires_grad=True)).requires_grad
 
 
 def test_in_a_module_with_checkpointing():
@@ -110,6 +112,27 @@ def test_in_a_module_with_checkpointing():
     out = torch.utils.checkpoint.checkpoint(flashtile.attention, *inputs, use_reentrant=False)
     for a, b in zip(torch.autograd.grad(out.square().sum(), inputs), expected, strict=True):
         assert_bitwise(a, b)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_checkpointing_drops_the_same_weights(device, use_reentrant):
+    case = Case("checkpoint", dtype=BF16, heads_q=4, heads_k=2, causal=True)
+    inputs = [*case.tensors(device, requires_grad=True), torch.ones(4, device=device, requires_grad=True)]
+
+    def function(q, k, v, sinks):
+        out = flashtile.attention(q, k, v, sinks=sinks, causal=True, dropout_p=0.5, deterministic=True)
+        return flashtile.attention(out, k, v, sinks=sinks, causal=True, dropout_p=0.5, deterministic=True)
+
+    torch.manual_seed(1)
+    expected = function(*inputs)
+    torch.manual_seed(1)
+    found = torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=use_reentrant)
+    torch.manual_seed(2)  # what comes between forward and backward
+    assert_bitwise(found, expected)
+    found.float().square().sum().backward()
+    for x, b in zip(inputs, torch.autograd.grad(expected.float().square().sum(), inputs), strict=True):
+        assert_bitwise(x.grad, b)
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
@@ -150,6 +173,9 @@ def test_numbers_of_other_kinds_as_options():
         q, k, v, scale=numpy.float64(0.5), window=(numpy.int32(3), torch.tensor(2)), softcap=numpy.float32(2)
     )
     assert_bitwise(found, expected)
+    expected = flashtile.attention(q, k, v, dropout_p=0.5, seed=7)
+    for seed in (numpy.int32(7), numpy.uint64(7), torch.tensor(7)):
+        assert_bitwise(flashtile.attention(q, k, v, dropout_p=numpy.float32(0.5), seed=seed), expected)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -178,4 +204,7 @@ def test_transforms_that_would_be_wrong_are_refused():
         dual = torch.autograd.forward_ad.make_dual(k, k)
         with pytest.raises(NotImplementedError, match=r"^attention: k carries a forward-mode tangent"):
             flashtile.attention(q, dual, v)
+        sinks = torch.autograd.forward_ad.make_dual(torch.zeros(2), torch.ones(2))
+        with pytest.raises(NotImplementedError, match=r"^attention: sinks carries a forward-mode tangent"):
+            flashtile.attention(q, k, v, sinks=sinks)
         flashtile.attention(q, k, v)

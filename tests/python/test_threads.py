@@ -8,12 +8,24 @@ import pytest
 import torch
 from cases import BF16, F32, Case
 from compare import assert_bitwise
+from test_backward import differentiable, gradient_names
 
 import flashtile
 
 CASES = [
     Case("causal", dtype=F32, causal=True, heads_q=6, heads_k=2, seqlen_q=300, seqlen_k=300),
     Case("window", dtype=BF16, window=(70, 10), heads_q=4, heads_k=1, seqlen_q=200, seqlen_k=500, head_dim=128),
+    Case(
+        "sinks_dropout",
+        dtype=F32,
+        causal=True,
+        heads_q=6,
+        heads_k=2,
+        seqlen_q=300,
+        seqlen_k=300,
+        sinks=0.0,
+        dropout_p=0.3,
+    ),
 ]
 
 
@@ -25,10 +37,10 @@ def set_threads():
 
 
 def forward_and_backward(case):
-    inputs = case.tensors(requires_grad=True)
-    out, lse = flashtile.attention(*inputs, return_lse=True, **case.options())
+    inputs, options = differentiable(case)
+    out, lse = flashtile.attention(*inputs[:3], return_lse=True, **options)
     gradients = torch.autograd.grad([out, lse], inputs, [torch.ones_like(out), torch.ones_like(lse)])
-    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
+    return dict(zip(("out", "lse", *gradient_names(case)), (out, lse, *gradients), strict=True))
 
 
 def assert_same(found, expected):
