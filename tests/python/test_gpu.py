@@ -8,7 +8,7 @@ import sys
 import pytest
 import reference
 import torch
-from cases import BF16, F16, F32, Case
+from cases import BF16, F16, F32, SEED, Case
 from compare import assert_accurate, assert_bitwise
 
 import flashtile
@@ -44,6 +44,14 @@ def test_long_sequences(head_dim, causal):
     check_rows(q, k, v, sample(16384), causal=causal)
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_long_sequences_with_sinks_and_dropout(head_dim):
+    q, k, v = (randn(1, 16384, heads, head_dim) for heads in (4, 2, 2))
+    sinks = torch.linspace(-3, 9, 4, device="cuda")
+    check_rows(q, k, v, sample(16384), causal=True, sinks=sinks)
+    check_rows(q, k, v, sample(16384), window=(9001, 3), sinks=sinks, dropout_p=0.1, seed=SEED)
+
+
 def test_more_than_2_to_31_elements_of_q():
     seqlen = 2**31 // (64 * 128) + 100
     q, k, v = randn(1, seqlen, 64, 128), randn(1, 100, 64, 128), randn(1, 100, 64, 128)
@@ -67,6 +75,13 @@ def test_more_than_2_to_31_elements_of_k():
 def test_more_than_65535_heads_and_sequences(batch, heads):
     q, k, v = randn(batch, 20, heads, 64), randn(batch, 33, heads, 64), randn(batch, 33, heads, 64)
     check_rows(q, k, v, sample(20), causal=True)
+
+
+@pytest.mark.parametrize("batch, heads", [(70_001, 1), (1, 70_001)])
+def test_sinks_and_dropout_of_more_than_65535_heads_and_sequences(batch, heads):
+    q, k, v = randn(batch, 20, heads, 64), randn(batch, 33, heads, 64), randn(batch, 33, heads, 64)
+    sinks = torch.linspace(-3, 5, heads, device="cuda")
+    check_rows(q, k, v, sample(20), causal=True, sinks=sinks, dropout_p=0.2, seed=SEED)
 
 
 @pytest.fixture(params=["exchange", "attributes"])
@@ -265,6 +280,61 @@ def test_dk_and_dv_repeat_bitwise(head_dim):
         assert all(torch.equal(a, b) for a, b in zip(found[3:], first[3:], strict=True))
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_dsinks_repeats_bitwise(head_dim):
+    """By default too, and alone as among the other gradients."""
+    q, k, v, dout = (randn(2, 700, heads, head_dim) for heads in (8, 4, 4, 8))
+    sinks = torch.linspace(-3, 5, 8, device="cuda", requires_grad=True)
+    options = dict(causal=True, sinks=sinks, dropout_p=0.2, seed=SEED)
+    q.requires_grad_()
+    out = flashtile.attention(q, k, v, **options)
+    _, first = torch.autograd.grad(out, (q, sinks), dout)
+    for _ in range(100):
+        (found,) = torch.autograd.grad(flashtile.attention(q.detach(), k, v, **options), sinks, dout)
+        assert_bitwise(found, first, "dsinks")
+
+
+@pytest.fixture(params=["by the argument", "of PyTorch"])
+def deterministic(request):
+    """Who asks for gradients that repeat; the value is the argument."""
+    if request.param == "by the argument":
+        yield True
+        return
+    torch.use_deterministic_algorithms(True)
+    yield None
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_thousand_deterministic_gradients_agree_bitwise(head_dim, causal, deterministic):
+    """Beside other work, which takes multiprocessors at other moments in every run."""
+    q, k, v, dout = (randn(2, 700, heads, head_dim) for heads in (8, 4, 4, 8))
+    first = backward(q, k, v, dout, causal=causal, deterministic=deterministic)
+    beside, stream = torch.zeros(2**20, device="cuda"), torch.cuda.Stream()
+    for _ in range(1000):
+        with torch.cuda.stream(stream):
+            beside.add_(1)
+        found = backward(q, k, v, dout, causal=causal, deterministic=deterministic)
+        assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True))
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("window", [None, (101, 0), (37, 250)])
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1100, 1100), (300, 1500), (1500, 300)])
+def test_deterministic_gradients_of_any_shape(seqlen_q, seqlen_k, window, head_dim, head_dim_v):
+    """Many more tiles than multiprocessors: a tile that waits for another one must not keep it from running."""
+    shapes = ((seqlen_q, 16, head_dim), (seqlen_k, 4, head_dim), (seqlen_k, 4, head_dim_v), (seqlen_q, 16, head_dim_v))
+    tensors = [randn(6, *shape) for shape in shapes]
+    options = dict(window=window, sinks=torch.linspace(-3, 5, 16, device="cuda"), dropout_p=0.1, seed=SEED)
+    first = backward(*tensors, deterministic=True, **options)
+    for _ in range(10):
+        found = backward(*tensors, deterministic=True, **options)
+        assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True))
+    for a, b in zip(first[2:], backward(*tensors, **options)[2:], strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=8 * torch.finfo(BF16).eps * b.abs().max().item())
+
+
 @pytest.mark.parametrize("head_dim, head_dim_v", [(136, 136), (192, 128), (256, 256)])
 def test_dq_of_wide_heads_repeats_bitwise_on_hopper(head_dim, head_dim_v, pytestconfig):
     limit = pytestconfig.getoption("--compute-capability") or 90
@@ -304,6 +374,37 @@ def test_a_training_step_in_a_graph():
             q.copy_(torch.randn(q.shape, generator=torch.Generator().manual_seed(seed)))
         graph.replay()
         for what, a, b in zip(("dq", "dk", "dv"), found, step(), strict=True):
+            assert_bitwise(a, b, what)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_a_deterministic_step_with_dropout_in_a_graph(head_dim):
+    """The seed is drawn once, when the graph is captured; what a run counts begins anew in every replay."""
+    case = Case("graph", dtype=BF16, seqlen_q=600, seqlen_k=500, causal=True, head_dim=head_dim)
+    q, k, v = case.tensors("cuda", requires_grad=True)
+    sinks = torch.ones(2, device="cuda", requires_grad=True)
+    dout = torch.randn_like(q)
+
+    def step():
+        options = dict(causal=True, sinks=sinks, dropout_p=0.3, deterministic=True)
+        out = flashtile.attention(q, k, v, **options)
+        return out, *torch.autograd.grad(out, (q, k, v, sinks), dout)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    torch.manual_seed(4)
+    with torch.cuda.graph(graph):
+        found = step()
+    torch.manual_seed(4)
+    expected = step()
+    for _ in range(20):
+        for x in found:
+            x.detach().fill_(7)
+        graph.replay()
+        for what, a, b in zip(("out", "dq", "dk", "dv", "dsinks"), found, expected, strict=True):
             assert_bitwise(a, b, what)
 
 
