@@ -157,6 +157,17 @@ def test_autocast(device):
         assert_bitwise(a, b)
 
 
+def test_autocast_keeps_the_options():
+    case = Case("autocast", dtype=F32, heads_q=4, heads_k=2, window=(20, 3), scale=0.3, softcap=4.0, alibi="per head")
+    inputs = case.tensors()
+    options = case.options() | dict(sinks=torch.ones(4), dropout_p=0.3, return_lse=True)
+    expected = flashtile.attention(*(x.to(BF16) for x in inputs), seed=5, **options)
+    with torch.autocast("cpu", dtype=BF16):
+        found = flashtile.attention(inputs[0], *(x.to(BF16) for x in inputs[1:]), seed=5, **options)
+    for a, b in zip(found, expected, strict=True):
+        assert_bitwise(a, b)
+
+
 @pytest.mark.gpu
 def test_autocast_serves_float32_on_a_gpu():
     inputs = Case("autocast", dtype=F32).tensors("cuda")
