@@ -37,11 +37,11 @@ struct ForwardTensors {
 /// Tensors of a backward call. `forward.out` and `forward.lse` are what the forward wrote.
 struct BackwardTensors {
   ForwardTensors forward;
-  TensorView dout;  // like out
-  TensorView dlse;  // like lse; optional
-  TensorView dq;    // like q; left out where not wanted, as the others
-  TensorView dk;    // like k
-  TensorView dv;    // like v
+  TensorView dout;    // like out
+  TensorView dlse;    // like lse; optional
+  TensorView dq;      // like q; left out where not wanted, as the others
+  TensorView dk;      // like k
+  TensorView dv;      // like v
   TensorView dsinks;  // (H_q), float32, contiguous
 };
 
