@@ -84,8 +84,8 @@ std::string name_of(Device device) {
 
 std::string name_of(const Variant& v) {
   const char* dtype = v.dtype == DType::kFloat32 ? "f32" : v.dtype == DType::kFloat16 ? "f16" : "bf16";
-  return format("%s_%s_d%d_v%d_m%d_n%d_s%d_w%d", name_of(v.arch), dtype, v.head_dim, v.head_dim_v, v.tile_m, v.tile_n,
-                v.stages, v.warps);
+  return format("%s_%s_d%d_v%d_m%d_n%d_s%d_w%d%s", name_of(v.arch), dtype, v.head_dim, v.head_dim_v, v.tile_m, v.tile_n,
+                v.stages, v.warps, v.every_option && v.arch != Arch::kCpu ? "_every" : "");
 }
 
 std::string to_string(const Problem& p) {

@@ -6,8 +6,8 @@
 
 #include "cpu/cpu.h"
 
-#define FLASHTILE_NAME(arch, dtype, head_dim, head_dim_v, m, n, stages, warps) \
-  arch##_##dtype##_d##head_dim##_v##head_dim_v##_m##m##_n##n##_s##stages##_w##warps
+#define FLASHTILE_NAME(arch, dtype, head_dim, head_dim_v, m, n, stages, warps, options) \
+  arch##_##dtype##_d##head_dim##_v##head_dim_v##_m##m##_n##n##_s##stages##_w##warps##_##options
 #define FLASHTILE_JOIN_(a, b) a##b
 #define FLASHTILE_JOIN(a, b) FLASHTILE_JOIN_(a, b)
 #define FLASHTILE_LAUNCH_FORWARD(...) FLASHTILE_JOIN(launch_forward_, FLASHTILE_NAME(__VA_ARGS__))
@@ -46,6 +46,8 @@ namespace flashtile {
 #undef BACKWARD
 
 namespace {
+
+using table::every, table::plain;
 
 constexpr auto kForwardRows = std::to_array<ForwardRow>({
 #define FORWARD(arch, dtype, ...) \

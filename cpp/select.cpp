@@ -77,7 +77,8 @@ double estimated_time(const Variant& v, const Problem& p, HeadPacking packing) {
 }
 
 /// As many heads of a group as one warp's rows take side by side; none for lengths whose rows int cannot count, nor
-/// where heads have slopes, of which the kernel takes that of a tile, nor with dropout, whose words go by pairs of rows.
+/// where heads have slopes, of which the kernel takes that of a tile, nor with dropout, whose random words go by rows
+/// of one head.
 HeadPacking widest_packing(const Problem& p) {
   if (p.seqlen_q >= 1 << 25 || p.alibi || p.dropout.active()) return {};
   return {std::min(std::countr_zero(static_cast<unsigned>(p.group())), 4)};
@@ -102,14 +103,26 @@ struct Choice {
   const char* why = "";
 };
 
+/// Whether a problem asks for what only rows of every option know.
+bool asks_for_more(const ForwardRow&, const Problem& p) {
+  return p.dropout.active();
+}
+
+bool asks_for_more(const BackwardRow& row, const Problem& p) {
+  return p.dropout.active() || (p.deterministic && row.variant.arch == Arch::kSm80);
+}
+
+template <class Row>
+bool serves(const Row& row, const Problem& p) {
+  const Variant& v = row.variant;
+  return v.head_dim >= p.head_dim && v.head_dim_v >= p.head_dim_v && (v.every_option || !asks_for_more(row, p));
+}
+
 /// Hopper has kernels of its own, for head dimensions up to the widest of `rows`; every newer GPU runs Ampere's.
 template <class Row>
 Arch gpu_arch(std::span<const Row> rows, const DeviceInfo& device, const Problem& problem) {
-  const auto serves = [&](const Row& row) {
-    return row.variant.arch == Arch::kSm90 && row.variant.head_dim >= problem.head_dim &&
-           row.variant.head_dim_v >= problem.head_dim_v;
-  };
-  return device.compute_capability == 90 && std::ranges::any_of(rows, serves) ? Arch::kSm90 : Arch::kSm80;
+  const auto on_hopper = [&](const Row& row) { return row.variant.arch == Arch::kSm90 && serves(row, problem); };
+  return device.compute_capability == 90 && std::ranges::any_of(rows, on_hopper) ? Arch::kSm90 : Arch::kSm80;
 }
 
 template <class Row>
@@ -120,9 +133,7 @@ Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<c
   Choice<Row> best{.why = kNarrowest};
   for (const Row& row : rows) {
     const Variant& v = row.variant;
-    if (v.arch != arch || v.dtype != problem.dtype || v.head_dim < problem.head_dim ||
-        v.head_dim_v < problem.head_dim_v)
-      continue;
+    if (v.arch != arch || v.dtype != problem.dtype || !serves(row, problem)) continue;
     if (best.row && (v.head_dim != best.row->variant.head_dim || v.head_dim_v != best.row->variant.head_dim_v)) break;
     if (shared_memory(row) > device.max_shared_memory) {
       best.why = kSmallerTile;
@@ -151,13 +162,14 @@ int countable(const char* tensor, std::int64_t count, const char* of_what) {
   return static_cast<int>(count);
 }
 
-/// KV heads whose key blocks take turns in Hopper's kernels. Under a mask the work of a head's blocks differs: then as
-/// many heads as one wave of thread blocks holds, so that neighbours have about as much to do. Not where a head has few
-/// blocks: more heads at a time take more of the L2 cache for dQ.
+/// KV heads whose key blocks take turns. Under a mask the work of a head's blocks differs: then as many heads as one
+/// wave of thread blocks holds, so that neighbours have about as much to do. Not where a head has few blocks: more
+/// heads at a time take more of the L2 cache for dQ. Always where blocks add to dQ in order: those that begin together,
+/// being of different heads, do not wait for each other.
 int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device) {
   constexpr int kManyBlocks = 16;
-  const int n_blocks = (p.seqlen_k + v.tile_n - 1) / v.tile_n;
-  if (v.arch != Arch::kSm90 || p.band == Band::full() || n_blocks < kManyBlocks) return 1;
+  const int n_blocks = std::max((p.seqlen_k + v.tile_n - 1) / v.tile_n, 1);
+  if (!p.deterministic && (p.band == Band::full() || n_blocks < kManyBlocks)) return 1;
   return std::clamp(device.multiprocessors / n_blocks, 1, std::max(p.batch * p.heads_k, 1));
 }
 

@@ -19,10 +19,14 @@ struct Variant {
   int tile_n;      // keys of a tile
   int stages;      // forward: tiles of K and V in shared memory at a time, both together; backward: of Q, and of dO
   int warps;
+  // Whether it knows dropout and, on Ampere, sums of dQ in order: code that would slow the others down by 3 to 20 %.
+  bool every_option = false;
 
   constexpr int threads() const { return warps * 32; }
   /// Of a backward kernel: whether a pass of its own forms dQ.
   constexpr bool two_passes() const { return arch == Arch::kSm90 && head_dim > 128; }
+  /// Of a backward kernel: in how many parts, each by threads of its own, a tile of dQ is added up in memory.
+  constexpr int parts_of_dq() const { return two_passes() ? 0 : arch == Arch::kSm90 ? 2 : warps; }
   constexpr bool operator==(const Variant&) const = default;
 };
 
@@ -95,6 +99,8 @@ inline constexpr Arch sm90 = Arch::kSm90;
 inline constexpr DType f32 = DType::kFloat32;
 inline constexpr DType f16 = DType::kFloat16;
 inline constexpr DType bf16 = DType::kBFloat16;
+inline constexpr bool plain = false;
+inline constexpr bool every = true;
 }  // namespace table
 
 /// "sm80_bf16_d128_v128_m128_n64_s2_w4"

@@ -60,7 +60,8 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
           GradientHead<Element>::of(gradient, strides, work.batch, work.kv_head, params.backward.lengths.k, columns),
           work.n_block * Mainloop::kN, thread);
     };
-    store(tVrdV, 1.0f, params.backward.dv, params.backward.dv_strides, params.backward.head_dim_v);
+    store(tVrdV, params.backward.dropout.scale, params.backward.dv, params.backward.dv_strides,
+          params.backward.head_dim_v);
     store(tKrdK, params.backward.scale, params.backward.dk, params.backward.dk_strides, params.backward.head_dim);
   }
 }
@@ -111,7 +112,7 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
                                    Stream stream) {
   using Mainloop = BackwardOnePassSm90<Row::kVariant>;
   static_assert(sizeof(typename Mainloop::SharedStorage) <= backward_shared_memory(Row::kVariant));
-  static KernelHandles prepare, main, finish;
+  static KernelHandles main, finish;
   const Device device = plan.problem.device;
   const BackwardParams backward = BackwardParams::of(plan, tensors, memory);
   const BackwardWorkspace& workspace = backward.workspace;
@@ -128,7 +129,7 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
                         Mainloop::kColumnsOfPart, device),
   };
   const int tiles = static_cast<int>(workspace.tiles);
-  launch(backward_prepare<Row>, prepare, device, {tiles, kPrepareThreads, 0}, backward, stream);
+  launch_backward_prepare<Row>(backward, device, stream);
   launch(backward_one_pass_sm90<Row>, main, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory}, params,
          stream);
   if (backward.dq) launch(backward_finish_sm90<Row>, finish, device, {tiles, 256, 0}, backward, stream);

@@ -1,8 +1,9 @@
-// Before a backward kernel: what it needs of each row, and an empty dQ.
+// Before a backward kernel: what it needs of each row, an empty dQ, and the gradients of the sinks.
 #pragma once
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/launch.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/math/state.h"
 #include "flashtile/params.h"
@@ -56,9 +57,45 @@ __global__ void __launch_bounds__(kPrepareThreads) backward_prepare(const __grid
   }
 
   if (params.dq == nullptr) return;
+  if (int(threadIdx.x) < workspace.parts) {
+    const int first_row = m_block * workspace.tile_m;
+    const Range rows = {first_row, min(first_row + workspace.tile_m, params.lengths.q)};
+    const TileRanges keys = params.band.transposed().tiles(rows, Row::kVariant.tile_n, params.lengths);
+    workspace.next(params.memory)[tile * workspace.parts + threadIdx.x] = keys.visible.end - 1;
+  }
   const int size = workspace.tile_m * workspace.head_dim;
   float4* const dq = reinterpret_cast<float4*>(workspace.dq(params.memory) + tile * size);
   for (int i = threadIdx.x; i < size / 4; i += kPrepareThreads) dq[i] = {};
+}
+
+/// dsinks = −Σ weight of the sink · delta, over all rows of a head, one thread block to each: in the same order in
+/// every run.
+template <class Row>
+__global__ void __launch_bounds__(kPrepareThreads) backward_sinks(const __grid_constant__ BackwardParams params) {
+  const int head = blockIdx.x;
+  const float sink_log2 = kLog2e * params.sinks[head];
+  const int rows = params.m_blocks * params.workspace.tile_m;
+  double sum = 0;
+  for (int batch = 0; batch < params.batch; ++batch) {
+    const std::int64_t first = params.workspace_row(batch, head, 0);
+    for (int row = threadIdx.x; row < rows; row += kPrepareThreads)
+      sum -= exp2f(sink_log2 - params.workspace.lse_log2(params.memory)[first + row]) *
+             params.workspace.delta(params.memory)[first + row];
+  }
+  __shared__ double sums[kPrepareThreads];
+  sums[threadIdx.x] = sum;
+  for (int half = kPrepareThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (int(threadIdx.x) < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }
+  if (threadIdx.x == 0) params.dsinks[head] = float(sums[0]);
+}
+
+template <class Row>
+void launch_backward_prepare(BackwardParams const& params, Device device, Stream stream) {
+  static KernelHandles prepare, sinks;
+  launch(backward_prepare<Row>, prepare, device, {int(params.workspace.tiles), kPrepareThreads, 0}, params, stream);
+  if (params.dsinks) launch(backward_sinks<Row>, sinks, device, {params.heads, kPrepareThreads, 0}, params, stream);
 }
 
 }  // namespace flashtile

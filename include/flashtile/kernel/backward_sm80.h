@@ -20,30 +20,29 @@ __global__ void __launch_bounds__(Row::kVariant.threads())
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
   const int thread = threadIdx.x;
-  // Blocks of one head are neighbours, so that those in flight share Q and dO in L2; under a causal mask the first has
-  // the most work.
-  const int batch_head = blockIdx.x / params.n_blocks;
-  const int n_block = blockIdx.x - batch_head * params.n_blocks;
-  const int batch = batch_head / params.heads_k;
-  const int head = batch_head - batch * params.heads_k;
+  const typename Mainloop::Work work(params, blockIdx.x);
 
   const auto shape_of_tile = Shape<Int<Mainloop::kN>, Int<Mainloop::kHeadDim>>{};
   Tensor tKrdK = partition_fragment_C(typename Mainloop::Mma{}, shape_of_tile);  // (mma, key, head_dim)
   Tensor tVrdV = partition_fragment_C(typename Mainloop::Mma{}, shape_of_tile);  // (mma, key, head_dim)
   clear(tKrdK);
   clear(tVrdV);
-  Mainloop{params, shared, batch, head, n_block, thread}.run(tKrdK, tVrdV);
+  Mainloop{params, shared, work, thread}.run(tKrdK, tVrdV);
 
-  const int key = n_block * Mainloop::kN;
+  const int key = work.n_block * Mainloop::kN;
   const auto store = [&](auto const& acc, Element* staging, void* gradient, Strides const& strides, int columns) {
     if (gradient == nullptr) return;
-    Element* origin = static_cast<Element*>(gradient) + batch * strides.batch + head * strides.head + key * strides.row;
+    Element* origin =
+        static_cast<Element*>(gradient) + work.batch * strides.batch + work.kv_head * strides.head + key * strides.row;
     using Layout = typename Mainloop::template SmemLayout<Mainloop::kN, Mainloop::kHeadDim>;
     store_tile<typename Mainloop::Mma, typename Mainloop::Load>(acc, Mainloop::template tile<Layout>(staging), origin,
                                                                 strides.row, params.lengths.k - key, columns, thread);
   };
   CUTE_UNROLL
-  for (int i = 0; i < size(tKrdK); ++i) tKrdK(i) *= params.scale;
+  for (int i = 0; i < size(tKrdK); ++i) {
+    tKrdK(i) *= params.scale;
+    tVrdV(i) *= params.dropout.scale;
+  }
   store(tVrdV, shared.v, params.dv, params.dv_strides, params.head_dim_v);
   store(tKrdK, shared.k, params.dk, params.dk_strides, params.head_dim);
 }
@@ -79,12 +78,12 @@ template <class Row>
 void launch_backward_sm80(const BackwardPlan& plan, const BackwardTensors& tensors, void* memory, Stream stream) {
   using Mainloop = BackwardMainloopSm80<Row::kVariant>;
   static_assert(sizeof(typename Mainloop::SharedStorage) == backward_shared_memory(Row::kVariant));
-  static KernelHandles prepare, main, finish;
+  static KernelHandles main, finish;
   const BackwardParams params = BackwardParams::of(plan, tensors, memory);
   const Device device = plan.problem.device;
   const int tiles = static_cast<int>(params.workspace.tiles);
   const int threads = Mainloop::kThreads;
-  launch(backward_prepare<Row>, prepare, device, {tiles, kPrepareThreads, 0}, params, stream);
+  launch_backward_prepare<Row>(params, device, stream);
   launch(backward_sm80<Row>, main, device, {plan.grid, threads, plan.shared_memory}, params, stream);
   if (params.dq)
     launch(backward_finish_sm80<Row>, finish, device,

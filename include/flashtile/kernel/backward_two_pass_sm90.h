@@ -42,7 +42,7 @@ CUTE_DEVICE void backward_keys_sm90(BackwardTwoPassParams const& params, typenam
     Tensor tVrdV = partition_fragment_C(mma, Shape<Int<Mainloop::kN>, Int<Mainloop::kHeadDimV>>{});
     clear(tVrdV);
     typename Mainloop::Values{backward, shared, thread}.run(work, tVrdV);
-    store(mma, tVrdV, 1.0f, backward.dv, backward.dv_strides, backward.head_dim_v);
+    store(mma, tVrdV, backward.dropout.scale, backward.dv, backward.dv_strides, backward.head_dim_v);
   } else {
     cutlass::arch::warpgroup_reg_alloc<kRegistersOfTwoPass>();
     typename Mainloop::MmaK mma;
@@ -113,7 +113,7 @@ void launch_backward_two_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   static_assert(Row::kVariant.warps == 12);
   static_assert(std::max(sizeof(typename OfKeys::SharedStorage), sizeof(typename OfQueries::SharedStorage)) <=
                 backward_shared_memory(Row::kVariant));
-  static KernelHandles prepare, main;
+  static KernelHandles main;
   const Device device = plan.problem.device;
   const BackwardParams backward = BackwardParams::of(plan, tensors, memory);
   const BackwardWorkspace& workspace = backward.workspace;
@@ -128,7 +128,7 @@ void launch_backward_two_pass_sm90(const BackwardPlan& plan, const BackwardTenso
       .key_blocks = backward.dk || backward.dv ? static_cast<int>(plan.tiles - workspace.tiles) : 0,
   };
   const int query_tiles = static_cast<int>(workspace.tiles);
-  launch(backward_prepare<Row>, prepare, device, {query_tiles, kPrepareThreads, 0}, backward, stream);
+  launch_backward_prepare<Row>(backward, device, stream);
   launch(backward_two_pass_sm90<Row>, main, device,
          {params.key_blocks + (backward.dq ? query_tiles : 0), Row::kVariant.threads(), plan.shared_memory}, params,
          stream);

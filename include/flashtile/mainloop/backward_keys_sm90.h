@@ -12,6 +12,7 @@
 
 #include "flashtile/barrier.h"
 #include "flashtile/load/tma.h"
+#include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/key_block.h"
 #include "flashtile/mainloop/scores.h"
 #include "flashtile/mainloop/wgmma.h"
@@ -180,10 +181,18 @@ struct BackwardKeysSm90 {
         };
         // A new barrier counts as past its first round.
         shared.weights_empty[weights_at.stage].wait(weights_at.parity ^ 1);
-        if (params.score_map.capped()) [[unlikely]] {
-          weigh([&](int r, int c) { return score_tile.cap_slope(scores(r, c), tScS(r, c), m_block * kM); });
+        if (params.score_map.capped() || kV.every_option) [[unlikely]] {
+          KeptOf<decltype(tScS)> kept;
+          if constexpr (kV.every_option)
+            kept = kept.template of<Rows::kKeys>(params.dropout, work.batch, head, tScS, key, m_block * kM);
+          if (params.score_map.capped())
+            weigh([&](int r, int c) { return score_tile.cap_slope(scores(r, c), tScS(r, c), m_block * kM); });
+          else
+            weigh([](int, int) { return 1.0f; });
+          if constexpr (kV.every_option) kept.mark_words(weights);
           hand_over();
           weigh([](int, int) { return 1.0f; });
+          if constexpr (kV.every_option) kept.keep_words(weights);
         } else {
           weigh([](int, int) { return 1.0f; });
           hand_over();
@@ -247,6 +256,13 @@ struct BackwardKeysSm90 {
         shared.q_barriers.wait_full(at);  // for delta
         wait_matmul<0>(tSrdP);
         shared.dout_barriers.release_by_warp(at);
+        if constexpr (kV.every_option) {
+          CUTE_UNROLL
+          for (int i = 0; i < size(tSrdP); ++i)
+            tSrdP(i) = weights(i / 2) & (i % 2 ? 0x80000000 : 0x8000) ? 0.0f : params.dropout.scale * tSrdP(i);
+          CUTE_UNROLL
+          for (int i = 0; i < size(weights); ++i) weights(i) &= 0x7fff7fff;
+        }
         for_column_pairs(tScS, shared.statistics[stage][1], [&](int c, float2 delta) {
           CUTE_UNROLL
           for (int r = 0; r < size<0>(dp); ++r) {

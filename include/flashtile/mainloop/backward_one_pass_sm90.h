@@ -13,7 +13,9 @@
 
 #include "flashtile/barrier.h"
 #include "flashtile/load/tma.h"
+#include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/key_block.h"
+#include "flashtile/mainloop/ordered.h"
 #include "flashtile/mainloop/scores.h"
 #include "flashtile/mainloop/wgmma.h"
 #include "flashtile/math/round.h"
@@ -146,14 +148,20 @@ struct BackwardOnePassSm90 {
       if (work.queries.visible.empty() || params.backward.dq == nullptr) return;
       unsigned parity = 0;
       work.for_each([&](int head, int m_block) {
+        const std::int64_t tile = params.backward.workspace_tile(work.batch, head, m_block);
         shared.dq_full[warpgroup].wait(parity);
-        cute::SM90_TMA_REDUCE_ADD_2D::copy(
-            &params.dq, shared.dq[warpgroup], 0,
-            int((params.backward.workspace_tile(work.batch, head, m_block) * kWarpgroups + warpgroup) *
-                (kPartOfQ / kColumnsOfPart)));
+        const bool in_order = Ordered::wanted(params.backward);
+        const Ordered ordered(params.backward, tile, warpgroup, work.n_block);
+        if (in_order) ordered.await();
+        cute::SM90_TMA_REDUCE_ADD_2D::copy(&params.dq, shared.dq[warpgroup], 0,
+                                           int((tile * kWarpgroups + warpgroup) * (kPartOfQ / kColumnsOfPart)));
         cute::tma_store_arrive();
-        cute::tma_store_wait<0>();
+        cute::tma_store_wait<0>();  // it has been read
         shared.dq_empty[warpgroup].arrive();
+        if (in_order) {
+          asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // and added
+          ordered.pass();
+        }
         parity ^= 1;
       });
     }
@@ -300,6 +308,12 @@ struct BackwardOnePassSm90 {
           weigh([](int, int) { return 1.0f; });
 
         wait_matmul<0>(tSrdP);
+        if constexpr (kV.every_option) {
+          const auto kept = KeptOf<decltype(tScS)>::template of<Rows::kKeys>(backward.dropout, work.batch, head, tScS,
+                                                                             key, m_block * kM);
+          kept.keep_words(recast<std::uint32_t>(tVrP));
+          kept.keep(other, backward.dropout.scale);
+        }
         start_matmul(mma_kv, tVrP, tVrdO(_, _, _, stage), tVrdV, opening);
         for_column_pairs(tScS, shared.statistics[stage][1], [&](int c, float2 delta) {
           CUTE_UNROLL

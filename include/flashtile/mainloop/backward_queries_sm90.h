@@ -189,6 +189,10 @@ struct BackwardQueriesSm90 {
         wait_matmul<0>(tSrdP);
         shared.v_barriers.release_by_warp(v_at);
         v_at.advance();
+        if constexpr (kV.every_option)
+          KeptOf<decltype(tScS)>::template of<Rows::kQueries>(params.dropout, work.tile.batch, work.tile.head, tScS,
+                                                              first_row, n_block * kN)
+              .keep(dp, params.dropout.scale);
         CUTE_UNROLL
         for (int r = 0; r < size<0>(scores); ++r) {
           CUTE_UNROLL

@@ -11,7 +11,10 @@
 #include <cute/tensor.hpp>
 
 #include "flashtile/load/cp_async.h"
+#include "flashtile/mainloop/dropped.h"
+#include "flashtile/mainloop/key_block.h"
 #include "flashtile/mainloop/operands.h"
+#include "flashtile/mainloop/ordered.h"
 #include "flashtile/mainloop/scores.h"
 #include "flashtile/params.h"
 #include "flashtile/variant.h"
@@ -78,11 +81,11 @@ struct BackwardMainloopSm80 {
     alignas(16) float delta[kStages][kM];
   };
 
+  using Work = KeyBlock<kM, kN>;
+
   BackwardParams const& params;
   SharedStorage& shared;
-  int batch;
-  int kv_head;
-  int n_block;
+  Work const& work;
   int thread;
 
   template <class Layout, class Memory>
@@ -133,21 +136,21 @@ struct BackwardMainloopSm80 {
   }
 
   /// acc += A · Bᵀ where A is accumulators, to be rounded.
-  template <class Scores, class SharedB, class Accumulator>
+  template <Negative kNegative, class Scores, class SharedB, class Accumulator>
   CUTE_DEVICE void multiply_scores(Scores& scores, SharedB const& sB, Accumulator& acc) const {
     multiply<Mma, ColumnMajor>([](int) {},
                                [&](int k) {
                                  auto block = n16_block(scores, k);
-                                 return as_operand_a<Element>(block);
+                                 return as_operand_a<Element, kNegative>(block);
                                },
                                sB, acc);
   }
 
-  template <class Scores>
+  template <Negative kNegative, class Scores>
   CUTE_DEVICE void store_scores(Scores const& scores, Element* to) const {
     using namespace cute;
     Tensor rounded = make_fragment_like<Element>(scores);
-    round_to(scores, rounded);
+    round_to<kNegative>(scores, rounded);
     const auto copy_c =
         make_tiled_copy_C(Copy_Atom<AutoVectorizingCopyWithAssumedAlignment<32>, Element>{}, Mma{}).get_slice(thread);
     copy(AutoVectorizingCopyWithAssumedAlignment<32>{}, copy_c.retile_S(rounded),
@@ -162,24 +165,24 @@ struct BackwardMainloopSm80 {
 
   /// Place of a tile's rows in the workspace, in tiles.
   CUTE_DEVICE std::int64_t tile_of(Step step) const {
-    return (std::int64_t(batch) * params.heads + step.head) * params.m_blocks + step.m_block;
+    return params.workspace_tile(work.batch, step.head, step.m_block);
   }
 
   CUTE_DEVICE void load_keys() const {
-    const int key = n_block * kN;
+    const int key = work.n_block * kN;
     const int keys = params.lengths.k - key;
-    Load::load(head_tile<kN, kHeadDim, Element>(params.k, params.k_strides, batch, kv_head, key),
+    Load::load(head_tile<kN, kHeadDim, Element>(params.k, params.k_strides, work.batch, work.kv_head, key),
                tile<SmemLayout<kN, kHeadDim>>(shared.k), keys, params.head_dim, thread);
-    Load::load(head_tile<kN, kHeadDim, Element>(params.v, params.v_strides, batch, kv_head, key),
+    Load::load(head_tile<kN, kHeadDim, Element>(params.v, params.v_strides, work.batch, work.kv_head, key),
                tile<SmemLayout<kN, kHeadDim>>(shared.v), keys, params.head_dim_v, thread);
   }
 
   CUTE_DEVICE void load_queries(Step step, int stage) const {
     const int row = step.m_block * kM;
     const int rows = params.lengths.q - row;
-    Load::load(head_tile<kM, kHeadDim, Element>(params.q, params.q_strides, batch, step.head, row),
+    Load::load(head_tile<kM, kHeadDim, Element>(params.q, params.q_strides, work.batch, step.head, row),
                tile<SmemLayout<kM, kHeadDim>>(shared.q[stage]), rows, params.head_dim, thread);
-    Load::load(head_tile<kM, kHeadDim, Element>(params.dout, params.dout_strides, batch, step.head, row),
+    Load::load(head_tile<kM, kHeadDim, Element>(params.dout, params.dout_strides, work.batch, step.head, row),
                tile<SmemLayout<kM, kHeadDim>>(shared.dout[stage]), rows, params.head_dim_v, thread);
     constexpr int kPieces = kM / 4;  // of 16 bytes
     static_assert(2 * kPieces <= kThreads);
@@ -199,8 +202,9 @@ struct BackwardMainloopSm80 {
   CUTE_DEVICE void weigh(Scores& scores, Coord const& coord, Slopes& slope, Step step, bool edge, bool folded,
                          const float* lse_log2) const {
     using namespace cute;
-    const int key = n_block * kN;
-    const ScoreTile<BackwardParams> score_tile{params, {batch, step.head, n_block}, key, params.lengths.transposed()};
+    const int key = work.n_block * kN;
+    const ScoreTile<BackwardParams> score_tile{
+        params, {work.batch, step.head, work.n_block}, key, params.lengths.transposed()};
     if (!folded) {
       score_tile.cap(scores);
       CUTE_UNROLL
@@ -226,29 +230,33 @@ struct BackwardMainloopSm80 {
     });
   }
 
-  /// Calls `visit(c, values)` with what `of_columns` holds for columns c and c + 1 of a thread.
-  template <class Coord, class Visit>
-  CUTE_DEVICE static void for_column_pairs(Coord const& coord, const float* of_columns, Visit&& visit) {
-    using namespace cute;
-    CUTE_UNROLL
-    for (int c = 0; c < size<1>(coord); c += 2)
-      visit(c, *reinterpret_cast<const float2*>(of_columns + get<1>(coord(0, c))));
-  }
-
   /// Accumulates dK, before the scale, and dV of the block, (mma, key, head_dim) both, and adds its part of dQ to
   /// memory.
   template <class Accumulator>
   CUTE_DEVICE void run(Accumulator& tKrdK, Accumulator& tVrdV) const {
     using namespace cute;
-    const Range keys = {n_block * kN, min((n_block + 1) * kN, params.lengths.k)};
-    const TileRanges blocks = params.band.tiles(keys, kM, params.lengths.transposed());
-    if (blocks.visible.empty() || params.group == 0) return;
-    const bool partial = keys.end - keys.begin < kN;
+    TileRanges const& blocks = work.queries;
+    if (blocks.visible.empty()) return;
+    const int key = work.n_block * kN;
+    const bool partial = key + kN > params.lengths.k;
     const bool folded = folds(params);
-    const int last_head = (kv_head + 1) * params.group - 1;
+    const int last_head = (work.kv_head + 1) * params.group - 1;
     const auto next = [&](Step step) {
       if (++step.m_block == blocks.visible.end) step = {step.head + 1, blocks.visible.begin};
       return step;
+    };
+    const auto previous = [&](Step step) {
+      if (--step.m_block < blocks.visible.begin) step = {step.head - 1, blocks.visible.end - 1};
+      return step;
+    };
+    // Each warp adds to a part of its own of a tile of dQ.
+    const bool in_order = kV.every_option && params.dq && Ordered::wanted(params);
+    const bool drops = kV.every_option && params.dropout.active();
+    const auto ordered = [&](Step step) { return Ordered(params, tile_of(step), thread / 32, work.n_block); };
+    const auto pass = [&](Step step) {
+      cuda::atomic_thread_fence(cuda::memory_order_acq_rel, cuda::thread_scope_device);
+      __syncwarp();
+      if (thread % 32 == 0) ordered(step).pass();
     };
 
     Tensor cS = make_identity_tensor(Shape<Int<kN>, Int<kM>>{});              // (N, M)
@@ -259,7 +267,8 @@ struct BackwardMainloopSm80 {
     Tensor sdSt = tile<SmemLayout<kN, kM>>(shared.scores[0]);                 // (N, M)
     Tensor sdS = tile<SmemLayoutT<kN, kM>>(shared.scores[0]);                 // (M, N)
 
-    Step step{kv_head * params.group, blocks.visible.begin};
+    const Step first{work.kv_head * params.group, blocks.visible.begin};
+    Step step = first;
     int stage = 0;
     load_keys();
     load_queries(step, stage);
@@ -286,17 +295,35 @@ struct BackwardMainloopSm80 {
       multiply_shared<Mma, RowMajor, RowMajor>(sK, sQ, tSrS);
       const bool edge = partial || !blocks.interior.contains(step.m_block);
       weigh(scores, tScS, other, step, edge, folded, shared.lse_log2[stage]);
+      if (drops)
+        KeptOf<decltype(tScS)>::template of<Rows::kKeys, 8 * kSharers>(params.dropout, work.batch, step.head, tScS, key,
+                                                                       step.m_block * kM)
+            .mark(scores);
       if constexpr (kShareP)
-        store_scores(tSrS, shared.scores[1]);
+        store_scores<Negative::kZero>(tSrS, shared.scores[1]);
       else
-        multiply_scores(tSrS, sdOt, tVrdV);
+        multiply_scores<Negative::kZero>(tSrS, sdOt, tVrdV);
       if (params.score_map.capped()) {
         CUTE_UNROLL
         for (int i = 0; i < size(scores); ++i) scores(i) *= other(i);
       }
 
+      // By now what the step before added is in memory, or soon will be; and who knows that it is its turn need not ask
+      // again.
+      bool turn = false;
+      if (in_order) {
+        if (step.head != first.head || step.m_block != first.m_block) pass(previous(step));
+        turn = ordered(step).ready();
+      }
       clear(tSrdP);
       multiply_shared<Mma, RowMajor, RowMajor>(sV, sdO, tSrdP);
+      if (drops) {
+        CUTE_UNROLL
+        for (int i = 0; i < size(scores); ++i) {
+          other(i) = signbit(scores(i)) ? 0.0f : params.dropout.scale * other(i);
+          scores(i) = fabsf(scores(i));
+        }
+      }
       for_column_pairs(tScS, shared.delta[stage], [&](int c, float2 delta) {
         CUTE_UNROLL
         for (int r = 0; r < size<0>(scores); ++r) {
@@ -304,8 +331,8 @@ struct BackwardMainloopSm80 {
           scores(r, c + 1) *= other(r, c + 1) - delta.y;
         }
       });
-      store_scores(tSrS, shared.scores[0]);
-      if constexpr (!kShareP) multiply_scores(tSrS, sQt, tKrdK);
+      store_scores<Negative::kKeep>(tSrS, shared.scores[0]);
+      if constexpr (!kShareP) multiply_scores<Negative::kKeep>(tSrS, sQt, tKrdK);
       __syncthreads();  // P and dS of all warps are there
       if constexpr (kShareP) {
         multiply_shared<Mma, RowMajor, ColumnMajor>(tile<SmemLayout<kN, kM>>(shared.scores[1]), sdOt, tVrdV);
@@ -321,13 +348,16 @@ struct BackwardMainloopSm80 {
         clear(tQrdQ);
         multiply_shared<MmaQ, ColumnMajor, ColumnMajor>(sdS, sKt, tQrdQ);
         float* dq = dq_of_thread(params, tile_of(step), thread);
+        if (in_order && !turn) ordered(step).await();
         CUTE_UNROLL
-        for (int i = 0; i < size(tQrdQ); ++i) atomicAdd(dq + i * kThreads, tQrdQ(i));
+        for (int i = 0; i < size(tQrdQ); ++i)
+          asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(dq + i * kThreads), "f"(tQrdQ(i)) : "memory");
       }
       if (!more) break;
       step = ahead;
       if (kStages == 2) stage ^= 1;
     }
+    if (in_order) pass(step);
   }
 
   /// Where a thread's accumulators of MmaQ stand in the workspace, kThreads apart.

@@ -8,6 +8,7 @@
 #include <cute/tensor.hpp>
 
 #include "flashtile/load/cp_async.h"
+#include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/operands.h"
 #include "flashtile/mainloop/scores.h"
 #include "flashtile/math/online_softmax.h"
@@ -165,6 +166,10 @@ struct ForwardMainloopSm80 {
       float factor[kRowsPerThread];
       if (softmax.fit(scores, factor)) [[unlikely]]
         scale_rows(rows_of_o, factor);
+      KeptOf<decltype(tScS)> kept;
+      if constexpr (kV.every_option)
+        kept = kept.template of<Rows::kQueries>(params.dropout, tile.batch, tile.head, tScS, tile.m_block * kM,
+                                                keys.first + n_block * kN);
 
       Tensor sVt = make_tensor(make_smem_ptr(acquire<kStepV>(n_block)), SmemLayoutVt{});  // (head_dim, N)
       Tensor tOsV = copy_v_thread.partition_S(sVt);                                       // (copy, head_dim, k)
@@ -175,6 +180,7 @@ struct ForwardMainloopSm80 {
         copy(copy_v, tOsV(_, _, k), tOrV_copy(_, _, k));
         Tensor tSrS_k = n16_block(tSrS, k);  // (mma, m, 2)
         softmax.exponentiate(rows_and_columns(tSrS_k));
+        if constexpr (kV.every_option) kept.keep(rows_and_columns(tSrS_k), 1, 4 * k);
         gemm(mma, as_operand_a<Element>(tSrS_k), tOrV(_, _, k), tOrO);
       }
     }

@@ -13,6 +13,7 @@
 
 #include "flashtile/barrier.h"
 #include "flashtile/load/tma.h"
+#include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/scores.h"
 #include "flashtile/mainloop/wgmma.h"
 #include "flashtile/math/online_softmax.h"
@@ -304,6 +305,13 @@ struct ForwardMainloopSm90 {
         }
         softmax.row[0].sum += added[0];
         softmax.row[1].sum += added[1];
+        if constexpr (kV.every_option) {
+          Work const& work = shared.work[work_at.stage];
+          KeptOf<decltype(tScS)>::template of<Rows::kQueries>(params.forward.dropout, work.tile.batch, work.tile.head,
+                                                              tScS, work.tile.m_block * kM,
+                                                              work.keys.first + n_block * kN)
+              .keep_words(recast<std::uint32_t>(tOrP));
+        }
       };
 
       if (!next_tile()) return;

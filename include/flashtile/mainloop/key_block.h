@@ -10,7 +10,8 @@ namespace flashtile {
 /// Block `index` of kN keys, and the tiles of kM queries of all heads of its group that see one of them.
 ///
 /// Blocks stand section by section, a section being `heads_at_once` KV heads side by side: first block 0 of each, which
-/// under a causal mask has the most work, and at last the one with the least, so that thread blocks end together.
+/// under a causal mask has the most work, and at last the one with the least, so that thread blocks end together. The
+/// other way round where they add to dQ in order: see Ordered.
 template <int kM, int kN>
 struct KeyBlock {
   int batch, kv_head, n_block, group;
@@ -22,8 +23,9 @@ struct KeyBlock {
     const int within = index - section * of_section;
     const int first = section * params.heads_at_once;
     const int here = min(params.batch * params.heads_k - first, params.heads_at_once);
-    n_block = within / here;
-    const int batch_head = first + within - n_block * here;
+    const int level = within / here;
+    n_block = params.workspace.parts == 0 ? level : params.n_blocks - 1 - level;
+    const int batch_head = first + within - level * here;
     batch = batch_head / params.heads_k;
     kv_head = batch_head - batch * params.heads_k;
     const Range keys = {n_block * kN, min((n_block + 1) * kN, params.lengths.k)};

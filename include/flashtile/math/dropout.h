@@ -55,7 +55,9 @@ struct Dropout {
                       seed);
   }
   FLASHTILE_HOST_DEVICE bool keeps(Philox const& words, bool query_8, bool key_8) const {
-    return words.word[int(query_8) + 2 * int(key_8)] >= drop_below;
+    const std::uint32_t of_key = query_8 ? words.word[1] : words.word[0];
+    const std::uint32_t of_key_8 = query_8 ? words.word[3] : words.word[2];
+    return (key_8 ? of_key_8 : of_key) >= drop_below;  // no array with an index: it would leave the registers
   }
   FLASHTILE_HOST_DEVICE bool keeps(int batch, int head, int row, int column) const {
     return keeps(words(batch, head, row, column), (row & 8) != 0, (column & 8) != 0);

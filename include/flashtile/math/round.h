@@ -13,14 +13,28 @@ CUTE_DEVICE std::uint32_t round_pair(float low, float high) {
   return reinterpret_cast<std::uint32_t const&>(pair);
 }
 
+/// What becomes of negative numbers. Making them 0 costs nothing: it is the same instruction.
+enum class Negative { kKeep, kZero };
+
+template <class Element, Negative kNegative>
+CUTE_DEVICE std::uint32_t round_pair(float low, float high) {
+  if constexpr (kNegative == Negative::kKeep) return round_pair<Element>(low, high);
+  std::uint32_t word;
+  if constexpr (std::is_same_v<Element, cute::half_t>)
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+
 /// `to` ← `from`, element by element; both in registers, both of the same even size.
-template <class From, class To>
+template <Negative kNegative = Negative::kKeep, class From, class To>
 CUTE_DEVICE void round_to(From const& from, To&& to) {
   using namespace cute;
   using Element = typename std::decay_t<To>::value_type;
   auto words = recast<std::uint32_t>(to);
   CUTE_UNROLL
-  for (int i = 0; i < size(words); ++i) words(i) = round_pair<Element>(from(2 * i), from(2 * i + 1));
+  for (int i = 0; i < size(words); ++i) words(i) = round_pair<Element, kNegative>(from(2 * i), from(2 * i + 1));
 }
 
 }  // namespace flashtile
