@@ -61,7 +61,14 @@ void for_each_supported(Visit&& visit) {
     for (const DType dtype : dtypes_of(device))
       for (int d = 8; d <= 256; d += 8)
         for (int d_v = 8; d_v <= 256; d_v += 8)
-          for (const int seqlen : {1, 130, 5000}) visit(problem_on(device, dtype, d, d_v, seqlen), device);
+          for (const int seqlen : {1, 130, 5000}) {
+            Problem problem = problem_on(device, dtype, d, d_v, seqlen);
+            visit(problem, device);
+            problem.deterministic = true;
+            visit(problem, device);
+            problem.dropout = Dropout::of(0.1, 7);
+            visit(problem, device);
+          }
 }
 
 TEST(Registry, EverySupportedProblemHasARowThatFits) {
@@ -110,6 +117,8 @@ TEST(Registry, KernelsAreThereAsTheBuildSays) {
 TEST(Registry, NamesSayEveryField) {
   const Variant variant{Arch::kSm90, DType::kBFloat16, 192, 128, 64, 32, 2, 4};
   EXPECT_EQ(name_of(variant), "sm90_bf16_d192_v128_m64_n32_s2_w4");
+  EXPECT_EQ(name_of(Variant{Arch::kSm80, DType::kFloat16, 64, 64, 64, 32, 2, 4, true}),
+            "sm80_f16_d64_v64_m64_n32_s2_w4_every");
 }
 
 TEST(Select, GridHasATilePerBlockOfRows) {
@@ -346,6 +355,33 @@ TEST(Select, BackwardWorkspaceIsTwoFloatsARowAndDq) {
   const DeviceInfo device = gpu(80, 163);
   const BackwardPlan plan = select_backward(problem_on(device, DType::kFloat16, 128, 128, 1024), device);
   EXPECT_EQ(plan.workspace_bytes, 4 * (128 + 2) * 2 * 8 * 1024);
+}
+
+TEST(Select, ProblemsThatAskForLittleGetTheFasterRows) {
+  for (const DeviceInfo& device : {gpu(80, 163), gpu(90, 227)}) {
+    Problem problem = problem_on(device, DType::kFloat16, 64, 64, 1000);
+    EXPECT_FALSE(select_forward(problem, device).variant.every_option);
+    EXPECT_FALSE(select_backward(problem, device).variant.every_option);
+    problem.deterministic = true;
+    EXPECT_FALSE(select_forward(problem, device).variant.every_option);
+    EXPECT_EQ(select_backward(problem, device).variant.every_option, device.compute_capability == 80);
+    problem.dropout = Dropout::of(0.5, 7);
+    EXPECT_TRUE(select_forward(problem, device).variant.every_option);
+    EXPECT_TRUE(select_backward(problem, device).variant.every_option);
+  }
+}
+
+TEST(Select, DeterminismTakesAnIntForEachWhoAddsToATileOfDq) {
+  for (const auto& [device, parts] : {std::pair{gpu(80, 163), 4}, {gpu(90, 227), 2}}) {
+    Problem problem = problem_on(device, DType::kFloat16, 64, 64, 1024);
+    const BackwardPlan any = select_backward(problem, device);
+    problem.deterministic = true;
+    const BackwardPlan ordered = select_backward(problem, device);
+    EXPECT_EQ(ordered.workspace_bytes - any.workspace_bytes, 4 * parts * 2 * 8 * 1024 / ordered.variant.tile_m);
+    problem.head_dim = 256;  // on Hopper a pass of its own forms dQ: nothing to order
+    EXPECT_EQ(select_backward(problem, device).workspace_bytes == 4 * 2 * 2 * 8 * 1024,
+              device.compute_capability == 90);
+  }
 }
 
 TEST(Plan, PrintsWhatWasDecided) {
