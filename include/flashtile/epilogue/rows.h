@@ -8,26 +8,23 @@
 
 namespace flashtile {
 
-/// Normalises the rows (row, head_dim) of one thread, sinks among their weights, and writes their lse. `coord` holds
-/// their places in the tile.
-template <class Rows, class Coord, class Softmax>
-CUTE_DEVICE void finish_rows(ForwardParams const& params, TileCoord tile, Rows&& rows, Coord const& coord,
-                             Softmax& softmax, int first_row) {
+/// Completes the softmax of the rows of one thread, sinks among their weights, and writes their lse. Returns what their
+/// outputs have to be multiplied with. `coord`, (row, head_dim), holds their places in the tile.
+template <class Coord, class Softmax>
+CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Coord const& coord, Softmax& softmax,
+                             int first_row) {
   using namespace cute;
   softmax.finish();
   const int first_head = params.packing.first_head(tile.head);
-  float normaliser[Softmax::kRowCount];
+  array<float, Softmax::kRowCount> normaliser;
   CUTE_UNROLL
-  for (int r = 0; r < size<0>(rows); ++r) {
-    normaliser[r] = params.dropout.scale;
-    if (params.sinks != nullptr) {
-      const int head = first_head + params.packing.head(first_row + get<0>(coord(r, 0)));
-      normaliser[r] *= softmax.row[r].join(kLog2e * params.sinks[head]);
-    }
-    normaliser[r] *= softmax.row[r].normaliser();
+  for (int r = 0; r < size<0>(coord); ++r) {
+    const int head = first_head + params.packing.head(first_row + get<0>(coord(r, 0)));
+    const float sink_log2 = params.sinks == nullptr ? -kInfinity : kLog2e * params.sinks[head];
+    const float factor = softmax.row[r].join(sink_log2);
+    normaliser[r] = factor * softmax.row[r].normaliser() * params.dropout.scale;
   }
-  scale_rows(rows, normaliser);
-  if (params.lse == nullptr || get<1>(coord(0, 0)) != 0) return;  // the first thread of each quad writes
+  if (params.lse == nullptr || get<1>(coord(0, 0)) != 0) return normaliser;  // the first thread of each quad writes
   float* lse = params.lse + (std::int64_t(tile.batch) * params.heads + first_head) * params.lengths.q;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(coord); ++r) {
@@ -35,6 +32,7 @@ CUTE_DEVICE void finish_rows(ForwardParams const& params, TileCoord tile, Rows&&
     const int query = params.packing.query(row);
     if (query < params.lengths.q) lse[params.packing.head(row) * params.lengths.q + query] = softmax.row[r].lse();
   }
+  return normaliser;
 }
 
 }  // namespace flashtile

@@ -46,10 +46,12 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     const int thread = threadIdx.x - 128;
     Tensor cO = make_identity_tensor(Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDimV>>{});        // (M, head_dim)
     Tensor tOcO = rows_and_columns(typename Mainloop::MmaPV{}.get_slice(thread).partition_C(cO));  // (row, head_dim)
-    const auto finish = [&](TileCoord tile, auto& tOrO, typename Mainloop::Softmax& softmax) {
+    const auto finish_softmax = [&](TileCoord tile, typename Mainloop::Softmax& softmax) {
+      return finish_rows(params.forward, tile, tOcO, softmax, tile.m_block * Mainloop::kM);
+    };
+    const auto store = [&](TileCoord tile, auto& tOrO) {
       const int first_row = tile.m_block * Mainloop::kM;
       Tensor rows = rows_and_columns(tOrO);
-      finish_rows(params.forward, tile, rows, tOcO, softmax, first_row);
       if constexpr (Mainloop::kMemory.staged) {
         const int warp = thread / 32;
         stage_and_store_rows<typename Mainloop::SmemLayoutO, Mainloop::kColumnsV>(
@@ -58,11 +60,16 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
         store_rows<typename Mainloop::Element>(params.forward, tile, rows, tOcO, first_row);
       }
     };
+    const auto finish = [&](TileCoord tile, auto& tOrO, typename Mainloop::Softmax& softmax) {
+      scale_rows(rows_and_columns(tOrO), finish_softmax(tile, softmax));
+      store(tile, tOrO);
+    };
     const auto skip = [&](TileCoord tile) {
       typename Mainloop::Softmax nothing(1.0f);
+      finish_softmax(tile, nothing);
       Tensor zeros = partition_fragment_C(typename Mainloop::MmaPV{}, shape(cO));
       clear(zeros);
-      finish(tile, zeros, nothing);
+      store(tile, zeros);
     };
     typename Mainloop::Consumer{params, shared, thread}.run(finish, skip);
     if (Mainloop::kMemory.staged) tma_store_wait<0>();  // shared memory must outlive its readers

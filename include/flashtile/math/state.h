@@ -33,10 +33,11 @@ struct RowState {
 
   /// A weight that no value belongs to, such as a sink's, joins the sum. Returns the factor for everything accumulated.
   FLASHTILE_HOST_DEVICE float join(float exponent) {
-    if (exponent == -kInfinity) return 1;
-    const float factor = rebase(reference_log2 < exponent ? exponent : reference_log2);
-    sum += exp2f(exponent - reference_log2);
-    return factor;
+    const bool below = exponent <= reference_log2;
+    const float smaller = exponent == -kInfinity ? 0.0f : exp2f(-fabsf(exponent - reference_log2));
+    sum = below ? sum + smaller : sum * smaller + 1;
+    reference_log2 = below ? reference_log2 : exponent;
+    return below ? 1.0f : smaller;
   }
 
   /// Moves to a new reference; returns the factor for everything accumulated under the old one.
