@@ -64,13 +64,6 @@ def deterministic(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: boo
     return attention(q, k, v, causal=causal, deterministic=True)
 
 
-def dropout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    """What dropout costs, whose results no peer's are like; for timing them alone."""
-    from flashtile import attention
-
-    return attention(q, k, v, causal=causal, dropout_p=0.1, seed=0)
-
-
 def _outside_attention(function: Callable[..., Any]) -> Attention:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
         if case.window is not None:
