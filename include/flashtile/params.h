@@ -97,6 +97,7 @@ struct BackwardParams {
   ScoreMap score_map;
   Dropout dropout;
   float scale;
+  bool deterministic;
   int batch;
   int heads;     // query heads
   int heads_k;   // KV heads
@@ -151,6 +152,7 @@ struct BackwardParams {
         .score_map = ScoreMap::of(p.scale, p.softcap),
         .dropout = p.dropout,
         .scale = p.scale,
+        .deterministic = p.deterministic,
         .batch = p.batch,
         .heads = p.heads_q,
         .heads_k = p.heads_k,

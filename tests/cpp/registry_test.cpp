@@ -371,17 +371,19 @@ TEST(Select, ProblemsThatAskForLittleGetTheFasterRows) {
   }
 }
 
-TEST(Select, DeterminismTakesAnIntForEachWhoAddsToATileOfDq) {
-  for (const auto& [device, parts] : {std::pair{gpu(80, 163), 4}, {gpu(90, 227), 2}}) {
-    Problem problem = problem_on(device, DType::kFloat16, 64, 64, 1024);
-    const BackwardPlan any = select_backward(problem, device);
-    problem.deterministic = true;
-    const BackwardPlan ordered = select_backward(problem, device);
-    EXPECT_EQ(ordered.workspace_bytes - any.workspace_bytes, 4 * parts * 2 * 8 * 1024 / ordered.variant.tile_m);
-    problem.head_dim = 256;  // on Hopper a pass of its own forms dQ: nothing to order
-    EXPECT_EQ(select_backward(problem, device).workspace_bytes == 4 * 2 * 2 * 8 * 1024,
-              device.compute_capability == 90);
-  }
+TEST(Select, WhoAddsToATileOfDqMayNeedAnInt) {
+  constexpr int kRows = 2 * 8 * 1024;
+  const auto workspace = [](const DeviceInfo& device, int head_dim, bool deterministic) {
+    Problem problem = problem_on(device, DType::kFloat16, head_dim, head_dim, 1024);
+    problem.deterministic = deterministic;
+    return select_backward(problem, device).workspace_bytes;
+  };
+  const DeviceInfo ampere = gpu(80, 163), hopper = gpu(90, 227);
+  EXPECT_EQ(workspace(ampere, 64, false), 4 * (64 + 2) * kRows);
+  EXPECT_EQ(workspace(ampere, 64, true), 4 * (64 + 2) * kRows + 16 * kRows / 32);  // four warps, tiles of 32
+  EXPECT_EQ(workspace(hopper, 64, false), 4 * (64 + 2) * kRows + 8 * kRows / 128);
+  EXPECT_EQ(workspace(hopper, 64, true), workspace(hopper, 64, false));
+  EXPECT_EQ(workspace(hopper, 256, true), 8 * kRows);  // a pass of its own forms dQ
 }
 
 TEST(Plan, PrintsWhatWasDecided) {

@@ -86,9 +86,11 @@ __global__ void __launch_bounds__(256) backward_finish_sm90(const __grid_constan
                                                        (tile * Mainloop::kWarpgroups + thread / 128) *
                                                            std::int64_t(Mainloop::kPartOfQ)) +
                        thread % 128;
+  const Range queries = {first_row, min(first_row + Mainloop::kM, params.lengths.q)};
+  const bool sees = !params.band.transposed().tiles(queries, Mainloop::kN, params.lengths).visible.empty();
   CUTE_UNROLL
   for (int i = 0; i < size(tQrdQ); i += 4) {
-    const float4 four = part[i / 4 * 128];
+    const float4 four = sees ? part[i / 4 * 128] : float4{};  // nobody stored what nobody sees
     tQrdQ(i) = four.x * params.scale;
     tQrdQ(i + 1) = four.y * params.scale;
     tQrdQ(i + 2) = four.z * params.scale;

@@ -1,9 +1,10 @@
-// Before a backward kernel: what it needs of each row, an empty dQ, and the gradients of the sinks.
+// Before a backward kernel: what it needs of each row, the beginning of dQ, and the gradients of the sinks.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include "flashtile/launch.h"
+#include "flashtile/mainloop/sum_of_dq.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/math/state.h"
 #include "flashtile/params.h"
@@ -33,8 +34,12 @@ __global__ void __launch_bounds__(kPrepareThreads) backward_prepare(const __grid
   const Element* const out = origin(params.out, params.out_strides);
   const Element* const dout = origin(params.dout, params.dout_strides);
 
-  for (int row = threadIdx.x / kLanes; row < workspace.tile_m; row += kPrepareThreads / kLanes) {
-    const int query = m_block * workspace.tile_m + row;
+  constexpr int kRowsAtATime = kPrepareThreads / kLanes;
+  static_assert(Row::kVariant.tile_m % kRowsAtATime == 0);
+#pragma unroll 4  // loads of several rows are on their way together
+  for (int first = 0; first < Row::kVariant.tile_m; first += kRowsAtATime) {
+    const int row = first + threadIdx.x / kLanes;
+    const int query = m_block * Row::kVariant.tile_m + row;
     const bool exists = query < params.lengths.q;
     float sum = 0;
     if (exists && column < params.head_dim_v) {
@@ -57,15 +62,21 @@ __global__ void __launch_bounds__(kPrepareThreads) backward_prepare(const __grid
   }
 
   if (params.dq == nullptr) return;
+  constexpr bool kFirstStores = Row::kVariant.arch == Arch::kSm90;
   if (int(threadIdx.x) < workspace.parts) {
     const int first_row = m_block * workspace.tile_m;
     const Range rows = {first_row, min(first_row + workspace.tile_m, params.lengths.q)};
     const TileRanges keys = params.band.transposed().tiles(rows, Row::kVariant.tile_n, params.lengths);
-    workspace.next(params.memory)[tile * workspace.parts + threadIdx.x] = keys.visible.end - 1;
+    const int last = keys.visible.end - 1;
+    workspace.state(params.memory)[tile * workspace.parts + threadIdx.x] = !params.deterministic ? SumOfDq::kNothing
+                                                                           : kFirstStores        ? ~last
+                                                                                                 : last;
   }
-  const int size = workspace.tile_m * workspace.head_dim;
-  float4* const dq = reinterpret_cast<float4*>(workspace.dq(params.memory) + tile * size);
-  for (int i = threadIdx.x; i < size / 4; i += kPrepareThreads) dq[i] = {};
+  if constexpr (!kFirstStores) {
+    const int size = workspace.tile_m * workspace.head_dim;
+    float4* const dq = reinterpret_cast<float4*>(workspace.dq(params.memory) + tile * size);
+    for (int i = threadIdx.x; i < size / 4; i += kPrepareThreads) dq[i] = {};
+  }
 }
 
 /// dsinks = −Σ weight of the sink · delta, over all rows of a head, one thread block to each: in the same order in

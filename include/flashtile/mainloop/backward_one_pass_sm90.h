@@ -15,8 +15,8 @@
 #include "flashtile/load/tma.h"
 #include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/key_block.h"
-#include "flashtile/mainloop/ordered.h"
 #include "flashtile/mainloop/scores.h"
+#include "flashtile/mainloop/sum_of_dq.h"
 #include "flashtile/mainloop/wgmma.h"
 #include "flashtile/math/round.h"
 #include "flashtile/params.h"
@@ -119,7 +119,7 @@ struct BackwardOnePassSm90 {
       };
       typename Ring<kStages>::Cursor at{};
       work.for_each([&](int head, int m_block) {
-        const bool first = head == work.kv_head * work.group && m_block == work.queries.visible.begin;
+        const bool first = head == work.kv_head * work.group && m_block == work.start;
         const auto load_queries = [&](CUtensorMap const& map, std::uint64_t* barrier, Element* to) {
           load_tile<kM, kHeadDim, kColumns>(map, barrier, to, m_block * kM, head, work.batch);
         };
@@ -149,18 +149,23 @@ struct BackwardOnePassSm90 {
       unsigned parity = 0;
       work.for_each([&](int head, int m_block) {
         const std::int64_t tile = params.backward.workspace_tile(work.batch, head, m_block);
+        const SumOfDq sum(params.backward, tile, warpgroup);
+        const bool in_order = params.backward.deterministic;
+        const bool there = !in_order && sum.there();  // asked early: almost always it is, and nobody waits for that
         shared.dq_full[warpgroup].wait(parity);
-        const bool in_order = Ordered::wanted(params.backward);
-        const Ordered ordered(params.backward, tile, warpgroup, work.n_block);
-        if (in_order) ordered.await();
-        cute::SM90_TMA_REDUCE_ADD_2D::copy(&params.dq, shared.dq[warpgroup], 0,
-                                           int((tile * kWarpgroups + warpgroup) * (kPartOfQ / kColumnsOfPart)));
+        const bool first = in_order ? sum.await(work.n_block) : !there && sum.claim();
+        asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA sees what others had it write
+        const int place = int((tile * kWarpgroups + warpgroup) * (kPartOfQ / kColumnsOfPart));
+        if (first)
+          cute::SM90_TMA_STORE_2D::copy(&params.dq, shared.dq[warpgroup], 0, place);
+        else
+          cute::SM90_TMA_REDUCE_ADD_2D::copy(&params.dq, shared.dq[warpgroup], 0, place);
         cute::tma_store_arrive();
         cute::tma_store_wait<0>();  // it has been read
         shared.dq_empty[warpgroup].arrive();
-        if (in_order) {
-          asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // and added
-          ordered.pass();
+        if (first || in_order) {
+          asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // and is in memory
+          in_order ? sum.pass(work.n_block) : sum.announce();
         }
         parity ^= 1;
       });

@@ -14,8 +14,8 @@
 #include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/key_block.h"
 #include "flashtile/mainloop/operands.h"
-#include "flashtile/mainloop/ordered.h"
 #include "flashtile/mainloop/scores.h"
+#include "flashtile/mainloop/sum_of_dq.h"
 #include "flashtile/params.h"
 #include "flashtile/variant.h"
 
@@ -250,13 +250,13 @@ struct BackwardMainloopSm80 {
       return step;
     };
     // Each warp adds to a part of its own of a tile of dQ.
-    const bool in_order = kV.every_option && params.dq && Ordered::wanted(params);
+    const bool in_order = kV.every_option && params.dq && params.deterministic;
     const bool drops = kV.every_option && params.dropout.active();
-    const auto ordered = [&](Step step) { return Ordered(params, tile_of(step), thread / 32, work.n_block); };
+    const auto sum_of = [&](Step step) { return SumOfDq(params, tile_of(step), thread / 32); };
     const auto pass = [&](Step step) {
       cuda::atomic_thread_fence(cuda::memory_order_acq_rel, cuda::thread_scope_device);
       __syncwarp();
-      if (thread % 32 == 0) ordered(step).pass();
+      if (thread % 32 == 0) sum_of(step).pass(work.n_block);
     };
 
     Tensor cS = make_identity_tensor(Shape<Int<kN>, Int<kM>>{});              // (N, M)
@@ -313,7 +313,7 @@ struct BackwardMainloopSm80 {
       bool turn = false;
       if (in_order) {
         if (step.head != first.head || step.m_block != first.m_block) pass(previous(step));
-        turn = ordered(step).ready();
+        turn = sum_of(step).ready(work.n_block);
       }
       clear(tSrdP);
       multiply_shared<Mma, RowMajor, RowMajor>(sV, sdO, tSrdP);
@@ -348,7 +348,7 @@ struct BackwardMainloopSm80 {
         clear(tQrdQ);
         multiply_shared<MmaQ, ColumnMajor, ColumnMajor>(sdS, sKt, tQrdQ);
         float* dq = dq_of_thread(params, tile_of(step), thread);
-        if (in_order && !turn) ordered(step).await();
+        if (in_order && !turn) sum_of(step).await(work.n_block);
         CUTE_UNROLL
         for (int i = 0; i < size(tQrdQ); ++i)
           asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(dq + i * kThreads), "f"(tQrdQ(i)) : "memory");

@@ -16,6 +16,7 @@ template <int kM, int kN>
 struct KeyBlock {
   int batch, kv_head, n_block, group;
   TileRanges queries;
+  int start;  // of `queries`, where this block begins
 
   CUTE_DEVICE KeyBlock(BackwardParams const& params, int index) : group(params.group) {
     const int of_section = params.heads_at_once * params.n_blocks;
@@ -24,23 +25,27 @@ struct KeyBlock {
     const int first = section * params.heads_at_once;
     const int here = min(params.batch * params.heads_k - first, params.heads_at_once);
     const int level = within / here;
-    n_block = params.workspace.parts == 0 ? level : params.n_blocks - 1 - level;
+    n_block = !params.deterministic ? level : params.n_blocks - 1 - level;
     const int batch_head = first + within - level * here;
     batch = batch_head / params.heads_k;
     kv_head = batch_head - batch * params.heads_k;
     const Range keys = {n_block * kN, min((n_block + 1) * kN, params.lengths.k)};
     if (group > 0) queries = params.band.tiles(keys, kM, params.lengths.transposed());
+    start = queries.visible.begin;
+    if (params.band == Band::full() && !params.deterministic)
+      start += int(std::int64_t(n_block) * (queries.visible.end - start) / params.n_blocks);
   }
 
   /// Calls `visit(head, m_block)` for each tile.
   template <class Visit>
   CUTE_DEVICE void for_each(Visit&& visit) const {
     int head = kv_head * group;
-    int m_block = queries.visible.begin;
+    int m_block = start;
     CUTE_NO_UNROLL
     for (int left = group * (queries.visible.end - queries.visible.begin); left > 0; --left) {
       visit(head, m_block);
-      if (++m_block == queries.visible.end) m_block = queries.visible.begin, ++head;
+      if (++m_block == queries.visible.end) m_block = queries.visible.begin;
+      if (m_block == start) ++head;
     }
   }
 };
