@@ -18,13 +18,14 @@ struct Kept {
   using Bits = std::conditional_t<(kColumns > 32), std::uint64_t, std::uint32_t>;
   Bits bits[kRows];
 
-  /// For the tile from `first_row`, `first_column` on, both multiples of 16; `coord` holds the places in it. A thread
+  /// For the tile from `first_row`, a multiple of 16, and `first_column` on; `coord` holds the places in it. A thread
   /// holds two columns of every kColumnStep.
   template <Rows kSide, int kColumnStep = 8, class Coord>
   CUTE_DEVICE static Kept of(Dropout const& dropout, int batch, int head, Coord const& coord, int first_row,
                              int first_column) {
     using namespace cute;
-    constexpr bool kTwoColumns = kColumnStep == 8;  // else the column 8 further on is another thread's
+    // Else the column 8 further on has other words, or is another thread's.
+    const bool two_columns = kColumnStep == 8 && first_column % 16 == 0;
     Kept kept;
     const int column_of_thread = first_column + get<1>(coord(0, 0));
     CUTE_UNROLL
@@ -33,7 +34,7 @@ struct Kept {
       Bits upper = 0, lower = 0;  // of rows r and r + 1
       CUTE_NO_UNROLL
       for (int c = 0; c < kColumns; ++c) {
-        if (kTwoColumns && (c & 2)) continue;
+        if (two_columns && (c & 2)) continue;
         const int column = column_of_thread + c / 2 * kColumnStep + c % 2;
         const bool column_8 = (column & 8) != 0;
         constexpr bool kKeys = kSide == Rows::kKeys;
@@ -43,7 +44,7 @@ struct Kept {
         };
         upper |= bit(false, column_8) << c;
         lower |= bit(true, column_8) << c;
-        if (kTwoColumns) {
+        if (two_columns) {
           upper |= bit(false, true) << (c + 2);
           lower |= bit(true, true) << (c + 2);
         }

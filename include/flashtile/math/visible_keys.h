@@ -5,7 +5,7 @@
 
 namespace flashtile {
 
-/// Blocks of kN keys, from the first visible key on, or up to 15 before it: dropout's random words go by sixteens.
+/// Blocks of kN keys, from the first visible key on.
 ///
 /// Masks are aligned at the last key, so dropping keys at the front leaves the same problem with a shorter seqlen_k:
 /// `lengths` and all block indices are those of that problem.
@@ -18,8 +18,7 @@ struct VisibleKeys {
   Lengths lengths;  // all rows, and the keys from `first` on
 
   VisibleKeys() = default;
-  FLASHTILE_HOST_DEVICE VisibleKeys(Band band, Range rows, Lengths all)
-      : first(band.columns(rows.begin, all).begin & ~15) {
+  FLASHTILE_HOST_DEVICE VisibleKeys(Band band, Range rows, Lengths all) : first(band.columns(rows.begin, all).begin) {
     lengths = {all.q, all.k - first};
     count = band.columns(rows.end - 1, lengths).end;
     const TileRanges tiles = band.tiles(rows, kN, lengths);
