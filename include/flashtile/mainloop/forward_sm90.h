@@ -36,6 +36,7 @@ struct ForwardMainloopSm90 {
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
+  static constexpr bool kDrops = kV.every_option;
   static constexpr int kHeadDimV = kV.head_dim_v;
   static constexpr int kStages = kV.stages / 2;  // key blocks, each a tile of K and one of V
   static constexpr int kWarpgroups = kM / 64;    // consumers
@@ -305,7 +306,7 @@ struct ForwardMainloopSm90 {
         }
         softmax.row[0].sum += added[0];
         softmax.row[1].sum += added[1];
-        if constexpr (kV.every_option) {
+        if constexpr (kDrops) {
           Work const& work = shared.work[work_at.stage];
           KeptOf<decltype(tScS)>::template of<Rows::kQueries>(params.forward.dropout, work.tile.batch, work.tile.head,
                                                               tScS, work.tile.m_block * kM,
