@@ -105,7 +105,7 @@ struct Choice {
 
 /// Whether a problem asks for what only rows of every option know.
 bool asks_for_more(const ForwardRow&, const Problem& p) {
-  return p.dropout.active();
+  return p.dropout.active() || p.sinks;
 }
 
 bool asks_for_more(const BackwardRow& row, const Problem& p) {

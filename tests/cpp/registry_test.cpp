@@ -365,6 +365,9 @@ TEST(Select, ProblemsThatAskForLittleGetTheFasterRows) {
     problem.deterministic = true;
     EXPECT_FALSE(select_forward(problem, device).variant.every_option);
     EXPECT_EQ(select_backward(problem, device).variant.every_option, device.compute_capability == 80);
+    problem.sinks = true;
+    EXPECT_TRUE(select_forward(problem, device).variant.every_option);
+    problem.sinks = false;
     problem.dropout = Dropout::of(0.5, 7);
     EXPECT_TRUE(select_forward(problem, device).variant.every_option);
     EXPECT_TRUE(select_backward(problem, device).variant.every_option);

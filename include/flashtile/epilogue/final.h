@@ -25,9 +25,9 @@ struct FinalEpilogue {
     auto mma_thread = mma.get_slice(thread);
     const int first_row = tile.m_block * kM;
     Tensor cO = make_identity_tensor(Shape<Int<kM>, Int<kHeadDim>>{});  // (M, head_dim)
-    scale_rows(
-        rows_and_columns(tOrO),
-        finish_rows<Mainloop::kDrops>(params, tile, rows_and_columns(mma_thread.partition_C(cO)), softmax, first_row));
+    scale_rows(rows_and_columns(tOrO),
+               finish_rows<Mainloop::kEveryOption>(params, tile, rows_and_columns(mma_thread.partition_C(cO)), softmax,
+                                                   first_row));
 
     Element* origin = static_cast<Element*>(params.out) + tile.batch * params.out_strides.batch +
                       tile.head * params.out_strides.head + first_row * params.out_strides.row;

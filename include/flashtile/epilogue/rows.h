@@ -10,22 +10,22 @@ namespace flashtile {
 
 /// Completes the softmax of the rows of one thread, sinks among their weights, and writes their lse. Returns what their
 /// outputs have to be multiplied with. `coord`, (row, head_dim), holds their places in the tile.
-template <bool kDrops, class Coord, class Softmax>
+template <bool kEveryOption, class Coord, class Softmax>
 CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Coord const& coord, Softmax& softmax,
                              int first_row) {
   using namespace cute;
   softmax.finish();
-  const float scale = kDrops ? params.dropout.scale : 1.0f;
   const int first_head = params.packing.first_head(tile.head);
   array<float, Softmax::kRowCount> normaliser;
   CUTE_UNROLL
-  for (int r = 0; r < size<0>(coord); ++r) normaliser[r] = scale * softmax.row[r].normaliser();
-  if (params.sinks != nullptr) [[unlikely]] {  // apart, since without sinks the few instructions cost 4 % at S = 512
-    CUTE_UNROLL
-    for (int r = 0; r < size<0>(coord); ++r) {
+  for (int r = 0; r < size<0>(coord); ++r) {
+    if constexpr (kEveryOption) {
       const int head = first_head + params.packing.head(first_row + get<0>(coord(r, 0)));
-      const float factor = softmax.row[r].join(kLog2e * params.sinks[head]);
-      normaliser[r] = scale * factor * softmax.row[r].normaliser();
+      const float sink_log2 = params.sinks == nullptr ? -kInfinity : kLog2e * params.sinks[head];
+      normaliser[r] = params.dropout.scale * softmax.row[r].join(sink_log2);
+      normaliser[r] *= softmax.row[r].normaliser();
+    } else {
+      normaliser[r] = softmax.row[r].normaliser();
     }
   }
   if (params.lse == nullptr || get<1>(coord(0, 0)) != 0) return normaliser;  // the first thread of each quad writes

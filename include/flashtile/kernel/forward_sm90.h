@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     Tensor cO = make_identity_tensor(Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDimV>>{});        // (M, head_dim)
     Tensor tOcO = rows_and_columns(typename Mainloop::MmaPV{}.get_slice(thread).partition_C(cO));  // (row, head_dim)
     const auto finish_softmax = [&](TileCoord tile, typename Mainloop::Softmax& softmax) {
-      return finish_rows<Mainloop::kDrops>(params.forward, tile, tOcO, softmax, tile.m_block * Mainloop::kM);
+      return finish_rows<Mainloop::kEveryOption>(params.forward, tile, tOcO, softmax, tile.m_block * Mainloop::kM);
     };
     const auto store = [&](TileCoord tile, auto& tOrO) {
       const int first_row = tile.m_block * Mainloop::kM;

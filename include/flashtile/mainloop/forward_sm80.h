@@ -23,7 +23,7 @@ struct ForwardMainloopSm80 {
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
-  static constexpr bool kDrops = kV.every_option;
+  static constexpr bool kEveryOption = kV.every_option;
   static constexpr int kStages = kV.stages;
   static constexpr int kThreads = kV.threads();
   static_assert(kV.head_dim_v == kHeadDim && kM % (16 * kV.warps) == 0 && kN % 16 == 0 && kHeadDim % 32 == 0 &&
@@ -139,6 +139,7 @@ struct ForwardMainloopSm80 {
     Tensor rows_of_o = rows_and_columns(tOrO);                        // (row, head_dim)
 
     const ScoreTile<ForwardParams> score_tile{params, tile, tile.m_block * kM, keys.lengths};
+    const bool drops = kEveryOption && params.dropout.active();
     load_q();
     for_each(make_int_sequence<kStages - kStepsPerBarrier>{}, [&](auto step) { load_step<step>(0); });
 
@@ -168,7 +169,7 @@ struct ForwardMainloopSm80 {
       if (softmax.fit(scores, factor)) [[unlikely]]
         scale_rows(rows_of_o, factor);
       KeptOf<decltype(tScS)> kept;
-      if constexpr (kDrops)
+      if (drops)
         kept = kept.template of<Rows::kQueries>(params.dropout, tile.batch, tile.head, tScS, tile.m_block * kM,
                                                 keys.first + n_block * kN);
 
@@ -181,7 +182,7 @@ struct ForwardMainloopSm80 {
         copy(copy_v, tOsV(_, _, k), tOrV_copy(_, _, k));
         Tensor tSrS_k = n16_block(tSrS, k);  // (mma, m, 2)
         softmax.exponentiate(rows_and_columns(tSrS_k));
-        if constexpr (kDrops) kept.keep(rows_and_columns(tSrS_k), 1, 4 * k);
+        if (drops) kept.keep(rows_and_columns(tSrS_k), 1, 4 * k);
         gemm(mma, as_operand_a<Element>(tSrS_k), tOrV(_, _, k), tOrO);
       }
     }

@@ -36,7 +36,7 @@ struct ForwardMainloopSm90 {
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
-  static constexpr bool kDrops = kV.every_option;
+  static constexpr bool kEveryOption = kV.every_option;
   static constexpr int kHeadDimV = kV.head_dim_v;
   static constexpr int kStages = kV.stages / 2;  // key blocks, each a tile of K and one of V
   static constexpr int kWarpgroups = kM / 64;    // consumers
@@ -235,6 +235,7 @@ struct ForwardMainloopSm90 {
       typename Ring<kStages>::Cursor v_at{};  // the block in hand
       const Turns<kWarpgroups> turns{warpgroup};
       const bool folded = folds(params.forward);
+      const bool drops = kEveryOption && params.forward.dropout.active();
       Softmax softmax(folded ? params.forward.score_map.outer_log2 : 1.0f);
       TileCoord tile;
       int blocks;
@@ -306,7 +307,7 @@ struct ForwardMainloopSm90 {
         }
         softmax.row[0].sum += added[0];
         softmax.row[1].sum += added[1];
-        if constexpr (kDrops) {
+        if (drops) {
           Work const& work = shared.work[work_at.stage];
           KeptOf<decltype(tScS)>::template of<Rows::kQueries>(params.forward.dropout, work.tile.batch, work.tile.head,
                                                               tScS, work.tile.m_block * kM,
