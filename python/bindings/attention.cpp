@@ -138,11 +138,15 @@ Results forward(handle q, handle k, handle v, handle options, nb::object (*make_
 }
 
 /// `forward` of an autograd function: out, and in `ctx` what backward needs. In C++ it takes half a µs less.
-nb::object saving_forward(handle ctx, handle q, handle k, handle v, handle sinks, handle options) {
+nb::object saving_forward(handle ctx, handle q, handle k, handle v, handle options, handle sinks) {
   const Results results = forward(q, k, v, options, new_hidden_lse);
   ctx.attr(interned().unsaved) = nb::make_tuple(results.lse, options);
   const handle alibi_slopes = option_of(nb::borrow<nb::tuple>(options), kAlibiSlopes);
-  ctx.attr(interned().save_for_backward)(q, k, v, sinks, alibi_slopes, results.out);
+  const nb::object save = ctx.attr(interned().save_for_backward);
+  if (sinks.is_none())
+    save(q, k, v, alibi_slopes, results.out);
+  else
+    save(q, k, v, alibi_slopes, results.out, sinks);
   return results.out;
 }
 
@@ -192,8 +196,8 @@ void bind_attention(nb::module_& module) {
   bind_forward("explain", explain);
   // For tests of an older GPU's kernels on a newer one.
   module.def("_limit_compute_capability", [](int limit) { compute_capability_limit = limit; }, nb::arg("limit"));
-  module.def("saving_forward", &saving_forward, nb::arg("ctx"), any("q"), any("k"), any("v"), any("sinks"),
-             any("options"));
+  module.def("saving_forward", &saving_forward, nb::arg("ctx"), any("q"), any("k"), any("v"), any("options"),
+             nb::arg("sinks") = nb::none());
   module.def("backward", &backward, any("dout"), any("dlse"), any("q"), any("k"), any("v"), any("out"), any("lse"),
              any("dq"), any("dk"), any("dv"), any("dsinks"), any("options"));
 }
