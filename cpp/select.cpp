@@ -163,10 +163,10 @@ int countable(const char* tensor, std::int64_t count, const char* of_what) {
 }
 
 /// KV heads whose key blocks take turns. Under a mask the work of a head's blocks differs: then as many heads as one
-/// wave of thread blocks holds, so that neighbours have about as much to do, and more where a block has a whole group of
-/// query heads to go through. Not where a head has few blocks: more heads at a time take more of the L2 cache for dQ.
-/// Always where blocks add to dQ in order: those that begin together, being of different heads, do not wait for each
-/// other.
+/// wave of thread blocks holds, so that neighbours have about as much to do, and more where a block has a whole group
+/// of query heads to go through. Not where a head has few blocks: more heads at a time take more of the L2 cache for
+/// dQ. Always where blocks add to dQ in order: those that begin together, being of different heads, do not wait for
+/// each other.
 int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device) {
   constexpr int kManyBlocks = 16;
   const int n_blocks = std::max((p.seqlen_k + v.tile_n - 1) / v.tile_n, 1);

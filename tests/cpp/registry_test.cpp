@@ -295,10 +295,12 @@ TEST(Select, BackwardOnHopperTakesTwoPassesOfWideHeads) {
 
 TEST(Select, KeyBlocksOfOneWaveTakeTurnsUnderAMask) {
   const DeviceInfo device = gpu(90, 227);
-  const auto heads_at_once = [&](int seqlen, Band band) {
+  const auto heads_at_once = [&](int seqlen, Band band, int group = 1, bool deterministic = false) {
     Problem problem = problem_on(device, DType::kBFloat16, 128, 128, seqlen);
-    problem.heads_k = problem.heads_q = 100;
+    problem.heads_q = 100;
+    problem.heads_k = 100 / group;
     problem.band = band;
+    problem.deterministic = deterministic;
     return select_backward(problem, device).heads_at_once;
   };
   EXPECT_EQ(heads_at_once(2048, Band::causal()), device.multiprocessors / 16);
@@ -306,6 +308,9 @@ TEST(Select, KeyBlocksOfOneWaveTakeTurnsUnderAMask) {
   EXPECT_EQ(heads_at_once(2048, Band::full()), 1);
   EXPECT_EQ(heads_at_once(512, Band::causal()), 1);
   EXPECT_EQ(heads_at_once(0, Band::causal()), 1);
+  EXPECT_EQ(heads_at_once(2048, Band::causal(), 4), device.multiprocessors * 4 / 16);
+  EXPECT_EQ(heads_at_once(2048, Band::causal(), 100), 2);  // all there are
+  EXPECT_EQ(heads_at_once(512, Band::full(), 1, true), device.multiprocessors / 4);
 }
 
 TEST(Select, BackwardOnHopperHasAKernelForNarrowerValues) {
