@@ -142,11 +142,10 @@ nb::object saving_forward(handle ctx, handle q, handle k, handle v, handle optio
   const Results results = forward(q, k, v, options, new_hidden_lse);
   ctx.attr(interned().unsaved) = nb::make_tuple(results.lse, options);
   const handle alibi_slopes = option_of(nb::borrow<nb::tuple>(options), kAlibiSlopes);
-  const nb::object save = ctx.attr(interned().save_for_backward);
   if (sinks.is_none())
-    save(q, k, v, alibi_slopes, results.out);
+    ctx.attr(interned().save_for_backward)(q, k, v, alibi_slopes, results.out);
   else
-    save(q, k, v, alibi_slopes, results.out, sinks);
+    ctx.attr(interned().save_for_backward)(q, k, v, alibi_slopes, results.out, sinks);
   return results.out;
 }
 

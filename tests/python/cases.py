@@ -146,26 +146,24 @@ def _cases():
                 causal=(i + j) % 4 == 0,
             )
 
+    everything = dict(
+        alibi="per batch and head",
+        softcap=10.0,
+        scale=0.3,
+        layout="gaps",
+        seqlen_q=150,
+        seqlen_k=170,
+        heads_q=6,
+        heads_k=2,
+        head_dim=72,
+        head_dim_v=40,
+    )
     for dtype in DTYPES:
         add("softcap", softcap=5.0, magnitude=4.0, dtype=dtype)
         add("softcap_causal", softcap=30.0, magnitude=20.0, causal=True, dtype=dtype)
         add("alibi", alibi="per head", heads_q=4, heads_k=2, dtype=dtype)
         add("alibi_causal", alibi="per batch and head", heads_q=4, heads_k=2, causal=True, dtype=dtype)
-        add(
-            "everything",
-            alibi="per batch and head",
-            softcap=10.0,
-            window=(50, 7),
-            scale=0.3,
-            head_dim=72,
-            head_dim_v=40,
-            heads_q=6,
-            heads_k=2,
-            layout="gaps",
-            seqlen_q=150,
-            seqlen_k=170,
-            dtype=dtype,
-        )
+        add("everything", window=(50, 7), dtype=dtype, **everything)
         add("alibi_softcap_causal_window", alibi="per head", softcap=3.0, window=(30, None), causal=True, dtype=dtype)
         add("scale_zero", scale=0.0, dtype=dtype)
         add("scale_negative", scale=-0.2, causal=True, dtype=dtype)
@@ -220,22 +218,7 @@ def _cases():
         add("sinks_dropout_mostly_blind", seqlen_q=150, seqlen_k=20, causal=True, dtype=dtype, **both)
         add("sinks_blind_window", seqlen_q=150, seqlen_k=20, window=(3, 2), sinks=0.0, dtype=dtype)
         add("sinks_dropout_misaligned", layout="misaligned", head_dim=72, dtype=dtype, **both)
-        add(
-            "sinks_dropout_everything",
-            alibi="per batch and head",
-            softcap=10.0,
-            window=(51, 7),
-            scale=0.3,
-            head_dim=72,
-            head_dim_v=40,
-            heads_q=6,
-            heads_k=2,
-            layout="gaps",
-            seqlen_q=150,
-            seqlen_k=170,
-            dtype=dtype,
-            **both,
-        )
+        add("sinks_dropout_everything", window=(51, 7), dtype=dtype, **everything, **both)
 
     for name, sizes in {
         "no_queries": {"seqlen_q": 0},

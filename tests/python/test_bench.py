@@ -321,8 +321,9 @@ def test_suites_that_take_no_further_peers(suite, argument, options, expected, c
     assert f"{argument} is given with suite {suite!r}, expected suite {expected}" in capsys.readouterr().out
 
 
-def test_a_further_peer_is_differentiated_in_the_backward_suite():
-    (peer,) = further.further_peers("backward", [f"Mine={__name__}:outside_bare"])
+@pytest.mark.parametrize("target", [f"{__name__}:outside_bare", "flashtile.bench.further:deterministic"])
+def test_a_further_peer_is_differentiated_in_the_backward_suite(target):
+    (peer,) = further.further_peers("backward", [f"Mine={target}"])
     case = Case.square(1, 32, 2, 16, dtype="float32", causal=True, work=Work.BACKWARD)
     inputs = make_inputs(case, CPU)
     expected = contestant(peers_of("cpu", flashtile.attention)[0], inputs, case).call()

@@ -11,7 +11,7 @@ namespace flashtile {
 ///
 /// Blocks stand section by section, a section being `heads_at_once` KV heads side by side: first block 0 of each, which
 /// under a causal mask has the most work, and at last the one with the least, so that thread blocks end together. The
-/// other way round where they add to dQ in order: see Ordered.
+/// other way round where they add to dQ in order: see SumOfDq.
 template <int kM, int kN>
 struct KeyBlock {
   int batch, kv_head, n_block, group;
