@@ -19,8 +19,8 @@ struct Variant {
   int tile_n;      // keys of a tile
   int stages;      // forward: tiles of K and V in shared memory at a time, both together; backward: of Q, and of dO
   int warps;
-  // Whether it knows dropout; forward: sinks; backward on Ampere: sums of dQ in order. Their code would slow the others
-  // down by 2 to 20 %.
+  // Whether it knows dropout; forward: sinks; backward on Ampere: sums of dQ in order; backward of one pass on Hopper:
+  // softcap. Their code would slow the others down by 2 to 20 %.
   bool every_option = false;
 
   constexpr int threads() const { return warps * 32; }

@@ -104,7 +104,7 @@ def attention(
         _refuse_gradient(alibi_slopes)
     if sinks is not None:
         sinks = _float32(sinks)
-    if seed is None and dropout_p != 0:
+    if dropout_p and seed is None:
         seed = int(torch.randint(2**63 - 1, (), device="cpu"))
     try:
         differentiable = is_grad_enabled() and (

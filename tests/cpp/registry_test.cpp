@@ -295,12 +295,11 @@ TEST(Select, BackwardOnHopperTakesTwoPassesOfWideHeads) {
 
 TEST(Select, KeyBlocksOfOneWaveTakeTurnsUnderAMask) {
   const DeviceInfo device = gpu(90, 227);
-  const auto heads_at_once = [&](int seqlen, Band band, int group = 1, bool deterministic = false) {
+  const auto heads_at_once = [&](int seqlen, Band band, int group = 1) {
     Problem problem = problem_on(device, DType::kBFloat16, 128, 128, seqlen);
     problem.heads_q = 100;
     problem.heads_k = 100 / group;
     problem.band = band;
-    problem.deterministic = deterministic;
     return select_backward(problem, device).heads_at_once;
   };
   EXPECT_EQ(heads_at_once(2048, Band::causal()), device.multiprocessors / 16);
@@ -310,7 +309,38 @@ TEST(Select, KeyBlocksOfOneWaveTakeTurnsUnderAMask) {
   EXPECT_EQ(heads_at_once(0, Band::causal()), 1);
   EXPECT_EQ(heads_at_once(2048, Band::causal(), 4), device.multiprocessors * 4 / 16);
   EXPECT_EQ(heads_at_once(2048, Band::causal(), 100), 2);  // all there are
-  EXPECT_EQ(heads_at_once(512, Band::full(), 1, true), device.multiprocessors / 4);
+}
+
+TEST(Select, DeterministicKeyBlocksOfAHeadAreFewAtATime) {
+  const DeviceInfo device = gpu(90, 227);
+  const auto heads_at_once = [&](int head_dim, int seqlen) {
+    Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim, seqlen);
+    problem.heads_q = problem.heads_k = 100;
+    problem.deterministic = true;
+    return select_backward(problem, device).heads_at_once;
+  };
+  EXPECT_EQ(heads_at_once(128, 8192), device.multiprocessors / 8);
+  EXPECT_EQ(heads_at_once(64, 8192), device.multiprocessors / 4);
+  EXPECT_EQ(heads_at_once(128, 512), device.multiprocessors / 2);
+  EXPECT_EQ(heads_at_once(128, 128), 200);  // all there are
+  EXPECT_EQ(heads_at_once(256, 512), 1);    // nobody adds to dQ
+}
+
+TEST(Select, BackwardTakesTheTileThatWastesLess) {
+  const DeviceInfo device = gpu(90, 227);
+  const auto tile_m = [&](int seqlen, Band band, float softcap = 0) {
+    Problem problem = problem_on(device, DType::kBFloat16, 128, 128, seqlen);
+    problem.band = band;
+    problem.softcap = softcap;
+    return select_backward(problem, device).variant.tile_m;
+  };
+  EXPECT_EQ(tile_m(512, Band::full()), 64);  // 80 would go through 560
+  EXPECT_EQ(tile_m(640, Band::full()), 80);
+  EXPECT_EQ(tile_m(2048, Band::full()), 80);
+  EXPECT_EQ(tile_m(2048, Band::causal()), 64);
+  EXPECT_EQ(tile_m(16384, Band::causal()), 80);
+  EXPECT_EQ(tile_m(16384, Band::full(), 10), 64);
+  EXPECT_EQ(tile_m(0, Band::full()), 64);
 }
 
 TEST(Select, BackwardOnHopperHasAKernelForNarrowerValues) {
@@ -373,6 +403,11 @@ TEST(Select, ProblemsThatAskForLittleGetTheFasterRows) {
     problem.sinks = true;
     EXPECT_TRUE(select_forward(problem, device).variant.every_option);
     problem.sinks = false;
+    problem.deterministic = false;
+    problem.softcap = 10;
+    EXPECT_FALSE(select_forward(problem, device).variant.every_option);
+    EXPECT_EQ(select_backward(problem, device).variant.every_option, device.compute_capability == 90);
+    problem.softcap = 0;
     problem.dropout = Dropout::of(0.5, 7);
     EXPECT_TRUE(select_forward(problem, device).variant.every_option);
     EXPECT_TRUE(select_backward(problem, device).variant.every_option);

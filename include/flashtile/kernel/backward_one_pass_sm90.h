@@ -66,12 +66,18 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   }
 }
 
-/// Scales and rounds dQ, one thread block per tile of the workspace.
+inline constexpr int kFinishThreads = 256;
+
+/// Scales and rounds dQ, one thread block per tile of the workspace. The tile stands there as the accumulators of MmaQ;
+/// through shared memory they get into rows.
 template <class Row>
-__global__ void __launch_bounds__(256) backward_finish_sm90(const __grid_constant__ BackwardParams params) {
+__global__ void __launch_bounds__(kFinishThreads) backward_finish_sm90(const __grid_constant__ BackwardParams params) {
   using namespace cute;
   using Mainloop = BackwardOnePassSm90<Row::kVariant>;
   using Element = typename Mainloop::Element;
+  static_assert(kFinishThreads == 128 * Mainloop::kWarpgroups);
+  constexpr int kPitch = Mainloop::kHeadDim + 8;  // so that no two lanes meet in a bank
+  __shared__ alignas(16) Element rows[Mainloop::kM * kPitch];
   const std::int64_t tile = blockIdx.x;
   const std::int64_t batch_head = tile / params.m_blocks;
   const int first_row = int(tile - batch_head * params.m_blocks) * Mainloop::kM;
@@ -79,34 +85,43 @@ __global__ void __launch_bounds__(256) backward_finish_sm90(const __grid_constan
   const int head = int(batch_head - std::int64_t(batch) * params.heads);
   const int thread = threadIdx.x;
 
-  typename Mainloop::MmaQ mma;
-  const auto shape_of_tile = Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDim>>{};
-  Tensor tQrdQ = partition_fragment_C(mma, shape_of_tile);  // (mma, m, head_dim)
+  const Range queries = {first_row, min(first_row + Mainloop::kM, params.lengths.q)};
+  const bool sees = !params.band.transposed().tiles(queries, Mainloop::kN, params.lengths).visible.empty();
   const float4* part = reinterpret_cast<const float4*>(params.workspace.dq(params.memory) +
                                                        (tile * Mainloop::kWarpgroups + thread / 128) *
                                                            std::int64_t(Mainloop::kPartOfQ)) +
                        thread % 128;
-  const Range queries = {first_row, min(first_row + Mainloop::kM, params.lengths.q)};
-  const bool sees = !params.band.transposed().tiles(queries, Mainloop::kN, params.lengths).visible.empty();
+  const auto shape = take<0, 2>(typename Mainloop::ShapeQ{});
+  typename Mainloop::MmaQ mma;
+  Tensor tQrdQ = partition_fragment_C(mma, shape);  // (mma, m, head_dim), or turned
+  Tensor coord = mma.get_slice(thread).partition_C(make_identity_tensor(shape));
   CUTE_UNROLL
   for (int i = 0; i < size(tQrdQ); i += 4) {
     const float4 four = sees ? part[i / 4 * 128] : float4{};  // nobody stored what nobody sees
-    tQrdQ(i) = four.x * params.scale;
-    tQrdQ(i + 1) = four.y * params.scale;
-    tQrdQ(i + 2) = four.z * params.scale;
-    tQrdQ(i + 3) = four.w * params.scale;
+    tQrdQ(i) = four.x;
+    tQrdQ(i + 1) = four.y;
+    tQrdQ(i + 2) = four.z;
+    tQrdQ(i + 3) = four.w;
   }
-  Tensor rows = rows_and_columns(tQrdQ);  // (row, head_dim)
-  Tensor coord = rows_and_columns(mma.get_slice(thread).partition_C(make_identity_tensor(shape_of_tile)));
-  const int first_column = Mainloop::kShareRows ? 0 : thread / 128 * (Mainloop::kHeadDim / 2);
-  Element* const origin =
-      static_cast<Element*>(params.dq) + batch * params.dq_strides.batch + head * params.dq_strides.head + first_column;
   CUTE_UNROLL
-  for (int r = 0; r < size<0>(rows); ++r) {
-    const int row = first_row + get<0>(coord(r, 0));
-    store_row(rows, r, origin + row * params.dq_strides.row,
-              row < params.lengths.q ? params.head_dim - first_column : 0);
+  for (int i = 0; i < size(tQrdQ); ++i) {
+    const int row = Mainloop::kTurned ? get<1>(coord(i)) : get<0>(coord(i));
+    const int column = Mainloop::kTurned ? get<0>(coord(i)) : get<1>(coord(i));
+    rows[row * kPitch + column] = static_cast<Element>(params.scale * tQrdQ(i));
   }
+  __syncthreads();
+
+  constexpr int kVector = 8;  // elements of a 16-byte store
+  constexpr int kLanes = Mainloop::kHeadDim / kVector;
+  const int column = thread % kLanes * kVector;
+  if (column >= params.head_dim) return;
+  Element* const origin = static_cast<Element*>(params.dq) + batch * params.dq_strides.batch +
+                          head * params.dq_strides.head + first_row * params.dq_strides.row + column;
+  CUTE_UNROLL
+  for (int row = thread / kLanes; row < Mainloop::kM; row += kFinishThreads / kLanes)
+    if (first_row + row < params.lengths.q)
+      *reinterpret_cast<uint4*>(origin + row * params.dq_strides.row) =
+          *reinterpret_cast<const uint4*>(rows + row * kPitch + column);
 }
 
 template <class Row>
@@ -134,7 +149,7 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   launch_backward_prepare<Row>(backward, device, stream);
   launch(backward_one_pass_sm90<Row>, main, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory}, params,
          stream);
-  if (backward.dq) launch(backward_finish_sm90<Row>, finish, device, {tiles, 256, 0}, backward, stream);
+  if (backward.dq) launch(backward_finish_sm90<Row>, finish, device, {tiles, kFinishThreads, 0}, backward, stream);
 }
 
 }  // namespace flashtile

@@ -67,10 +67,10 @@ __global__ void __launch_bounds__(kPrepareThreads) backward_prepare(const __grid
     const int first_row = m_block * workspace.tile_m;
     const Range rows = {first_row, min(first_row + workspace.tile_m, params.lengths.q)};
     const TileRanges keys = params.band.transposed().tiles(rows, Row::kVariant.tile_n, params.lengths);
-    const int last = keys.visible.end - 1;
+    const int first = keys.visible.begin;
     workspace.state(params.memory)[tile * workspace.parts + threadIdx.x] = !params.deterministic ? SumOfDq::kNothing
-                                                                           : kFirstStores        ? ~last
-                                                                                                 : last;
+                                                                           : kFirstStores        ? ~first
+                                                                                                 : first;
   }
   if constexpr (!kFirstStores) {
     const int size = workspace.tile_m * workspace.head_dim;

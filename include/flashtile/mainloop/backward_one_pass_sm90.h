@@ -39,7 +39,7 @@ struct BackwardOnePassSm90 {
   static constexpr int kStages = kV.stages;
   static constexpr int kWarpgroups = 2;  // consumers
   static constexpr int kRegisters = 240;
-  static_assert(kV.head_dim_v == kHeadDim && kHeadDim % 64 == 0 && kN == 64 * kWarpgroups && (kM == 64 || kM == 128) &&
+  static_assert(kV.head_dim_v == kHeadDim && kHeadDim % 64 == 0 && kN == 64 * kWarpgroups && kM % 16 == 0 &&
                 kV.warps == 4 * (kWarpgroups + 1));
 
   using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
@@ -58,14 +58,17 @@ struct BackwardOnePassSm90 {
       cute::SM90::GMMA::rs_op_selector<
           Element, Element, float, cute::Shape<cute::Int<kN>, cute::Int<kHeadDim>, cute::Int<kM>>, kMajorK, kMajorMN>(),
       Keys{}));  // dV, dK
-  // Of dQ a warpgroup has half the rows, or half the columns where rows are too few to share.
-  static constexpr bool kShareRows = kM == 128;
+  // Of dQ a warpgroup has half the rows. Where rows are too few to share, dQ is formed transposed, (head_dim, M), and a
+  // warpgroup has half the head dimension.
+  static constexpr bool kTurned = kM < 64 * kWarpgroups;
+  using ShapeQ = cute::Shape<cute::Int<kTurned ? kHeadDim : kM>, cute::Int<kTurned ? kM : kHeadDim>, cute::Int<kN>>;
   using MmaQ = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::ss_op_selector<
-          Element, Element, float,
-          cute::Shape<cute::Int<kM>, cute::Int<kShareRows ? kHeadDim : kHeadDim / 2>, cute::Int<kN>>, kMajorK,
-          kMajorMN>(),
-      std::conditional_t<kShareRows, Keys, cute::Layout<cute::Shape<cute::_1, cute::_2, cute::_1>>>{}));
+      cute::SM90::GMMA::ss_op_selector<Element, Element, float, ShapeQ, kTurned ? kMajorMN : kMajorK,
+                                       kTurned ? kMajorK : kMajorMN>(),
+      Keys{}));
+  // Whether dS takes the rounded weights, where there are no registers for the others.
+  static constexpr bool kRoundedWeights = kM * kHeadDim > 64 * 128;
+  static_assert(!kRoundedWeights || !kV.every_option);          // softcap scales them
   static constexpr int kPartOfQ = kM * kHeadDim / kWarpgroups;  // floats of one warpgroup
   static constexpr int kColumnsOfPart = 256;                    // as TMA sees them
   static_assert(kPartOfQ % kColumnsOfPart == 0);
@@ -230,10 +233,8 @@ struct BackwardOnePassSm90 {
       Tensor tSrQ = s_warpgroup.partition_fragment_B(sQ);              // (mma, m, k, stage)
       Tensor tSrdO = s_warpgroup.partition_fragment_B(sdO);            // (mma, m, k, stage)
       auto kv_thread = mma_kv.get_slice(thread);
-      Tensor tVrdO = kv_thread.partition_fragment_B(sdOt);              // (mma, head_dim, k, stage)
-      Tensor tKrQ = kv_thread.partition_fragment_B(sQt);                // (mma, head_dim, k, stage)
-      Tensor tQrdS = q_warpgroup.partition_fragment_A(sdS);             // (mma, m, k, buffer)
-      Tensor tQrK = q_warpgroup.partition_fragment_B(sKt)(_, _, _, 0);  // (mma, head_dim, k)
+      Tensor tVrdO = kv_thread.partition_fragment_B(sdOt);  // (mma, head_dim, k, stage)
+      Tensor tKrQ = kv_thread.partition_fragment_B(sQt);    // (mma, head_dim, k, stage)
 
       Tensor cS = make_identity_tensor(Shape<Int<kN>, Int<kM>>{});              // (N, M)
       Tensor tScS = rows_and_columns(mma_s.get_slice(thread).partition_C(cS));  // (row, column)
@@ -250,7 +251,15 @@ struct BackwardOnePassSm90 {
       const bool folded = folds(backward);
       const float scale_log2 = folded ? backward.score_map.outer_log2 : 1.0f;
       typename Ring<kStages>::Cursor at{};
-      Tensor tQrdQ = partition_fragment_C(mma_q, Shape<Int<kM>, Int<kHeadDim>>{});  // (mma, m, head_dim)
+      Tensor tQrdQ = partition_fragment_C(mma_q, take<0, 2>(ShapeQ{}));  // (mma, m, head_dim), or turned
+      const auto start_dq = [&](int buffer) __attribute__((always_inline)) {
+        if constexpr (kTurned)
+          start_matmul(mma_q, q_warpgroup.partition_fragment_A(sKt)(_, _, _, 0),
+                       q_warpgroup.partition_fragment_B(sdS)(_, _, _, buffer), tQrdQ, SM90::GMMA::ScaleOut::Zero);
+        else
+          start_matmul(mma_q, q_warpgroup.partition_fragment_A(sdS)(_, _, _, buffer),
+                       q_warpgroup.partition_fragment_B(sKt)(_, _, _, 0), tQrdQ, SM90::GMMA::ScaleOut::Zero);
+      };
       typename Ring<2>::Cursor ds_at{};
       typename Ring<2>::Cursor dq_at{};
       const std::uint32_t place_of_scores = this->place_of_scores();
@@ -281,7 +290,8 @@ struct BackwardOnePassSm90 {
         const ScoreTile<BackwardParams> score_tile{
             backward, {work.batch, head, work.n_block}, key, backward.lengths.transposed()};
         if (edge || !folded) {
-          if (!folded) score_tile.map(scores, tScS, m_block * kM);
+          if constexpr (kV.every_option) score_tile.cap(scores);
+          if (!folded) score_tile.stretch(scores, tScS, m_block * kM);
           if (edge) {
             score_tile.mask(scores, tScS, m_block * kM);
             CUTE_UNROLL
@@ -294,37 +304,39 @@ struct BackwardOnePassSm90 {
         }
         // Exponents to weights, rounded for dV, and to what dP is multiplied with: the same, or under a cap its slope
         // too.
+        auto weights = recast<std::uint32_t>(tVrP);
         const auto weigh = [&](auto&& slope) __attribute__((always_inline)) {
-          auto words = recast<std::uint32_t>(tVrP);
           for_column_pairs(tScS, shared.statistics[stage][0], [&](int c, float2 lse) {
             CUTE_UNROLL
             for (int r = 0; r < size<0>(scores); ++r) {
               const float a = exp2_approx(fmaf(scores(r, c), scale_log2, -lse.x));
               const float b = exp2_approx(fmaf(scores(r, c + 1), scale_log2, -lse.y));
-              words(c + r) = round_pair<Element>(a, b);
+              weights(c + r) = round_pair<Element>(a, b);
               scores(r, c) = a * slope(r, c);
               scores(r, c + 1) = b * slope(r, c + 1);
             }
           });
         };
-        if (backward.score_map.capped()) [[unlikely]]
+        if (kV.every_option && backward.score_map.capped())
           weigh([&](int r, int c) { return score_tile.cap_slope(scores(r, c), tScS(r, c), m_block * kM); });
         else
           weigh([](int, int) { return 1.0f; });
 
         wait_matmul<0>(tSrdP);
-        if constexpr (kV.every_option) {
+        if (kV.every_option && backward.dropout.active()) {
           const auto kept = KeptOf<decltype(tScS)>::template of<Rows::kKeys>(backward.dropout, work.batch, head, tScS,
                                                                              key, m_block * kM);
-          kept.keep_words(recast<std::uint32_t>(tVrP));
+          kept.keep_words(weights);
           kept.keep(other, backward.dropout.scale);
         }
         start_matmul(mma_kv, tVrP, tVrdO(_, _, _, stage), tVrdV, opening);
         for_column_pairs(tScS, shared.statistics[stage][1], [&](int c, float2 delta) {
           CUTE_UNROLL
           for (int r = 0; r < size<0>(scores); ++r) {
-            scores(r, c) *= other(r, c) - delta.x;
-            scores(r, c + 1) *= other(r, c + 1) - delta.y;
+            const float2 weight =
+                kRoundedWeights ? unround<Element>(weights(c + r)) : float2{scores(r, c), scores(r, c + 1)};
+            scores(r, c) = weight.x * (other(r, c) - delta.x);
+            scores(r, c + 1) = weight.y * (other(r, c + 1) - delta.y);
           }
         });
         round_to(tSrS, tKrdS);
@@ -337,7 +349,7 @@ struct BackwardOnePassSm90 {
         // dQ of the step before, for which the other warpgroup has had time: so the two need not keep step. In the
         // first there is none, and nothing comes of what is multiplied.
         if (started) shared.ds_full[dq_at.stage].wait(dq_at.parity);
-        start_matmul(mma_q, tQrdS(_, _, _, uniform(dq_at.stage)), tQrK, tQrdQ, SM90::GMMA::ScaleOut::Zero);
+        start_dq(uniform(dq_at.stage));
         start_matmul(mma_kv, tKrdS, tKrQ(_, _, _, stage), tKrdK, opening);
         wait_matmul<2>(tVrdV);
         shared.dout_barriers.release_by_warp(at);
@@ -351,7 +363,7 @@ struct BackwardOnePassSm90 {
         opening = SM90::GMMA::ScaleOut::One;
       });
       shared.ds_full[dq_at.stage].wait(dq_at.parity);
-      start_matmul(mma_q, tQrdS(_, _, _, uniform(dq_at.stage)), tQrK, tQrdQ, SM90::GMMA::ScaleOut::Zero);
+      start_dq(uniform(dq_at.stage));
       wait_matmul<0>(tQrdQ);
       finish_dq();
     }

@@ -241,16 +241,18 @@ struct BackwardMainloopSm80 {
     const bool partial = key + kN > params.lengths.k;
     const bool folded = folds(params);
     const int last_head = (work.kv_head + 1) * params.group - 1;
+    // Each warp adds to a part of its own of a tile of dQ.
+    const bool in_order = kV.every_option && params.dq && params.deterministic;
     const auto next = [&](Step step) {
-      if (++step.m_block == blocks.visible.end) step = {step.head + 1, blocks.visible.begin};
+      step.m_block += in_order ? -1 : 1;
+      if (step.m_block == blocks.visible.end) step = {step.head + 1, blocks.visible.begin};
+      if (step.m_block < blocks.visible.begin) step = {step.head + 1, blocks.visible.end - 1};
       return step;
     };
     const auto previous = [&](Step step) {
-      if (--step.m_block < blocks.visible.begin) step = {step.head - 1, blocks.visible.end - 1};
+      if (++step.m_block == blocks.visible.end) step = {step.head - 1, blocks.visible.begin};
       return step;
     };
-    // Each warp adds to a part of its own of a tile of dQ.
-    const bool in_order = kV.every_option && params.dq && params.deterministic;
     const bool drops = kV.every_option && params.dropout.active();
     const auto sum_of = [&](Step step) { return SumOfDq(params, tile_of(step), thread / 32); };
     const auto pass = [&](Step step) {
@@ -267,7 +269,7 @@ struct BackwardMainloopSm80 {
     Tensor sdSt = tile<SmemLayout<kN, kM>>(shared.scores[0]);                 // (N, M)
     Tensor sdS = tile<SmemLayoutT<kN, kM>>(shared.scores[0]);                 // (M, N)
 
-    const Step first{work.kv_head * params.group, blocks.visible.begin};
+    const Step first{work.kv_head * params.group, in_order ? blocks.visible.end - 1 : blocks.visible.begin};
     Step step = first;
     int stage = 0;
     load_keys();

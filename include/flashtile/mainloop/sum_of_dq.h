@@ -9,9 +9,9 @@ namespace flashtile {
 
 /// A part of a tile of dQ, to which all blocks of keys add that its queries see.
 ///
-/// In order, blocks add from the last to the first, so that the rounding is the same in every run. Nobody waits for
-/// ever: blocks start in the order in which they add (see KeyBlock), and all walk over the queries in one direction.
-/// Under a causal mask they need not wait at all: block n comes to a tile a step after block n + 1.
+/// In order, blocks add from the first to the last, so that the rounding is the same in every run. Nobody waits for
+/// ever: that is also the order in which they start, and all walk over the queries in one direction. From the last
+/// query to the first, since all blocks see the last ones: then those that run at the same time are a step apart.
 ///
 /// In any order, the first to come stores what others add to, which spares clearing the memory beforehand. The others
 /// wait while it does.
@@ -33,7 +33,7 @@ class SumOfDq {
     }
   }
   /// By one thread, when all that was added is in memory.
-  CUTE_DEVICE void pass(int n_block) const { state_.store(n_block - 1, cuda::memory_order_release); }
+  CUTE_DEVICE void pass(int n_block) const { state_.store(n_block + 1, cuda::memory_order_release); }
 
   /// In any order: whether there is something to add to.
   CUTE_DEVICE bool there() const { return state() == kThere; }

@@ -13,6 +13,15 @@ CUTE_DEVICE std::uint32_t round_pair(float low, float high) {
   return reinterpret_cast<std::uint32_t const&>(pair);
 }
 
+/// The pair that round_pair made, as float32.
+template <class Element>
+CUTE_DEVICE float2 unround(std::uint32_t pair) {
+  if constexpr (std::is_same_v<Element, cute::half_t>)
+    return __half22float2(reinterpret_cast<__half2 const&>(pair));
+  else
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+}
+
 /// What becomes of negative numbers. Making them 0 costs nothing: it is the same instruction.
 enum class Negative { kKeep, kZero };
 
