@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--flex",
         action="store_true",
-        help="suite forward: also time FlexAttention; compiling it for each case takes long",
+        help="suites forward and backward: also time FlexAttention; compiling it for each case takes long",
     )
     bench.add_argument("--json", type=Path, metavar="FILE", help="store the results")
     bench.add_argument("--markdown", type=Path, nargs="+", metavar="FILE", help="measure nothing; print stored results")

@@ -1,12 +1,15 @@
 """The benchmark's own parts: its mask, its oracle, its suites, its records. No test looks at a time."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 import flashtile
 from flashtile.bench import command, further, report, run, suites, timing
@@ -308,17 +311,18 @@ def test_two_peers_of_one_name_are_refused():
 
 
 @pytest.mark.parametrize(
-    "suite, argument, options, expected",
+    "suite, argument, options",
     [
-        ("backward", "--flex", {"flex": True}, "'forward'"),
-        ("host", "--flex", {"flex": True}, "'forward'"),
-        ("host", "--peer", {"peers": ["Mine=math:sqrt"]}, "'forward' or 'backward'"),
-        ("cpu", "--peer", {"peers": ["Mine=math:sqrt"]}, "'forward' or 'backward'"),
+        ("host", "--flex", {"flex": True}),
+        ("cpu", "--flex", {"flex": True}),
+        ("host", "--peer", {"peers": ["Mine=math:sqrt"]}),
+        ("cpu", "--peer", {"peers": ["Mine=math:sqrt"]}),
     ],
 )
-def test_suites_that_take_no_further_peers(suite, argument, options, expected, capsys):
+def test_suites_that_take_no_further_peers(suite, argument, options, capsys):
     assert command.measure(suite, **options) == 2
-    assert f"{argument} is given with suite {suite!r}, expected suite {expected}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"{argument} is given with suite {suite!r}, expected suite 'forward' or 'backward'" in shown
 
 
 @pytest.mark.parametrize("target", [f"{__name__}:outside_bare", "flashtile.bench.further:deterministic"])
@@ -331,9 +335,10 @@ def test_a_further_peer_is_differentiated_in_the_backward_suite(target):
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
 
 
-def test_flex_is_there_only_if_asked_for():
-    assert further.further_peers("forward") == []
-    assert [peer.name for peer in further.further_peers("forward", ["Mine=math:sqrt"], flex=True)] == ["Flex", "Mine"]
+@pytest.mark.parametrize("suite", ["forward", "backward"])
+def test_flex_is_there_only_if_asked_for(suite):
+    assert further.further_peers(suite) == []
+    assert [peer.name for peer in further.further_peers(suite, ["Mine=math:sqrt"], flex=True)] == ["Flex", "Mine"]
 
 
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(5, 5), (3, 7), (7, 3)])
@@ -366,17 +371,73 @@ def test_flex_is_compiled_once_for_a_case_and_gets_grouped_heads(monkeypatch):
     assert compiled == [{"dynamic": False, "fullgraph": True}] * 3
 
 
-def test_flex_that_does_not_compile_is_said_and_not_timed(monkeypatch):
-    def broken(function, **options):
-        def call(*arguments, **options):
-            raise TypeError("no such tile\nand a long trace")
+def flex_by_sdpa(q, k, v, block_mask, enable_gqa):
+    """In FlexAttention's place where it is differentiated, for which it has no kernel on a CPU."""
+    keep = None
+    if block_mask is not None:
+        rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]
+        keep = block_mask.mask_mod(None, None, rows, columns)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep, enable_gqa=enable_gqa)
 
-        return call
 
-    monkeypatch.setattr(torch, "compile", broken)
-    found = entries_with([Peer("Flex", further.FlexAttention())])
+def test_flex_compiles_forward_and_backward_once_for_a_case_and_is_timed_on_a_graph_that_is_kept(monkeypatch):
+    graphs = []
+
+    def compile_graph(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    # Really compiled, if only to the same operations: a compiled backward may refuse a graph that is kept.
+    compiled_as = functools.partial(torch.compile, flex_by_sdpa, backend=aot_autograd(fw_compiler=compile_graph))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled_as(**options))
+    flex = Peer("Flex", further.FlexAttention())
+    forward, backward = TINY
+    full = dataclasses.replace(backward, causal=False)
+    for case, compiled in ((backward, 2), (full, 2), (forward, 1), (backward, 2)):
+        found = entries_with([flex], case)
+        assert not found["Flex"].wrong and found["Flex"].timing
+        assert len(graphs) == compiled, case
+        graphs.clear()
+
+
+def test_flex_that_has_no_backward_is_said_and_not_timed():
+    found = entries_with([Peer("Flex", further.FlexAttention())], TINY[1])
+    assert found["Flex"].refusal.startswith("FlexAttention: ") and found["Flex"].timing is None
+    assert found["SDPA"].timing
+
+
+class BrokenBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v):
+        return q.clone()
+
+    @staticmethod
+    def backward(ctx, dout):
+        raise TypeError("no such tile\nand a long trace")
+
+
+def broken_forward(q, k, v, **options):
+    raise TypeError("no such tile\nand a long trace")
+
+
+def broken_backward(q, k, v, **options):
+    return BrokenBackward.apply(q, k, v)
+
+
+@pytest.mark.parametrize("broken, case", [(broken_forward, TINY[0]), (broken_backward, TINY[1])])
+def test_flex_that_does_not_compile_is_said_and_not_timed(broken, case, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: broken)
+    found = entries_with([Peer("Flex", further.FlexAttention())], case)
     assert found["Flex"] == run.Entry("Flex", refusal="FlexAttention: TypeError: no such tile")
     assert found["SDPA"].timing
+
+
+def test_flex_serves_a_case_again_after_another_that_it_refused(monkeypatch):
+    compiled = iter((flex_by_sdpa, broken_backward, flex_by_sdpa))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: next(compiled))
+    flex = Peer("Flex", further.FlexAttention())
+    found = [entries_with([flex], case)["Flex"] for case in (TINY[0], TINY[1], TINY[0])]
+    assert [bool(entry.timing) for entry in found] == [True, False, True]
 
 
 def test_measure_stores_what_it_shows(tmp_path, capsys, monkeypatch):
@@ -473,12 +534,14 @@ def test_gpu_suites(suite, tmp_path):
 
 
 @pytest.mark.gpu
-def test_further_peers_on_a_gpu(tmp_path):
+@pytest.mark.parametrize("suite", ["forward", "backward"])
+def test_further_peers_on_a_gpu(suite, tmp_path):
     path = tmp_path / "gpu.json"
     outside = f"Mine={__name__}:outside_bare"
-    assert command.measure("forward", quick=True, json_path=path, peers=[outside], flex=True) == 0
+    assert command.measure(suite, quick=True, json_path=path, peers=[outside], flex=True) == 0
     record = json.loads(path.read_text())
-    assert report.BEST_PEER in record["summary"] and report.OF_MATMUL in record["summary"]
+    for name in (report.BEST_PEER, report.OF_MATMUL):
+        assert (name in record["summary"]) == (suite == "forward")
     for cell in record["cells"]:
         assert list(cell["results"])[-2:] == ["Flex", "Mine"]
         assert "median_us" in cell["results"]["Mine"]

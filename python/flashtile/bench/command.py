@@ -30,8 +30,8 @@ def measure(
 ) -> int:
     """Runs a suite and returns the exit status: 0 where flashtile was right everywhere.
 
-    `attention` stands in for flashtile's, `cases` for the suite's. `peers` (NAME=MODULE:FUNCTION) run beside the usual
-    peers of suites forward and backward, FlexAttention by `flex` beside those of forward.
+    `attention` stands in for flashtile's, `cases` for the suite's. `peers` (NAME=MODULE:FUNCTION), and by `flex`
+    FlexAttention, run beside the usual peers of suites forward and backward.
     """
     if attention is None:
         from flashtile import attention

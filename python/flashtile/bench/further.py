@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from flashtile.bench.cases import Case
+from flashtile.bench.cases import Case, Work
 from flashtile.bench.oracle import Attention
 from flashtile.bench.peers import OURS, Peer, cuda_settings
 from flashtile.bench.report import BEST_PEER, OF_MATMUL
@@ -22,10 +22,9 @@ TAKEN = (OURS, *cuda_settings(), FLEX, BEST_PEER, OF_MATMUL)
 
 def further_peers(suite: str, texts: Sequence[str] = (), *, flex: bool = False) -> list[Peer]:
     """What `--flex` and each `--peer NAME=MODULE:FUNCTION` ask for; a ValueError says what is wrong with them."""
-    for argument, given, suites in (("--flex", flex, ("forward",)), ("--peer", texts, ("forward", "backward"))):
-        if given and suite not in suites:
-            expected = " or ".join(map(repr, suites))
-            raise ValueError(f"bench: {argument} is given with suite {suite!r}, expected suite {expected}")
+    if suite not in ("forward", "backward") and (flex or texts):
+        argument = "--flex" if flex else "--peer"
+        raise ValueError(f"bench: {argument} is given with suite {suite!r}, expected suite 'forward' or 'backward'")
     # Flex comes first: it clears what torch.compile holds, and a compiled peer behind it compiles in its own check.
     peers = [Peer(FLEX, FlexAttention())] if flex else []
     for text in texts:
@@ -81,36 +80,45 @@ def _outside_attention(function: Callable[..., Any]) -> Attention:
 
 
 class FlexAttention:
-    """PyTorch's FlexAttention, forward only. A case's first call, its check, compiles; the timed calls find that."""
+    """PyTorch's FlexAttention. A case's first call, its check, compiles; the timed calls find that."""
 
     def __init__(self) -> None:
         self._case: Case | None = None
         self._compiled: Callable[..., torch.Tensor] = flex_attention
         self._block_mask: BlockMask | None = None
 
-    # The check runs without autograd and the timing with it, which to torch.compile would be two functions.
-    @torch.no_grad()
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
         try:
             if case != self._case:
-                self._prepare(case, q.device)
+                self._prepare(q, k, v, case)
+            return self._attend(q, k, v, case)
+        except Exception as error:  # a compiler fails in ways of its own; each means that there is no kernel
+            raise NotImplementedError(f"FlexAttention: {type(error).__name__}: {error}") from error
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
+        # A forward is checked without autograd and timed with it, which to torch.compile would be two functions.
+        with torch.set_grad_enabled(case.work is Work.BACKWARD):
             out = self._compiled(
                 *(t.transpose(1, 2) for t in (q, k, v)),
                 block_mask=self._block_mask,
                 enable_gqa=q.shape[2] != k.shape[2],
             )
-        except Exception as error:  # a compiler fails in ways of its own; each means that there is no kernel
-            raise NotImplementedError(f"FlexAttention: {type(error).__name__}: {error}") from error
         return out.transpose(1, 2)
 
-    def _prepare(self, case: Case, device: torch.device) -> None:
+    def _prepare(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> None:
+        self._case = None  # where anything below fails, nothing is prepared
         # Without this a second shape would be compiled as a dynamic one, and after a few torch.compile gives up.
         torch.compiler.reset()
         seen = mask_function(case)
         self._block_mask = (
-            None if seen is None else create_block_mask(seen, None, None, case.seqlen_q, case.seqlen_k, device=device)
+            None if seen is None else create_block_mask(seen, None, None, case.seqlen_q, case.seqlen_k, device=q.device)
         )
         self._compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        if case.work is Work.BACKWARD:
+            # A backward is compiled as it first runs: here, so that its failure is a refusal too. Compiled by a run
+            # that frees its graph, it would refuse the timed ones, which keep theirs.
+            out = self._attend(q, k, v, case)
+            torch.autograd.grad(out, (q, k, v), torch.zeros_like(out), retain_graph=True)
         self._case = case
 
 
