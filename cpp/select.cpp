@@ -175,20 +175,36 @@ int countable(const char* tensor, std::int64_t count, const char* of_what) {
   return static_cast<int>(count);
 }
 
+int key_blocks(const Problem& p, const Variant& v) {
+  return std::max((p.seqlen_k + v.tile_n - 1) / v.tile_n, 1);
+}
+
+/// Thread blocks for `tiles` blocks of keys. Where a block meets few queries, its beginning and its end weigh: then as
+/// many as run at a time, each for one block after the other. Under a mask those of whole heads, so that rounds in
+/// alternate directions give each as much to do.
+int thread_blocks(const Problem& p, const Variant& v, const DeviceInfo& device, int tiles) {
+  const std::int64_t few = p.deterministic ? 1024 : 4096;  // in order, long queues would wait for each other
+  if (!v.may_loop() || std::int64_t{p.group()} * p.seqlen_q > few) return tiles;
+  const int of_whole_heads = device.multiprocessors / key_blocks(p, v) * key_blocks(p, v);
+  const bool even = p.band == Band::full() || of_whole_heads == 0;
+  return std::min(tiles, even ? device.multiprocessors : of_whole_heads);
+}
+
 /// KV heads whose key blocks take turns. Under a mask the work of a head's blocks differs: then as many heads as one
 /// wave of thread blocks holds, so that neighbours have about as much to do, and more where a block has a whole group
 /// of query heads to go through. Not where a head has few blocks: more heads at a time take more of the L2 cache for
-/// dQ. Where blocks add to dQ in order, so many that few of those that run at a time belong to one head and wait for
-/// each other, but yet some, which share its queries in the L2 cache: eight of head dimension 128.
-int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device) {
+/// dQ; but if thread blocks take several, evenness is worth more. Where blocks add to dQ in order, so many heads that
+/// few of the blocks that run at a time belong to one and wait for each other, but yet some, which share its queries in
+/// the L2 cache: eight of head dimension 128.
+int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, bool several) {
   constexpr int kManyBlocks = 16;
   const std::int64_t at_a_time = device.multiprocessors;
-  const int n_blocks = std::max((p.seqlen_k + v.tile_n - 1) / v.tile_n, 1);
+  const int n_blocks = key_blocks(p, v);
   std::int64_t wanted = 1;
   if (p.deterministic && v.parts_of_dq() > 0)
     wanted = std::max(at_a_time * 16 / v.head_dim, at_a_time * 2 / n_blocks);
-  else if (p.band != Band::full() && n_blocks >= kManyBlocks)
-    wanted = at_a_time * p.group() / n_blocks;
+  else if (p.band != Band::full() && (several || n_blocks >= kManyBlocks))
+    wanted = at_a_time * (several ? 1 : p.group()) / n_blocks;
   const std::int64_t all = std::int64_t{p.batch} * p.heads_k;
   return static_cast<int>(std::clamp<std::int64_t>(wanted, 1, std::max<std::int64_t>(all, 1)));
 }
@@ -236,8 +252,8 @@ BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
     const BackwardWorkspace workspace = BackwardWorkspace::of(problem, v);
     countable("q", workspace.rows(), "rows (batch × heads × whole blocks)");
     if (v.two_passes()) plan.tiles += workspace.tiles;
-    plan.grid = countable("k", plan.tiles, kTiles);
-    plan.heads_at_once = heads_at_once(problem, v, device);
+    plan.grid = thread_blocks(problem, v, device, countable("k", plan.tiles, kTiles));
+    plan.heads_at_once = heads_at_once(problem, v, device, plan.grid < plan.tiles);
     plan.workspace_bytes = workspace.bytes();
   }
   plan.why = choice.why;

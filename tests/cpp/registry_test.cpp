@@ -295,20 +295,31 @@ TEST(Select, BackwardOnHopperTakesTwoPassesOfWideHeads) {
 
 TEST(Select, KeyBlocksOfOneWaveTakeTurnsUnderAMask) {
   const DeviceInfo device = gpu(90, 227);
-  const auto heads_at_once = [&](int seqlen, Band band, int group = 1) {
+  const auto plan = [&](int seqlen, Band band, int group = 1, bool deterministic = false) {
     Problem problem = problem_on(device, DType::kBFloat16, 128, 128, seqlen);
     problem.heads_q = 100;
     problem.heads_k = 100 / group;
     problem.band = band;
-    return select_backward(problem, device).heads_at_once;
+    problem.deterministic = deterministic;
+    return select_backward(problem, device);
   };
-  EXPECT_EQ(heads_at_once(2048, Band::causal()), device.multiprocessors / 16);
-  EXPECT_EQ(heads_at_once(1 << 20, Band::causal()), 1);
-  EXPECT_EQ(heads_at_once(2048, Band::full()), 1);
-  EXPECT_EQ(heads_at_once(512, Band::causal()), 1);
-  EXPECT_EQ(heads_at_once(0, Band::causal()), 1);
-  EXPECT_EQ(heads_at_once(2048, Band::causal(), 4), device.multiprocessors * 4 / 16);
-  EXPECT_EQ(heads_at_once(2048, Band::causal(), 100), 2);  // all there are
+  EXPECT_EQ(plan(8192, Band::causal()).heads_at_once, device.multiprocessors / 64);
+  EXPECT_EQ(plan(1 << 20, Band::causal()).heads_at_once, 1);
+  EXPECT_EQ(plan(8192, Band::full()).heads_at_once, 1);
+  EXPECT_EQ(plan(0, Band::causal()).heads_at_once, 1);
+  EXPECT_EQ(plan(8192, Band::causal(), 4).heads_at_once, device.multiprocessors * 4 / 64);
+  EXPECT_EQ(plan(8192, Band::causal(), 100).heads_at_once, 2);  // all there are
+
+  // Short: thread blocks take one block of keys after the other, under a mask those of whole heads at a time.
+  EXPECT_EQ(plan(8192, Band::causal()).grid, plan(8192, Band::causal()).tiles);
+  EXPECT_EQ(plan(2048, Band::full()).grid, device.multiprocessors);
+  EXPECT_EQ(plan(2048, Band::full()).heads_at_once, 1);
+  EXPECT_EQ(plan(2048, Band::causal()).grid, device.multiprocessors / 16 * 16);
+  EXPECT_EQ(plan(2048, Band::causal()).heads_at_once, device.multiprocessors / 16);
+  EXPECT_EQ(plan(2048, Band::causal(), 4).grid, plan(2048, Band::causal(), 4).tiles);  // 8192 queries for each key
+  EXPECT_EQ(plan(2048, Band::full(), 1, true).grid, plan(2048, Band::full()).tiles);
+  EXPECT_EQ(plan(512, Band::full(), 1, true).grid, device.multiprocessors);
+  EXPECT_EQ(plan(0, Band::full()).grid, 0);
 }
 
 TEST(Select, DeterministicKeyBlocksOfAHeadAreFewAtATime) {

@@ -14,11 +14,11 @@
 
 namespace flashtile {
 
-template <class Row>
+template <class Row, bool kLoops>
 __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     backward_one_pass_sm90(const __grid_constant__ BackwardOnePassParams params) {
   using namespace cute;
-  using Mainloop = BackwardOnePassSm90<Row::kVariant>;
+  using Mainloop = BackwardOnePassSm90<Row::kVariant, kLoops>;
   using Element = typename Mainloop::Element;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
@@ -33,36 +33,30 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   }
   __syncthreads();
 
-  const typename Mainloop::Work work(params.backward, blockIdx.x);
+  const typename Mainloop::Blocks blocks(params);
   if (threadIdx.x < 128) {
-    cutlass::arch::warpgroup_reg_dealloc<24>();
+    cutlass::arch::warpgroup_reg_dealloc<Mainloop::kProducerRegisters>();
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
-      typename Mainloop::Producer{params, shared}.run(work);
+      typename Mainloop::Producer{params, shared}.run(blocks);
     } else if (threadIdx.x % 32 == 0 && warp <= Mainloop::kWarpgroups) {
-      typename Mainloop::Writer{params, shared, warp - 1}.run(work);
+      typename Mainloop::Writer{params, shared, warp - 1}.run(blocks);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Mainloop::kRegisters>();
     const int thread = threadIdx.x - 128;
-    const auto shape_of_tile = Shape<Int<Mainloop::kN>, Int<Mainloop::kHeadDim>>{};
-    typename Mainloop::MmaKV mma;
-    Tensor tKrdK = partition_fragment_C(mma, shape_of_tile);  // (mma, key, head_dim)
-    Tensor tVrdV = partition_fragment_C(mma, shape_of_tile);  // (mma, key, head_dim)
-    clear(tKrdK);
-    clear(tVrdV);
-    typename Mainloop::Consumer{params, shared, thread}.run(work, tKrdK, tVrdV);
-
-    const auto store = [&](auto& acc, float scale, void* gradient, Strides const& strides, int columns) {
-      if (gradient == nullptr) return;
-      store_gradient<Mainloop::kN, typename Mainloop::MmaKV>(
-          acc, scale,
-          GradientHead<Element>::of(gradient, strides, work.batch, work.kv_head, params.backward.lengths.k, columns),
-          work.n_block * Mainloop::kN, thread);
+    BackwardParams const& backward = params.backward;
+    const auto store = [&](typename Mainloop::Work const& work, auto& tKrdK, auto& tVrdV) {
+      const auto store = [&](auto& acc, float scale, void* gradient, Strides const& strides, int columns) {
+        if (gradient == nullptr) return;
+        const auto head =
+            GradientHead<Element>::of(gradient, strides, work.batch, work.kv_head, backward.lengths.k, columns);
+        store_gradient<Mainloop::kN, typename Mainloop::MmaKV>(acc, scale, head, work.n_block * Mainloop::kN, thread);
+      };
+      store(tVrdV, backward.dropout.scale, backward.dv, backward.dv_strides, backward.head_dim_v);
+      store(tKrdK, backward.scale, backward.dk, backward.dk_strides, backward.head_dim);
     };
-    store(tVrdV, params.backward.dropout.scale, params.backward.dv, params.backward.dv_strides,
-          params.backward.head_dim_v);
-    store(tKrdK, params.backward.scale, params.backward.dk, params.backward.dk_strides, params.backward.head_dim);
+    typename Mainloop::Consumer{params, shared, thread}.run(blocks, store);
   }
 }
 
@@ -73,7 +67,7 @@ inline constexpr int kFinishThreads = 256;
 template <class Row>
 __global__ void __launch_bounds__(kFinishThreads) backward_finish_sm90(const __grid_constant__ BackwardParams params) {
   using namespace cute;
-  using Mainloop = BackwardOnePassSm90<Row::kVariant>;
+  using Mainloop = BackwardOnePassSm90<Row::kVariant, false>;
   using Element = typename Mainloop::Element;
   static_assert(kFinishThreads == 128 * Mainloop::kWarpgroups);
   constexpr int kPitch = Mainloop::kHeadDim + 8;  // so that no two lanes meet in a bank
@@ -127,9 +121,9 @@ __global__ void __launch_bounds__(kFinishThreads) backward_finish_sm90(const __g
 template <class Row>
 void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTensors& tensors, void* memory,
                                    Stream stream) {
-  using Mainloop = BackwardOnePassSm90<Row::kVariant>;
+  using Mainloop = BackwardOnePassSm90<Row::kVariant, false>;
   static_assert(sizeof(typename Mainloop::SharedStorage) <= backward_shared_memory(Row::kVariant));
-  static KernelHandles main, finish;
+  static KernelHandles looping, single, finish;
   const Device device = plan.problem.device;
   const BackwardParams backward = BackwardParams::of(plan, tensors, memory);
   const BackwardWorkspace& workspace = backward.workspace;
@@ -144,11 +138,16 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
       .statistics = float_boxes(workspace.lse_log2(memory), 2, workspace.rows(), 2, Mainloop::kM, device),
       .dq = float_boxes(workspace.dq(memory), parts * kRowsOfPart, Mainloop::kColumnsOfPart, kRowsOfPart,
                         Mainloop::kColumnsOfPart, device),
+      .blocks = static_cast<int>(plan.tiles),
   };
   const int tiles = static_cast<int>(workspace.tiles);
   launch_backward_prepare<Row>(backward, device, stream);
-  launch(backward_one_pass_sm90<Row>, main, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory}, params,
-         stream);
+  const auto launch_main = [&](auto kernel, KernelHandles& handles) {
+    launch(kernel, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory}, params, stream);
+  };
+  if constexpr (Row::kVariant.may_loop())
+    if (plan.grid < plan.tiles) launch_main(backward_one_pass_sm90<Row, true>, looping);
+  if (plan.grid == plan.tiles) launch_main(backward_one_pass_sm90<Row, false>, single);
   if (backward.dq) launch(backward_finish_sm90<Row>, finish, device, {tiles, kFinishThreads, 0}, backward, stream);
 }
 

@@ -1,4 +1,4 @@
-// One block of keys against all queries that see it, on Hopper's warpgroup matmuls: dK and dV of the block, and its
+// Blocks of keys, each against all queries that see it, on Hopper's warpgroup matmuls: dK and dV of the block, and its
 // part of dQ (FlashAttention-3, Shah et al. 2024).
 //
 // Tiles of scores are transposed, (keys, queries), and each of two consumer warpgroups owns 64 whole keys: weights and
@@ -29,16 +29,20 @@ struct BackwardOnePassParams {
   CUtensorMap q, k, v, dout;  // tiles of M, N, N, M rows
   CUtensorMap statistics;     // lse_log2 and delta of M rows
   CUtensorMap dq;             // half a tile of the workspace
+  int blocks;                 // of keys, of all heads
 };
 
-template <Variant kV>
+/// Thread blocks take a block of keys each, or if kLoops several, one after the other: the next one's tiles are on
+/// their way while dK and dV of the last one are stored.
+template <Variant kV, bool kLoops>
 struct BackwardOnePassSm90 {
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
   static constexpr int kStages = kV.stages;
-  static constexpr int kWarpgroups = 2;  // consumers
-  static constexpr int kRegisters = 240;
+  static constexpr int kWarpgroups = 2;                                        // consumers
+  static constexpr int kRegisters = kM == 64 && !kV.every_option ? 232 : 240;  // of a consumer's thread
+  static constexpr int kProducerRegisters = 504 - 2 * kRegisters;              // what is left
   static_assert(kV.head_dim_v == kHeadDim && kHeadDim % 64 == 0 && kN == 64 * kWarpgroups && kM % 16 == 0 &&
                 kV.warps == 4 * (kWarpgroups + 1));
 
@@ -90,8 +94,8 @@ struct BackwardOnePassSm90 {
 
     /// By one thread, before any other touches the barriers.
     CUTE_DEVICE void init_barriers() {
-      k_barriers.init(1);
-      v_barriers.init(1);
+      k_barriers.init(4 * kWarpgroups);
+      v_barriers.init(4 * kWarpgroups);
       q_barriers.init(4 * kWarpgroups);
       dout_barriers.init(4 * kWarpgroups);
       CUTE_UNROLL
@@ -110,34 +114,64 @@ struct BackwardOnePassSm90 {
 
   using Work = KeyBlock<kM, kN>;
 
+  /// The blocks of keys that a thread block takes. Rounds alternate in direction: under a mask, who got the longest
+  /// block of one gets the shortest of the next.
+  struct Blocks {
+    BackwardOnePassParams const& params;
+    Work only;  // if it does not loop; found by all threads before registers are shared out, as a producer has few
+
+    CUTE_DEVICE explicit Blocks(BackwardOnePassParams const& params)
+        : params(params), only(params.backward, blockIdx.x) {}
+
+    template <class Visit>
+    CUTE_DEVICE void for_each(Visit&& visit) const {
+      if constexpr (kLoops) {
+        int place = blockIdx.x;
+        CUTE_NO_UNROLL
+        for (int first = 0; first < params.blocks; first += gridDim.x) {
+          if (first + place < params.blocks) visit(Work(params.backward, first + place));
+          place = gridDim.x - 1 - place;
+        }
+      } else {
+        visit(only);
+      }
+    }
+  };
+
   struct Producer {
     BackwardOnePassParams const& params;
     SharedStorage& shared;
+    typename Ring<kStages>::Cursor at{};
+    typename Ring<1>::Cursor keys_at{};
 
-    CUTE_DEVICE void run(Work const& work) {
+    CUTE_DEVICE void run(Blocks const& blocks) {
+      blocks.for_each([&](Work const& work) { load(work); });
+    }
+
+    CUTE_DEVICE void load(Work const& work) {
       if (work.queries.visible.empty()) return;
       const auto load_keys = [&](CUtensorMap const& map, Ring<1>& ring, Element* to) {
-        std::uint64_t* barrier = ring.fill({}, [] { return sizeof(SharedStorage::k); });
+        std::uint64_t* barrier = ring.fill(keys_at, [] { return sizeof(SharedStorage::k); });
         load_tile<kN, kHeadDim, kColumns>(map, barrier, to, work.n_block * kN, work.kv_head, work.batch);
       };
-      typename Ring<kStages>::Cursor at{};
       work.for_each([&](int head, int m_block) {
         const bool first = head == work.kv_head * work.group && m_block == work.start;
         const auto load_queries = [&](CUtensorMap const& map, std::uint64_t* barrier, Element* to) {
           load_tile<kM, kHeadDim, kColumns>(map, barrier, to, m_block * kM, head, work.batch);
         };
-        if (first) load_keys(params.k, shared.k_barriers, shared.k);
         std::uint64_t* barrier = shared.q_barriers.fill(
             at, [] { return sizeof(SharedStorage::q[0]) + sizeof(SharedStorage::statistics[0]); });
         load_queries(params.q, barrier, shared.q[at.stage]);
         cute::SM90_TMA_LOAD_2D::copy(
             &params.statistics, barrier, static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
             shared.statistics[at.stage], int(params.backward.workspace_row(work.batch, head, m_block * kM)), 0);
-        if (first) load_keys(params.v, shared.v_barriers, shared.v);
+        if (first) load_keys(params.k, shared.k_barriers, shared.k);  // when the block before is done with its own
         barrier = shared.dout_barriers.fill(at, [] { return sizeof(SharedStorage::dout[0]); });
         load_queries(params.dout, barrier, shared.dout[at.stage]);
+        if (first) load_keys(params.v, shared.v_barriers, shared.v);
         at.advance();
       });
+      if (kLoops) keys_at.advance();
     }
   };
 
@@ -146,10 +180,14 @@ struct BackwardOnePassSm90 {
     BackwardOnePassParams const& params;
     SharedStorage& shared;
     int warpgroup;
+    unsigned parity = 0;
 
-    CUTE_DEVICE void run(Work const& work) {
-      if (work.queries.visible.empty() || params.backward.dq == nullptr) return;
-      unsigned parity = 0;
+    CUTE_DEVICE void run(Blocks const& blocks) {
+      if (params.backward.dq == nullptr) return;
+      blocks.for_each([&](Work const& work) { add(work); });
+    }
+
+    CUTE_DEVICE void add(Work const& work) {
       work.for_each([&](int head, int m_block) {
         const std::int64_t tile = params.backward.workspace_tile(work.batch, head, m_block);
         const SumOfDq sum(params.backward, tile, warpgroup);
@@ -203,11 +241,10 @@ struct BackwardOnePassSm90 {
                      : "memory");
     }
 
-    /// Accumulates dK, before the scale, and dV, (mma, key, head_dim) both.
-    template <class Accumulator>
-    CUTE_DEVICE void run(Work const& work, Accumulator& tKrdK, Accumulator& tVrdV) {
+    /// Calls `finish(work, tKrdK, tVrdV)` for each block, with dK, before the scale, and dV, (mma, key, head_dim) both.
+    template <class Finish>
+    CUTE_DEVICE void run(Blocks const& blocks, Finish&& finish) {
       using namespace cute;
-      if (work.queries.visible.empty()) return;
       BackwardParams const& backward = params.backward;
       MmaS mma_s;
       MmaKV mma_kv;
@@ -246,8 +283,6 @@ struct BackwardOnePassSm90 {
       Tensor scores = rows_and_columns(tSrS);  // (row, column)
       Tensor other = rows_and_columns(tSrdP);  // (row, column)
 
-      const int key = work.n_block * kN;
-      const bool partial = key + kN > backward.lengths.k;
       const bool folded = folds(backward);
       const float scale_log2 = folded ? backward.score_map.outer_log2 : 1.0f;
       typename Ring<kStages>::Cursor at{};
@@ -262,8 +297,8 @@ struct BackwardOnePassSm90 {
       };
       typename Ring<2>::Cursor ds_at{};
       typename Ring<2>::Cursor dq_at{};
+      typename Ring<1>::Cursor keys_at{};
       const std::uint32_t place_of_scores = this->place_of_scores();
-      bool started = false;
       unsigned dq_parity = 0;
       const auto finish_dq = [&] {
         __syncwarp();
@@ -274,98 +309,115 @@ struct BackwardOnePassSm90 {
         hand_over(tQrdQ, warpgroup);
         dq_parity ^= 1;
       };
-      auto opening = SM90::GMMA::ScaleOut::Zero;
 
-      shared.k_barriers.wait_full({});
-      work.for_each([&](int head, int m_block) __attribute__((always_inline)) {
-        const int stage = uniform(at.stage);
-        shared.q_barriers.wait_full(at);
-        start_matmul(mma_s, tSrK, tSrQ(_, _, _, stage), tSrS, SM90::GMMA::ScaleOut::Zero);
-        if (opening == SM90::GMMA::ScaleOut::Zero) shared.v_barriers.wait_full({});
-        shared.dout_barriers.wait_full(at);
-        start_matmul(mma_s, tSrV, tSrdO(_, _, _, stage), tSrdP, SM90::GMMA::ScaleOut::Zero);
-        wait_matmul<1>(tSrS);
+      blocks.for_each([&](Work const& work) __attribute__((always_inline)) {
+        Tensor tKrdK = partition_fragment_C(mma_kv, Shape<Int<kN>, Int<kHeadDim>>{});  // (mma, key, head_dim)
+        Tensor tVrdV = partition_fragment_C(mma_kv, Shape<Int<kN>, Int<kHeadDim>>{});  // (mma, key, head_dim)
+        if (work.queries.visible.empty()) {
+          clear(tKrdK);
+          clear(tVrdV);
+          return finish(work, tKrdK, tVrdV);
+        }
+        const int key = work.n_block * kN;
+        const bool partial = key + kN > backward.lengths.k;
+        bool started = false;
+        auto opening = SM90::GMMA::ScaleOut::Zero;
 
-        const bool edge = partial || !work.queries.interior.contains(m_block);
-        const ScoreTile<BackwardParams> score_tile{
-            backward, {work.batch, head, work.n_block}, key, backward.lengths.transposed()};
-        if (edge || !folded) {
-          if constexpr (kV.every_option) score_tile.cap(scores);
-          if (!folded) score_tile.stretch(scores, tScS, m_block * kM);
-          if (edge) {
-            score_tile.mask(scores, tScS, m_block * kM);
-            CUTE_UNROLL
-            for (int r = 0; r < size<0>(scores); ++r) {
-              if (key + get<0>(tScS(r, 0)) < backward.lengths.k) continue;
+        shared.k_barriers.wait_full(keys_at);
+        work.for_each([&](int head, int m_block) __attribute__((always_inline)) {
+          const int stage = uniform(at.stage);
+          shared.q_barriers.wait_full(at);
+          start_matmul(mma_s, tSrK, tSrQ(_, _, _, stage), tSrS, SM90::GMMA::ScaleOut::Zero);
+          if (opening == SM90::GMMA::ScaleOut::Zero) shared.v_barriers.wait_full(keys_at);
+          shared.dout_barriers.wait_full(at);
+          start_matmul(mma_s, tSrV, tSrdO(_, _, _, stage), tSrdP, SM90::GMMA::ScaleOut::Zero);
+          wait_matmul<1>(tSrS);
+
+          const bool edge = partial || !work.queries.interior.contains(m_block);
+          const ScoreTile<BackwardParams> score_tile{
+              backward, {work.batch, head, work.n_block}, key, backward.lengths.transposed()};
+          if (edge || !folded) {
+            if constexpr (kV.every_option) score_tile.cap(scores);
+            if (!folded) score_tile.stretch(scores, tScS, m_block * kM);
+            if (edge) {
+              score_tile.mask(scores, tScS, m_block * kM);
               CUTE_UNROLL
-              for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = -kInfinity;
+              for (int r = 0; r < size<0>(scores); ++r) {
+                if (key + get<0>(tScS(r, 0)) < backward.lengths.k) continue;
+                CUTE_UNROLL
+                for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = -kInfinity;
+              }
             }
           }
-        }
-        // Exponents to weights, rounded for dV, and to what dP is multiplied with: the same, or under a cap its slope
-        // too.
-        auto weights = recast<std::uint32_t>(tVrP);
-        const auto weigh = [&](auto&& slope) __attribute__((always_inline)) {
-          for_column_pairs(tScS, shared.statistics[stage][0], [&](int c, float2 lse) {
+          // Exponents to weights, rounded for dV, and to what dP is multiplied with: the same, or under a cap its slope
+          // too.
+          auto weights = recast<std::uint32_t>(tVrP);
+          const auto weigh = [&](auto&& slope) __attribute__((always_inline)) {
+            for_column_pairs(tScS, shared.statistics[stage][0], [&](int c, float2 lse) {
+              CUTE_UNROLL
+              for (int r = 0; r < size<0>(scores); ++r) {
+                const float a = exp2_approx(fmaf(scores(r, c), scale_log2, -lse.x));
+                const float b = exp2_approx(fmaf(scores(r, c + 1), scale_log2, -lse.y));
+                weights(c + r) = round_pair<Element>(a, b);
+                scores(r, c) = a * slope(r, c);
+                scores(r, c + 1) = b * slope(r, c + 1);
+              }
+            });
+          };
+          if (kV.every_option && backward.score_map.capped())
+            weigh([&](int r, int c) { return score_tile.cap_slope(scores(r, c), tScS(r, c), m_block * kM); });
+          else
+            weigh([](int, int) { return 1.0f; });
+
+          wait_matmul<0>(tSrdP);
+          if (kV.every_option && backward.dropout.active()) {
+            const auto kept = KeptOf<decltype(tScS)>::template of<Rows::kKeys>(backward.dropout, work.batch, head, tScS,
+                                                                               key, m_block * kM);
+            kept.keep_words(weights);
+            kept.keep(other, backward.dropout.scale);
+          }
+          start_matmul(mma_kv, tVrP, tVrdO(_, _, _, stage), tVrdV, opening);
+          for_column_pairs(tScS, shared.statistics[stage][1], [&](int c, float2 delta) {
             CUTE_UNROLL
             for (int r = 0; r < size<0>(scores); ++r) {
-              const float a = exp2_approx(fmaf(scores(r, c), scale_log2, -lse.x));
-              const float b = exp2_approx(fmaf(scores(r, c + 1), scale_log2, -lse.y));
-              weights(c + r) = round_pair<Element>(a, b);
-              scores(r, c) = a * slope(r, c);
-              scores(r, c + 1) = b * slope(r, c + 1);
+              const float2 weight =
+                  kRoundedWeights ? unround<Element>(weights(c + r)) : float2{scores(r, c), scores(r, c + 1)};
+              scores(r, c) = weight.x * (other(r, c) - delta.x);
+              scores(r, c + 1) = weight.y * (other(r, c + 1) - delta.y);
             }
           });
-        };
-        if (kV.every_option && backward.score_map.capped())
-          weigh([&](int r, int c) { return score_tile.cap_slope(scores(r, c), tScS(r, c), m_block * kM); });
-        else
-          weigh([](int, int) { return 1.0f; });
+          round_to(tSrS, tKrdS);
+          shared.ds_empty[ds_at.stage].wait(ds_at.parity ^ 1);  // a new barrier counts as past its first round
+          store_scores(tKrdS, place_of_scores, ds_at.stage);
+          cute::tma_store_fence();  // what was stored is visible to matmuls
+          __syncwarp();
+          if (thread % 32 == 0) shared.ds_full[ds_at.stage].arrive();
 
-        wait_matmul<0>(tSrdP);
-        if (kV.every_option && backward.dropout.active()) {
-          const auto kept = KeptOf<decltype(tScS)>::template of<Rows::kKeys>(backward.dropout, work.batch, head, tScS,
-                                                                             key, m_block * kM);
-          kept.keep_words(weights);
-          kept.keep(other, backward.dropout.scale);
-        }
-        start_matmul(mma_kv, tVrP, tVrdO(_, _, _, stage), tVrdV, opening);
-        for_column_pairs(tScS, shared.statistics[stage][1], [&](int c, float2 delta) {
-          CUTE_UNROLL
-          for (int r = 0; r < size<0>(scores); ++r) {
-            const float2 weight =
-                kRoundedWeights ? unround<Element>(weights(c + r)) : float2{scores(r, c), scores(r, c + 1)};
-            scores(r, c) = weight.x * (other(r, c) - delta.x);
-            scores(r, c + 1) = weight.y * (other(r, c + 1) - delta.y);
-          }
+          // dQ of the step before, for which the other warpgroup has had time: so the two need not keep step. In the
+          // first there is none, and nothing comes of what is multiplied.
+          if (started) shared.ds_full[dq_at.stage].wait(dq_at.parity);
+          start_dq(uniform(dq_at.stage));
+          start_matmul(mma_kv, tKrdS, tKrQ(_, _, _, stage), tKrdK, opening);
+          wait_matmul<2>(tVrdV);
+          shared.dout_barriers.release_by_warp(at);
+          wait_matmul<1>(tQrdQ);
+          if (started) finish_dq();
+          wait_matmul<0>(tKrdK);
+          shared.q_barriers.release_by_warp(at);
+          at.advance();
+          ds_at.advance();
+          started = true;
+          opening = SM90::GMMA::ScaleOut::One;
         });
-        round_to(tSrS, tKrdS);
-        shared.ds_empty[ds_at.stage].wait(ds_at.parity ^ 1);  // a new barrier counts as past its first round
-        store_scores(tKrdS, place_of_scores, ds_at.stage);
-        cute::tma_store_fence();  // what was stored is visible to matmuls
-        __syncwarp();
-        if (thread % 32 == 0) shared.ds_full[ds_at.stage].arrive();
-
-        // dQ of the step before, for which the other warpgroup has had time: so the two need not keep step. In the
-        // first there is none, and nothing comes of what is multiplied.
-        if (started) shared.ds_full[dq_at.stage].wait(dq_at.parity);
+        shared.ds_full[dq_at.stage].wait(dq_at.parity);
+        if (kLoops) shared.v_barriers.release_by_warp(keys_at);
         start_dq(uniform(dq_at.stage));
-        start_matmul(mma_kv, tKrdS, tKrQ(_, _, _, stage), tKrdK, opening);
-        wait_matmul<2>(tVrdV);
-        shared.dout_barriers.release_by_warp(at);
-        wait_matmul<1>(tQrdQ);
-        if (started) finish_dq();
-        wait_matmul<0>(tKrdK);
-        shared.q_barriers.release_by_warp(at);
-        at.advance();
-        ds_at.advance();
-        started = true;
-        opening = SM90::GMMA::ScaleOut::One;
+        wait_matmul<0>(tQrdQ);
+        if (kLoops) shared.k_barriers.release_by_warp(keys_at);
+        if (kLoops) keys_at.advance();
+        finish_dq();
+        finish(work, tKrdK, tVrdV);
       });
-      shared.ds_full[dq_at.stage].wait(dq_at.parity);
-      start_dq(uniform(dq_at.stage));
-      wait_matmul<0>(tQrdQ);
-      finish_dq();
     }
 
     /// A warpgroup's part of dQ: each thread's accumulators as they are, four by four, side by side.
