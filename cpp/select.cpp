@@ -181,13 +181,14 @@ int key_blocks(const Problem& p, const Variant& v) {
 
 /// Thread blocks for `tiles` blocks of keys. Where a block meets few queries, its beginning and its end weigh: then as
 /// many as run at a time, each for one block after the other. Under a mask those of whole heads, so that rounds in
-/// alternate directions give each as much to do.
+/// alternate directions give each as much to do; not where that leaves too many multiprocessors idle. Never where they
+/// wait for each other: nobody promises that all of them run at a time.
 int thread_blocks(const Problem& p, const Variant& v, const DeviceInfo& device, int tiles) {
-  const std::int64_t few = p.deterministic ? 1024 : 4096;  // in order, long queues would wait for each other
-  if (!v.may_loop() || std::int64_t{p.group()} * p.seqlen_q > few) return tiles;
+  constexpr int kFewQueries = 4096;
+  if (!v.may_loop() || p.deterministic || std::int64_t{p.group()} * p.seqlen_q > kFewQueries) return tiles;
+  if (p.band == Band::full()) return std::min(tiles, device.multiprocessors);
   const int of_whole_heads = device.multiprocessors / key_blocks(p, v) * key_blocks(p, v);
-  const bool even = p.band == Band::full() || of_whole_heads == 0;
-  return std::min(tiles, even ? device.multiprocessors : of_whole_heads);
+  return of_whole_heads < 0.95 * device.multiprocessors ? tiles : std::min(tiles, of_whole_heads);
 }
 
 /// KV heads whose key blocks take turns. Under a mask the work of a head's blocks differs: then as many heads as one
@@ -195,14 +196,14 @@ int thread_blocks(const Problem& p, const Variant& v, const DeviceInfo& device, 
 /// of query heads to go through. Not where a head has few blocks: more heads at a time take more of the L2 cache for
 /// dQ; but if thread blocks take several, evenness is worth more. Where blocks add to dQ in order, so many heads that
 /// few of the blocks that run at a time belong to one and wait for each other, but yet some, which share its queries in
-/// the L2 cache: eight of head dimension 128.
+/// the L2 cache: eight of head dimension 128, or half of those that a short head has.
 int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, bool several) {
   constexpr int kManyBlocks = 16;
   const std::int64_t at_a_time = device.multiprocessors;
   const int n_blocks = key_blocks(p, v);
   std::int64_t wanted = 1;
   if (p.deterministic && v.parts_of_dq() > 0)
-    wanted = std::max(at_a_time * 16 / v.head_dim, at_a_time * 2 / n_blocks);
+    wanted = at_a_time * 16 * kManyBlocks / v.head_dim / std::min(n_blocks, kManyBlocks);
   else if (p.band != Band::full() && (several || n_blocks >= kManyBlocks))
     wanted = at_a_time * (several ? 1 : p.group()) / n_blocks;
   const std::int64_t all = std::int64_t{p.batch} * p.heads_k;

@@ -317,8 +317,8 @@ TEST(Select, KeyBlocksOfOneWaveTakeTurnsUnderAMask) {
   EXPECT_EQ(plan(2048, Band::causal()).grid, device.multiprocessors / 16 * 16);
   EXPECT_EQ(plan(2048, Band::causal()).heads_at_once, device.multiprocessors / 16);
   EXPECT_EQ(plan(2048, Band::causal(), 4).grid, plan(2048, Band::causal(), 4).tiles);  // 8192 queries for each key
-  EXPECT_EQ(plan(2048, Band::full(), 1, true).grid, plan(2048, Band::full()).tiles);
-  EXPECT_EQ(plan(512, Band::full(), 1, true).grid, device.multiprocessors);
+  EXPECT_EQ(plan(512, Band::full(), 1, true).grid, plan(512, Band::full(), 1, true).tiles);  // in order they wait
+  EXPECT_EQ(plan(27 * 128, Band::causal()).grid, plan(27 * 128, Band::causal()).tiles);  // 4 heads would leave 24 idle
   EXPECT_EQ(plan(0, Band::full()).grid, 0);
 }
 
@@ -333,6 +333,7 @@ TEST(Select, DeterministicKeyBlocksOfAHeadAreFewAtATime) {
   EXPECT_EQ(heads_at_once(128, 8192), device.multiprocessors / 8);
   EXPECT_EQ(heads_at_once(64, 8192), device.multiprocessors / 4);
   EXPECT_EQ(heads_at_once(128, 512), device.multiprocessors / 2);
+  EXPECT_EQ(heads_at_once(64, 512), device.multiprocessors);
   EXPECT_EQ(heads_at_once(128, 128), 200);  // all there are
   EXPECT_EQ(heads_at_once(256, 512), 1);    // nobody adds to dQ
 }

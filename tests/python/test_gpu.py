@@ -271,6 +271,23 @@ def test_key_blocks_of_more_heads_than_take_turns(head_dim):
             assert_bitwise(a[b : b + 1], b_alone, what)
 
 
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (96, 72), (128, 128)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (101, 13)}, {"window": (37, None)}], ids=str)
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(500, 500), (150, 900), (900, 150)])
+def test_key_blocks_that_thread_blocks_take_in_turn(seqlen_q, seqlen_k, group, options, head_dim, head_dim_v):
+    """As on Hopper, where they are many and see few queries, some of them none; alone each has a thread block."""
+    shapes = ((seqlen_q, group, head_dim), (seqlen_k, 1, head_dim), (seqlen_k, 1, head_dim_v))
+    tensors = [randn(240, *shape) for shape in (*shapes, (seqlen_q, group, head_dim_v))]
+    together = backward(*tensors, deterministic=False, **options)[2:]
+    for b in (0, 121, 239):
+        dq, *alone = backward(*(x[b : b + 1] for x in tensors), deterministic=False, **options)[2:]
+        for what, a, b_alone in zip(("dk", "dv"), together[1:], alone, strict=True):
+            assert_bitwise(a[b : b + 1], b_alone, what)
+        slack = 8 * torch.finfo(BF16).eps * dq.abs().max().item()  # its parts add up in any order
+        torch.testing.assert_close(together[0][b : b + 1], dq, rtol=0, atol=slack)
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_dk_and_dv_repeat_bitwise(head_dim):
     tensors = [randn(2, 700, heads, head_dim) for heads in (8, 4, 4, 8)]
@@ -324,11 +341,12 @@ def test_a_thousand_deterministic_gradients_agree_bitwise(head_dim, causal, dete
 @pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("window", [None, (101, 0), (37, 250)])
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(1100, 1100), (300, 1500), (1500, 300)])
-def test_deterministic_gradients_of_any_shape(seqlen_q, seqlen_k, window, head_dim, head_dim_v):
+@pytest.mark.parametrize("more", [{}, {"dropout_p": 0.1, "seed": SEED}], ids=["plain", "dropout"])
+def test_deterministic_gradients_of_any_shape(seqlen_q, seqlen_k, window, head_dim, head_dim_v, more):
     """Many more tiles than multiprocessors: a tile that waits for another one must not keep it from running."""
     shapes = ((seqlen_q, 16, head_dim), (seqlen_k, 4, head_dim), (seqlen_k, 4, head_dim_v), (seqlen_q, 16, head_dim_v))
     tensors = [randn(6, *shape) for shape in shapes]
-    options = dict(window=window, sinks=torch.linspace(-3, 5, 16, device="cuda"), dropout_p=0.1, seed=SEED)
+    options = dict(window=window, sinks=torch.linspace(-3, 5, 16, device="cuda"), **more)
     first = backward(*tensors, deterministic=True, **options)
     for _ in range(10):
         found = backward(*tensors, deterministic=True, **options)

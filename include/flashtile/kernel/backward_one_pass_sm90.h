@@ -1,4 +1,4 @@
-// The backward kernels for Hopper: one thread block per block of keys, then one per tile of dQ.
+// The backward kernels for Hopper: thread blocks for blocks of keys, then one for each tile of dQ.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -145,9 +145,10 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   const auto launch_main = [&](auto kernel, KernelHandles& handles) {
     launch(kernel, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory}, params, stream);
   };
-  if constexpr (Row::kVariant.may_loop())
-    if (plan.grid < plan.tiles) launch_main(backward_one_pass_sm90<Row, true>, looping);
-  if (plan.grid == plan.tiles) launch_main(backward_one_pass_sm90<Row, false>, single);
+  if (Row::kVariant.may_loop() && plan.grid < plan.tiles)
+    launch_main(backward_one_pass_sm90<Row, Row::kVariant.may_loop()>, looping);
+  else
+    launch_main(backward_one_pass_sm90<Row, false>, single);
   if (backward.dq) launch(backward_finish_sm90<Row>, finish, device, {tiles, kFinishThreads, 0}, backward, stream);
 }
 

@@ -115,7 +115,8 @@ void launch_backward_two_pass_sm90(const BackwardPlan& plan, const BackwardTenso
                 backward_shared_memory(Row::kVariant));
   static KernelHandles main;
   const Device device = plan.problem.device;
-  const BackwardParams backward = BackwardParams::of(plan, tensors, memory);
+  BackwardParams backward = BackwardParams::of(plan, tensors, memory);
+  backward.deterministic = false;  // it always is: nobody adds to dQ
   const BackwardWorkspace& workspace = backward.workspace;
   constexpr int kRows = 64;
   const BackwardTwoPassParams params{

@@ -40,9 +40,10 @@ struct BackwardOnePassSm90 {
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
   static constexpr int kStages = kV.stages;
-  static constexpr int kWarpgroups = 2;                                        // consumers
-  static constexpr int kRegisters = kM == 64 && !kV.every_option ? 232 : 240;  // of a consumer's thread
-  static constexpr int kProducerRegisters = 504 - 2 * kRegisters;              // what is left
+  static constexpr int kWarpgroups = 2;  // consumers
+  // Of a thread: 504 among the three warpgroups. A producer that works out the next block of keys could do with 40.
+  static constexpr int kRegisters = kM == 64 && !kV.every_option ? 232 : 240;
+  static constexpr int kProducerRegisters = 504 - 2 * kRegisters;
   static_assert(kV.head_dim_v == kHeadDim && kHeadDim % 64 == 0 && kN == 64 * kWarpgroups && kM % 16 == 0 &&
                 kV.warps == 4 * (kWarpgroups + 1));
 
@@ -65,6 +66,7 @@ struct BackwardOnePassSm90 {
   // Of dQ a warpgroup has half the rows. Where rows are too few to share, dQ is formed transposed, (head_dim, M), and a
   // warpgroup has half the head dimension.
   static constexpr bool kTurned = kM < 64 * kWarpgroups;
+  static_assert((kTurned ? kHeadDim : kM) == 64 * kWarpgroups);
   using ShapeQ = cute::Shape<cute::Int<kTurned ? kHeadDim : kM>, cute::Int<kTurned ? kM : kHeadDim>, cute::Int<kN>>;
   using MmaQ = decltype(cute::make_tiled_mma(
       cute::SM90::GMMA::ss_op_selector<Element, Element, float, ShapeQ, kTurned ? kMajorMN : kMajorK,
@@ -337,8 +339,10 @@ struct BackwardOnePassSm90 {
           const ScoreTile<BackwardParams> score_tile{
               backward, {work.batch, head, work.n_block}, key, backward.lengths.transposed()};
           if (edge || !folded) {
-            if constexpr (kV.every_option) score_tile.cap(scores);
-            if (!folded) score_tile.stretch(scores, tScS, m_block * kM);
+            if (!folded) {
+              if constexpr (kV.every_option) score_tile.cap(scores);
+              score_tile.stretch(scores, tScS, m_block * kM);
+            }
             if (edge) {
               score_tile.mask(scores, tScS, m_block * kM);
               CUTE_UNROLL
