@@ -196,14 +196,16 @@ int thread_blocks(const Problem& p, const Variant& v, const DeviceInfo& device, 
 /// of query heads to go through. Not where a head has few blocks: more heads at a time take more of the L2 cache for
 /// dQ; but if thread blocks take several, evenness is worth more. Where blocks add to dQ in order, so many heads that
 /// few of the blocks that run at a time belong to one and wait for each other, but yet some, which share its queries in
-/// the L2 cache: eight of head dimension 128, or half of those that a short head has.
+/// the L2 cache: eight, and fewer where heads are short.
 int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, bool several) {
   constexpr int kManyBlocks = 16;
+  constexpr std::int64_t kLongHead = 2048;  // in blocks · head_dim, as `length`
   const std::int64_t at_a_time = device.multiprocessors;
   const int n_blocks = key_blocks(p, v);
+  const std::int64_t length = std::int64_t{n_blocks} * v.head_dim;
   std::int64_t wanted = 1;
   if (p.deterministic && v.parts_of_dq() > 0)
-    wanted = at_a_time * 16 * kManyBlocks / v.head_dim / std::min(n_blocks, kManyBlocks);
+    wanted = at_a_time * std::max(kLongHead, length) / (8 * length);
   else if (p.band != Band::full() && (several || n_blocks >= kManyBlocks))
     wanted = at_a_time * (several ? 1 : p.group()) / n_blocks;
   const std::int64_t all = std::int64_t{p.batch} * p.heads_k;

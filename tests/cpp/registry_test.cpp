@@ -331,7 +331,8 @@ TEST(Select, DeterministicKeyBlocksOfAHeadAreFewAtATime) {
     return select_backward(problem, device).heads_at_once;
   };
   EXPECT_EQ(heads_at_once(128, 8192), device.multiprocessors / 8);
-  EXPECT_EQ(heads_at_once(64, 8192), device.multiprocessors / 4);
+  EXPECT_EQ(heads_at_once(64, 8192), device.multiprocessors / 8);
+  EXPECT_EQ(heads_at_once(64, 2048), device.multiprocessors / 4);
   EXPECT_EQ(heads_at_once(128, 512), device.multiprocessors / 2);
   EXPECT_EQ(heads_at_once(64, 512), device.multiprocessors);
   EXPECT_EQ(heads_at_once(128, 128), 200);  // all there are
