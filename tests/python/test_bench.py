@@ -325,6 +325,17 @@ def test_suites_that_take_no_further_peers(suite, argument, options, capsys):
     assert f"{argument} is given with suite {suite!r}, expected suite 'forward' or 'backward'" in shown
 
 
+compiled = torch.compile(
+    outside_bare, backend=aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward))
+)
+
+
+def test_a_compiled_peer_is_differentiated_again_and_again():
+    """Compiled by a backward that frees its graph, it would refuse the timed ones, which keep theirs."""
+    found = entries_with([further.outside_peer(f"Mine={__name__}:compiled")], TINY[1])
+    assert not found["Mine"].wrong and found["Mine"].timing
+
+
 @pytest.mark.parametrize("target", [f"{__name__}:outside_bare", "flashtile.bench.further:deterministic"])
 def test_a_further_peer_is_differentiated_in_the_backward_suite(target):
     (peer,) = further.further_peers("backward", [f"Mine={target}"])

@@ -78,7 +78,8 @@ def results(attention: Attention, inputs: Inputs, case: Case, *, gradients: bool
             return {"out": attention(*inputs[:3], case)}
     leaves = [t.detach().clone().requires_grad_() for t in inputs[:3]]
     out = attention(*leaves, case)
-    grads = torch.autograd.grad(out, leaves, inputs.dout.to(out.dtype))
+    # The graph is kept as in the timed calls: what torch.compile makes for one that is not would refuse them.
+    grads = torch.autograd.grad(out, leaves, inputs.dout.to(out.dtype), retain_graph=True)
     return {"out": out.detach(), **dict(zip(GRADIENTS, grads, strict=True))}
 
 
