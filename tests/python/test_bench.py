@@ -44,6 +44,11 @@ def outside_tuple(q, k, v, causal):
     return outside_bare(q, k, v, causal), "lse"
 
 
+outside_compiled = torch.compile(
+    outside_bare, backend=aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward))
+)
+
+
 def outside_unmasked(q, k, v, causal):
     return outside_bare(q, k, v, False)
 
@@ -325,14 +330,9 @@ def test_suites_that_take_no_further_peers(suite, argument, options, capsys):
     assert f"{argument} is given with suite {suite!r}, expected suite 'forward' or 'backward'" in shown
 
 
-compiled = torch.compile(
-    outside_bare, backend=aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward))
-)
-
-
 def test_a_compiled_peer_is_differentiated_again_and_again():
     """Compiled by a backward that frees its graph, it would refuse the timed ones, which keep theirs."""
-    found = entries_with([further.outside_peer(f"Mine={__name__}:compiled")], TINY[1])
+    found = entries_with([further.outside_peer(f"Mine={__name__}:outside_compiled")], TINY[1])
     assert not found["Mine"].wrong and found["Mine"].timing
 
 

@@ -284,8 +284,9 @@ def test_key_blocks_that_thread_blocks_take_in_turn(seqlen_q, seqlen_k, group, o
         dq, *alone = backward(*(x[b : b + 1] for x in tensors), deterministic=False, **options)[2:]
         for what, a, b_alone in zip(("dk", "dv"), together[1:], alone, strict=True):
             assert_bitwise(a[b : b + 1], b_alone, what)
-        slack = 8 * torch.finfo(BF16).eps * dq.abs().max().item()  # its parts add up in any order
-        torch.testing.assert_close(together[0][b : b + 1], dq, rtol=0, atol=slack)
+        # The same float32 parts add up in any order: a rounding or two of the result, and of the parts that cancel.
+        slack = 1e-4 * dq.abs().max().item()
+        torch.testing.assert_close(together[0][b : b + 1], dq, rtol=2 * torch.finfo(BF16).eps, atol=slack)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
