@@ -181,14 +181,28 @@ int key_blocks(const Problem& p, const Variant& v) {
 
 /// Thread blocks for `tiles` blocks of keys. Where a block meets few queries, its beginning and its end weigh: then as
 /// many as run at a time, each for one block after the other. Under a mask those of whole heads, so that rounds in
-/// alternate directions give each as much to do; not where that leaves too many multiprocessors idle. Never where they
-/// wait for each other: nobody promises that all of them run at a time.
+/// alternate directions give each as much to do; not where that leaves too many multiprocessors idle.
+///
+/// Where sums are in order, never so that they wait for each other: nobody promises that all of them run at a time.
+/// Each takes whole heads instead, if there are enough of them, and if those that run at a time leave room in the L2
+/// cache, as a head's queries come and its sums of dQ go once for each of its blocks.
 int thread_blocks(const Problem& p, const Variant& v, const DeviceInfo& device, int tiles) {
   constexpr int kFewQueries = 4096;
-  if (!v.may_loop() || p.deterministic || std::int64_t{p.group()} * p.seqlen_q > kFewQueries) return tiles;
-  if (p.band == Band::full()) return std::min(tiles, device.multiprocessors);
-  const int of_whole_heads = device.multiprocessors / key_blocks(p, v) * key_blocks(p, v);
-  return of_whole_heads < 0.95 * device.multiprocessors ? tiles : std::min(tiles, of_whole_heads);
+  constexpr std::int64_t kRoomInCache = 40 << 20;      // bytes, of Hopper's 50 MB
+  constexpr double kBusy = 0.95, kBusyInOrder = 0.85;  // of the multiprocessors, at the least
+  const std::int64_t queries = std::int64_t{p.group()} * p.seqlen_q;
+  if (!v.may_loop() || queries > kFewQueries) return tiles;
+  const int at_a_time = device.multiprocessors;
+  if (p.deterministic) {
+    const std::int64_t bytes = queries * v.head_dim * (2 * bytes_of(v.dtype) + int(sizeof(float)));  // Q, dO, dQ
+    const int heads = tiles / key_blocks(p, v);
+    const int rounds = (heads + at_a_time - 1) / at_a_time;
+    const bool pays = at_a_time * bytes <= kRoomInCache && heads >= kBusyInOrder * rounds * at_a_time;
+    return pays ? std::min(heads, at_a_time) : tiles;
+  }
+  if (p.band == Band::full()) return std::min(tiles, at_a_time);
+  const int of_whole_heads = at_a_time / key_blocks(p, v) * key_blocks(p, v);
+  return of_whole_heads < kBusy * at_a_time ? tiles : std::min(tiles, of_whole_heads);
 }
 
 /// KV heads whose key blocks take turns. Under a mask the work of a head's blocks differs: then as many heads as one
@@ -196,7 +210,7 @@ int thread_blocks(const Problem& p, const Variant& v, const DeviceInfo& device, 
 /// of query heads to go through. Not where a head has few blocks: more heads at a time take more of the L2 cache for
 /// dQ; but if thread blocks take several, evenness is worth more. Where blocks add to dQ in order, so many heads that
 /// few of the blocks that run at a time belong to one and wait for each other, but yet some, which share its queries in
-/// the L2 cache: eight, and fewer where heads are short.
+/// the L2 cache: eight, and fewer where heads are short; one where a thread block takes all of its blocks.
 int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, bool several) {
   constexpr int kManyBlocks = 16;
   constexpr std::int64_t kLongHead = 2048;  // in blocks · head_dim, as `length`
@@ -204,7 +218,9 @@ int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, 
   const int n_blocks = key_blocks(p, v);
   const std::int64_t length = std::int64_t{n_blocks} * v.head_dim;
   std::int64_t wanted = 1;
-  if (p.deterministic && v.parts_of_dq() > 0)
+  if (p.deterministic && several)
+    wanted = 1;
+  else if (p.deterministic && v.parts_of_dq() > 0)
     wanted = at_a_time * std::max(kLongHead, length) / (8 * length);
   else if (p.band != Band::full() && (several || n_blocks >= kManyBlocks))
     wanted = at_a_time * (several ? 1 : p.group()) / n_blocks;

@@ -339,6 +339,28 @@ TEST(Select, DeterministicKeyBlocksOfAHeadAreFewAtATime) {
   EXPECT_EQ(heads_at_once(256, 512), 1);    // nobody adds to dQ
 }
 
+TEST(Select, DeterministicKeyBlocksOfAShortHeadAreTakenByOneThreadBlock) {
+  const DeviceInfo device = gpu(90, 227);
+  const auto plan = [&](int heads, int head_dim, int seqlen, int group = 1) {
+    Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim, seqlen);
+    problem.batch = 1;
+    problem.heads_q = heads * group;
+    problem.heads_k = heads;
+    problem.deterministic = true;
+    return select_backward(problem, device);
+  };
+  const int at_a_time = device.multiprocessors;
+  EXPECT_EQ(plan(2 * at_a_time, 64, 512).grid, at_a_time);
+  EXPECT_EQ(plan(2 * at_a_time, 64, 512).heads_at_once, 1);  // their blocks are neighbours
+  EXPECT_EQ(plan(2 * at_a_time - 9, 64, 512).grid, at_a_time);
+  const auto waits = [](const BackwardPlan& p) { return p.grid == p.tiles && p.heads_at_once > 1; };
+  EXPECT_TRUE(waits(plan(at_a_time + 9, 64, 512)));     // almost a whole round would be idle
+  EXPECT_TRUE(waits(plan(at_a_time / 2, 64, 512)));     // too few
+  EXPECT_TRUE(waits(plan(2 * at_a_time, 128, 512)));    // more than the L2 cache holds
+  EXPECT_TRUE(waits(plan(2 * at_a_time, 64, 1024)));    // likewise
+  EXPECT_TRUE(waits(plan(2 * at_a_time, 64, 512, 2)));  // likewise
+}
+
 TEST(Select, BackwardTakesTheTileThatWastesLess) {
   const DeviceInfo device = gpu(90, 227);
   const auto tile_m = [&](int seqlen, Band band, float softcap = 0) {

@@ -117,7 +117,8 @@ struct BackwardOnePassSm90 {
   using Work = KeyBlock<kM, kN>;
 
   /// The blocks of keys that a thread block takes. Rounds alternate in direction: under a mask, who got the longest
-  /// block of one gets the shortest of the next.
+  /// block of one gets the shortest of the next. Where sums are in order all blocks of a head, one after the other, so
+  /// that nobody waits for another thread block.
   struct Blocks {
     BackwardOnePassParams const& params;
     Work only;  // if it does not loop; found by all threads before registers are shared out, as a producer has few
@@ -128,10 +129,13 @@ struct BackwardOnePassSm90 {
     template <class Visit>
     CUTE_DEVICE void for_each(Visit&& visit) const {
       if constexpr (kLoops) {
+        const int run = params.backward.deterministic ? params.backward.n_blocks : 1;
         int place = blockIdx.x;
         CUTE_NO_UNROLL
-        for (int first = 0; first < params.blocks; first += gridDim.x) {
-          if (first + place < params.blocks) visit(Work(params.backward, first + place));
+        for (int first = 0; first < params.blocks; first += gridDim.x * run) {
+          const int begin = first + place * run;
+          CUTE_NO_UNROLL
+          for (int i = begin; i < min(begin + run, params.blocks); ++i) visit(Work(params.backward, i));
           place = gridDim.x - 1 - place;
         }
       } else {
