@@ -14,11 +14,11 @@
 
 namespace flashtile {
 
-template <class Row, bool kLoops>
+template <class Row, Takes kTakes>
 __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     backward_one_pass_sm90(const __grid_constant__ BackwardOnePassParams params) {
   using namespace cute;
-  using Mainloop = BackwardOnePassSm90<Row::kVariant, kLoops>;
+  using Mainloop = BackwardOnePassSm90<Row::kVariant, kTakes>;
   using Element = typename Mainloop::Element;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
@@ -67,7 +67,7 @@ inline constexpr int kFinishThreads = 256;
 template <class Row>
 __global__ void __launch_bounds__(kFinishThreads) backward_finish_sm90(const __grid_constant__ BackwardParams params) {
   using namespace cute;
-  using Mainloop = BackwardOnePassSm90<Row::kVariant, false>;
+  using Mainloop = BackwardOnePassSm90<Row::kVariant, Takes::kBlock>;
   using Element = typename Mainloop::Element;
   static_assert(kFinishThreads == 128 * Mainloop::kWarpgroups);
   constexpr int kPitch = Mainloop::kHeadDim + 8;  // so that no two lanes meet in a bank
@@ -121,9 +121,9 @@ __global__ void __launch_bounds__(kFinishThreads) backward_finish_sm90(const __g
 template <class Row>
 void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTensors& tensors, void* memory,
                                    Stream stream) {
-  using Mainloop = BackwardOnePassSm90<Row::kVariant, false>;
+  using Mainloop = BackwardOnePassSm90<Row::kVariant, Takes::kBlock>;
   static_assert(sizeof(typename Mainloop::SharedStorage) <= backward_shared_memory(Row::kVariant));
-  static KernelHandles looping, single, finish;
+  static KernelHandles one, several, heads, finish;
   const Device device = plan.problem.device;
   const BackwardParams backward = BackwardParams::of(plan, tensors, memory);
   const BackwardWorkspace& workspace = backward.workspace;
@@ -145,10 +145,16 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   const auto launch_main = [&](auto kernel, KernelHandles& handles) {
     launch(kernel, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory}, params, stream);
   };
-  if (Row::kVariant.may_loop() && plan.grid < plan.tiles)
-    launch_main(backward_one_pass_sm90<Row, Row::kVariant.may_loop()>, looping);
-  else
-    launch_main(backward_one_pass_sm90<Row, false>, single);
+  if constexpr (Row::kVariant.may_loop()) {
+    if (plan.grid == plan.tiles)
+      launch_main(backward_one_pass_sm90<Row, Takes::kBlock>, one);
+    else if (plan.problem.deterministic)
+      launch_main(backward_one_pass_sm90<Row, Takes::kHeads>, heads);
+    else
+      launch_main(backward_one_pass_sm90<Row, Takes::kBlocks>, several);
+  } else {
+    launch_main(backward_one_pass_sm90<Row, Takes::kBlock>, one);
+  }
   if (backward.dq) launch(backward_finish_sm90<Row>, finish, device, {tiles, kFinishThreads, 0}, backward, stream);
 }
 

@@ -32,10 +32,14 @@ struct BackwardOnePassParams {
   int blocks;                 // of keys, of all heads
 };
 
-/// Thread blocks take a block of keys each, or if kLoops several, one after the other: the next one's tiles are on
-/// their way while dK and dV of the last one are stored.
-template <Variant kV, bool kLoops>
+/// What a thread block takes: a block of keys, several one after the other, or those of whole heads.
+enum class Takes { kBlock, kBlocks, kHeads };
+
+/// Where a thread block takes several blocks of keys, the next one's tiles are on their way while dK and dV of the last
+/// one are stored.
+template <Variant kV, Takes kTakes>
 struct BackwardOnePassSm90 {
+  static constexpr bool kLoops = kTakes != Takes::kBlock;
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
@@ -116,9 +120,7 @@ struct BackwardOnePassSm90 {
 
   using Work = KeyBlock<kM, kN>;
 
-  /// The blocks of keys that a thread block takes. Rounds alternate in direction: under a mask, who got the longest
-  /// block of one gets the shortest of the next. Where sums are in order all blocks of a head, one after the other, so
-  /// that nobody waits for another thread block.
+  /// The blocks of keys that a thread block takes.
   struct Blocks {
     BackwardOnePassParams const& params;
     Work only;  // if it does not loop; found by all threads before registers are shared out, as a producer has few
@@ -128,18 +130,24 @@ struct BackwardOnePassSm90 {
 
     template <class Visit>
     CUTE_DEVICE void for_each(Visit&& visit) const {
-      if constexpr (kLoops) {
-        const int run = params.backward.deterministic ? params.backward.n_blocks : 1;
+      const auto visit_block = [&](int i) __attribute__((always_inline)) { visit(Work(params.backward, i)); };
+      if constexpr (kTakes == Takes::kBlock) {
+        visit(only);
+      } else if constexpr (kTakes == Takes::kBlocks) {
+        // Rounds alternate in direction: under a mask, who got the longest block of one gets the shortest of the next.
         int place = blockIdx.x;
         CUTE_NO_UNROLL
-        for (int first = 0; first < params.blocks; first += gridDim.x * run) {
-          const int begin = first + place * run;
-          CUTE_NO_UNROLL
-          for (int i = begin; i < min(begin + run, params.blocks); ++i) visit(Work(params.backward, i));
+        for (int first = 0; first < params.blocks; first += gridDim.x) {
+          if (first + place < params.blocks) visit_block(first + place);
           place = gridDim.x - 1 - place;
         }
       } else {
-        visit(only);
+        const int of_head = params.backward.n_blocks;
+        CUTE_NO_UNROLL
+        for (int first = blockIdx.x * of_head; first < params.blocks; first += gridDim.x * of_head) {
+          CUTE_NO_UNROLL
+          for (int i = first; i < first + of_head; ++i) visit_block(i);
+        }
       }
     }
   };
