@@ -17,6 +17,7 @@ void run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void
   if (tensors.dq.empty() && tensors.dk.empty() && tensors.dv.empty() && tensors.dsinks.empty()) return;
   if (plan.run == nullptr) throw Unsupported(name_of(plan.variant) + " is not in this build: built without CUDA");
   const DeviceGuard guard(plan.problem.device);
+  if (plan.problem.ragged) return plan.run(plan, tensors.with_batch(), workspace, stream);
   plan.run(plan, tensors, workspace, stream);
 }
 

@@ -87,61 +87,112 @@ struct Operand {
   }
 };
 
-constexpr const char* kSizesQ = "(B, S_q, H_q, D)";
-constexpr const char* kSizesK = "(B, S_k, H_k, D)";
-constexpr const char* kSizesV = "(B, S_k, H_k, D_v)";
-constexpr const char* kSizesOut = "(B, S_q, H_q, D_v)";
-constexpr const char* kSizesLse = "(B, H_q, S_q)";
+/// How the sizes are called.
+struct Names {
+  const char *q, *k, *v, *out, *lse;
+};
+constexpr Names kDenseNames{"(B, S_q, H_q, D)", "(B, S_k, H_k, D)", "(B, S_k, H_k, D_v)", "(B, S_q, H_q, D_v)",
+                            "(B, H_q, S_q)"};
+constexpr Names kRaggedNames{"(T_q, H_q, D)", "(T_k, H_k, D)", "(T_k, H_k, D_v)", "(T_q, H_q, D_v)", "(H_q, T_q)"};
+
+const Names& names_of(const Problem& p) {
+  return p.ragged ? kRaggedNames : kDenseNames;
+}
+
+const Operand& has_rows(const Operand& operand, const Problem& p, Size rows, Size heads, Size width) {
+  return p.ragged ? operand.has_shape({rows, heads, width}) : operand.has_shape({p.batch, rows, heads, width});
+}
 
 void check_head_dim(const Operand& operand, const char* size_name) {
-  const Size d = operand.view.shape[3];
+  const Size d = operand.view.shape[operand.view.rank - 1];
   if (d % kHeadDimStep != 0 || d < kHeadDimStep || d > kHeadDimLimit)
     operand.refuse_shape(std::string(size_name) + " to be a multiple of 8 from 8 to 256");
 }
 
 void check_sizes(const Operand& operand) {
-  for (int i = 0; i < 3; ++i)
+  for (int i = 0; i < operand.view.rank - 1; ++i)
     if (operand.view.shape[i] >= kSizeLimit)
       operand.refuse_shape(std::string("sizes ") + operand.sizes + " below 2^30");
 }
 
-void check_heads(const Operand& q, const Operand& k) {
-  const Size heads_q = q.view.shape[2];
-  const Size heads_k = k.view.shape[2];
+void check_heads(const Operand& q, const Operand& k, Size heads_q, Size heads_k) {
   if (heads_k < 1) k.refuse_shape("at least one head");
   if (heads_q % heads_k != 0)
     q.refuse("has H_q = " + std::to_string(heads_q) + " heads",
              "a multiple of H_k = " + std::to_string(heads_k) + " of k");
 }
 
-void check_alibi_slopes(const char* function, const ForwardTensors& t) {
-  const TensorView& slopes = t.alibi_slopes;
-  const Operand operand{function, "alibi_slopes", slopes.rank == 2 ? "(B, H_q)" : "(H_q)", slopes};
-  const Size batch = t.q.shape[0];
-  const Size heads = t.q.shape[2];
-  slopes.rank == 2 ? operand.has_shape({batch, heads}) : operand.has_shape({heads});
-  operand.has_dtype(DType::kFloat32).is_on(t.q.device).has_contiguous_last_dimension();
+/// A table of a ragged batch: `count` numbers.
+const int* check_table(const Operand& operand, Size count, Device device) {
+  operand.has_shape({count}).has_dtype(DType::kInt32).is_on(device).is_contiguous();
+  return static_cast<const int*>(operand.view.data);
 }
 
-void check_per_head(const char* function, const char* name, const TensorView& values, const TensorView& q) {
+std::string at_index(int value, int index) {
+  return "has " + std::to_string(value) + " at index " + std::to_string(index);
+}
+
+/// Where sequences begin and how many of their rows count, on one side. What tables on a GPU hold is not known here:
+/// kernels stay inside the tensors whatever it is.
+void check_tables(const Operand& begins_operand, const Operand& used_operand, const char* rows_name, int rows,
+                  int batch, Device device) {
+  const int* const begins = check_table(begins_operand, Size{batch} + 1, device);
+  const int* const used = used_operand.view.given() ? check_table(used_operand, batch, device) : nullptr;
+  if (device.type != DeviceType::kCpu) return;
+  if (begins[0] != 0) begins_operand.refuse(at_index(begins[0], 0), "0");
+  for (int b = 0; b < batch; ++b) {
+    const int first = begins[b], end = begins[b + 1];
+    if (end < first)
+      begins_operand.refuse(at_index(end, b + 1), "at least " + std::to_string(first) + ", the one before");
+    if (end > rows) begins_operand.refuse(at_index(end, b + 1), "at most " + std::to_string(rows) + " = " + rows_name);
+    if (used != nullptr && (used[b] < 0 || used[b] > end - first))
+      used_operand.refuse(at_index(used[b], b), "from 0 to the sequence's length " + std::to_string(end - first));
+  }
+}
+
+void check_sequences(const char* function, const ForwardTensors& t, const Problem& p) {
+  check_tables({function, "cu_seqlens_q", "(B + 1)", t.cu_seqlens_q}, {function, "seqused_q", "(B)", t.seqused_q},
+               "T_q", p.seqlen_q, p.batch, p.device);
+  check_tables({function, "cu_seqlens_k", "(B + 1)", t.cu_seqlens_k}, {function, "seqused_k", "(B)", t.seqused_k},
+               "T_k", p.seqlen_k, p.batch, p.device);
+}
+
+/// B of a ragged batch, of which only cu_seqlens_q tells.
+Size batch_of(const Operand& begins) {
+  begins.has_rank(1);
+  const Size count = begins.view.shape[0];
+  if (count < 1 || count > kSizeLimit) begins.refuse_shape("from 1 to 2^30 numbers = (B + 1)");
+  return count - 1;
+}
+
+void refuse_if_given(const char* function, const char* name, const TensorView& table) {
+  if (table.given()) refuse<InvalidArgument>(function, name, "is given", "none without cu_seqlens_q and cu_seqlens_k");
+}
+
+void check_alibi_slopes(const char* function, const TensorView& slopes, const Problem& p) {
+  const Operand operand{function, "alibi_slopes", slopes.rank == 2 ? "(B, H_q)" : "(H_q)", slopes};
+  slopes.rank == 2 ? operand.has_shape({p.batch, p.heads_q}) : operand.has_shape({p.heads_q});
+  operand.has_dtype(DType::kFloat32).is_on(p.device).has_contiguous_last_dimension();
+}
+
+void check_per_head(const char* function, const char* name, const TensorView& values, const Problem& p) {
   Operand{function, name, "(H_q)", values}
-      .has_shape({q.shape[2]})
+      .has_shape({p.heads_q})
       .has_dtype(DType::kFloat32)
-      .is_on(q.device)
+      .is_on(p.device)
       .has_contiguous_last_dimension();
 }
 
-void check_lse(const char* function, const char* name, const TensorView& lse, const TensorView& q) {
-  Operand{function, name, kSizesLse, lse}
-      .has_shape({q.shape[0], q.shape[2], q.shape[1]})
-      .has_dtype(DType::kFloat32)
-      .is_on(q.device)
-      .is_contiguous();
+void check_lse(const char* function, const char* name, const TensorView& lse, const Problem& p) {
+  const Operand operand{function, name, names_of(p).lse, lse};
+  p.ragged ? operand.has_shape({p.heads_q, p.seqlen_q}) : operand.has_shape({p.batch, p.heads_q, p.seqlen_q});
+  operand.has_dtype(DType::kFloat32).is_on(p.device).is_contiguous();
 }
 
-void check_out(const char* function, const char* name, const TensorView& out, const ForwardTensors& t) {
-  const auto& q = t.q.shape;
-  Operand{function, name, kSizesOut, out}.has_shape({q[0], q[1], q[2], t.v.shape[3]}).is_matrix_like(t.q);
+void check_out(const char* function, const char* name, const TensorView& out, const ForwardTensors& t,
+               const Problem& p) {
+  const Operand operand{function, name, names_of(p).out, out};
+  has_rows(operand, p, p.seqlen_q, p.heads_q, p.head_dim_v).is_matrix_like(t.q);
 }
 
 int window_distance(const char* function, const char* side, const std::optional<Size>& distance) {
@@ -162,36 +213,34 @@ float finite(const char* function, const char* name, double value) {
 }  // namespace
 
 Problem check_forward(const char* function, const ForwardTensors& t, const Options& options) {
-  const Operand q{function, "q", kSizesQ, t.q};
-  const Operand k{function, "k", kSizesK, t.k};
-  const Operand v{function, "v", kSizesV, t.v};
-  q.has_rank(4);
-  k.has_rank(4);
-  v.has_rank(4);
-  if (t.q.dtype == DType::kOther)
-    q.refuse<InvalidType>("has a dtype that is not supported", "float32, float16 or bfloat16");
+  Problem problem;
+  problem.ragged = t.cu_seqlens_q.given() || t.cu_seqlens_k.given();
+  const Names& names = names_of(problem);
+  const Operand q{function, "q", names.q, t.q};
+  const Operand k{function, "k", names.k, t.k};
+  const Operand v{function, "v", names.v, t.v};
+  const int rows = problem.ragged ? 0 : 1;  // the dimension, behind which stand heads and width
+  q.has_rank(rows + 3);
+  k.has_rank(rows + 3);
+  v.has_rank(rows + 3);
+  if (t.q.dtype == DType::kInt32 || t.q.dtype == DType::kOther)
+    q.refuse<InvalidType>(std::string("has dtype ") + name_of(t.q.dtype), "float32, float16 or bfloat16");
 
-  const auto [batch, seqlen_q, heads_q, head_dim] = t.q.shape;
-  const Size seqlen_k = t.k.shape[1];
-  const Size heads_k = t.k.shape[2];
-  const Size head_dim_v = t.v.shape[3];
-  k.has_shape({batch, seqlen_k, heads_k, head_dim});
-  v.has_shape({batch, seqlen_k, heads_k, head_dim_v});
+  const Size seqlen_q = t.q.shape[rows], seqlen_k = t.k.shape[rows];
+  const Size heads_q = t.q.shape[rows + 1], heads_k = t.k.shape[rows + 1];
+  const Size head_dim = t.q.shape[rows + 2], head_dim_v = t.v.shape[rows + 2];
   check_sizes(q);
+  problem.batch =
+      static_cast<int>(problem.ragged ? batch_of({function, "cu_seqlens_q", "(B + 1)", t.cu_seqlens_q}) : t.q.shape[0]);
+  has_rows(k, problem, seqlen_k, heads_k, head_dim);
+  has_rows(v, problem, seqlen_k, heads_k, head_dim_v);
   check_sizes(k);
-  check_heads(q, k);
+  check_heads(q, k, heads_q, heads_k);
   check_head_dim(q, "D");
   check_head_dim(v, "D_v");
   q.is_matrix_like(t.q);
   k.is_matrix_like(t.q);
   v.is_matrix_like(t.q);
-  if (t.alibi_slopes.given()) check_alibi_slopes(function, t);
-  if (t.sinks.given()) check_per_head(function, "sinks", t.sinks, t.q);
-  if (t.out.given()) check_out(function, "out", t.out, t);
-  if (t.lse.given()) check_lse(function, "lse", t.lse, t.q);
-
-  Problem problem;
-  problem.batch = static_cast<int>(batch);
   problem.seqlen_q = static_cast<int>(seqlen_q);
   problem.seqlen_k = static_cast<int>(seqlen_k);
   problem.heads_q = static_cast<int>(heads_q);
@@ -200,6 +249,17 @@ Problem check_forward(const char* function, const ForwardTensors& t, const Optio
   problem.head_dim_v = static_cast<int>(head_dim_v);
   problem.dtype = t.q.dtype;
   problem.device = t.q.device;
+  if (problem.ragged) {
+    check_sequences(function, t, problem);
+  } else {
+    refuse_if_given(function, "seqused_q", t.seqused_q);
+    refuse_if_given(function, "seqused_k", t.seqused_k);
+  }
+  if (t.alibi_slopes.given()) check_alibi_slopes(function, t.alibi_slopes, problem);
+  if (t.sinks.given()) check_per_head(function, "sinks", t.sinks, problem);
+  if (t.out.given()) check_out(function, "out", t.out, t, problem);
+  if (t.lse.given()) check_lse(function, "lse", t.lse, problem);
+
   problem.band = {window_distance(function, "left", options.window_left),
                   window_distance(function, "right", options.window_right)};
   if (options.causal) problem.band = problem.band.intersect(Band::causal());
@@ -221,23 +281,25 @@ Problem check_forward(const char* function, const ForwardTensors& t, const Optio
 Problem check_backward(const char* function, const BackwardTensors& t, const Options& options) {
   const Problem problem = check_forward(function, t.forward, options);
   const ForwardTensors& f = t.forward;
-  check_out(function, "out", f.out, f);
-  check_lse(function, "lse", f.lse, f.q);
-  check_out(function, "dout", t.dout, f);
-  if (t.dlse.given()) check_lse(function, "dlse", t.dlse, f.q);
+  const Names& names = names_of(problem);
+  check_out(function, "out", f.out, f, problem);
+  check_lse(function, "lse", f.lse, problem);
+  check_out(function, "dout", t.dout, f, problem);
+  if (t.dlse.given()) check_lse(function, "dlse", t.dlse, problem);
 
   const auto check_gradient = [&](const char* name, const char* sizes, const TensorView& gradient,
                                   const TensorView& of) {
     if (!gradient.given()) return;  // not wanted
-    const auto [a, b, c, d] = of.shape;
-    Operand{function, name, sizes, gradient}.has_shape({a, b, c, d}).is_matrix_like(f.q);
+    const int last = of.rank - 1;
+    has_rows({function, name, sizes, gradient}, problem, of.shape[last - 2], of.shape[last - 1], of.shape[last])
+        .is_matrix_like(f.q);
   };
-  check_gradient("dq", kSizesQ, t.dq, f.q);
-  check_gradient("dk", kSizesK, t.dk, f.k);
-  check_gradient("dv", kSizesV, t.dv, f.v);
+  check_gradient("dq", names.q, t.dq, f.q);
+  check_gradient("dk", names.k, t.dk, f.k);
+  check_gradient("dv", names.v, t.dv, f.v);
   if (t.dsinks.given()) {
     if (!problem.sinks) refuse<InvalidArgument>(function, "dsinks", "is given", "none where there are no sinks");
-    check_per_head(function, "dsinks", t.dsinks, f.q);
+    check_per_head(function, "dsinks", t.dsinks, problem);
   }
   return problem;
 }

@@ -14,15 +14,23 @@ constexpr std::int64_t ramp_sum(std::int64_t n, std::int64_t limit) {
 struct Elements {
   std::int64_t q, k, v, out, rows;  // rows: of lse
 
-  explicit Elements(const Problem& p)
-      : q(count(p.batch, p.seqlen_q, p.heads_q, p.head_dim)),
-        k(count(p.batch, p.seqlen_k, p.heads_k, p.head_dim)),
-        v(count(p.batch, p.seqlen_k, p.heads_k, p.head_dim_v)),
-        out(count(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v)),
-        rows(count(p.batch, p.seqlen_q, p.heads_q, 1)) {}
+  explicit Elements(const Problem& p) : Elements(p, p.ragged ? 1 : p.batch) {}
+
+ private:
+  Elements(const Problem& p, int batch)
+      : q(count(batch, p.seqlen_q, p.heads_q, p.head_dim)),
+        k(count(batch, p.seqlen_k, p.heads_k, p.head_dim)),
+        v(count(batch, p.seqlen_k, p.heads_k, p.head_dim_v)),
+        out(count(batch, p.seqlen_q, p.heads_q, p.head_dim_v)),
+        rows(count(batch, p.seqlen_q, p.heads_q, 1)) {}
 
   static std::int64_t count(std::int64_t a, std::int64_t b, std::int64_t c, std::int64_t d) { return a * b * c * d; }
 };
+
+/// Visible pairs of all heads; of a ragged batch as if its sequences were equally long.
+std::int64_t all_pairs(const Problem& p) {
+  return p.dense().visible_elements() * p.batch * p.heads_q;
+}
 
 }  // namespace
 
@@ -38,14 +46,14 @@ std::int64_t Problem::visible_elements() const {
 
 Cost forward_cost(const Problem& p) {
   const Elements n(p);
-  const std::int64_t pairs = p.visible_elements() * p.batch * p.heads_q;
+  const std::int64_t pairs = all_pairs(p);
   return {.flops = 2 * pairs * (p.head_dim + p.head_dim_v),
           .bytes = (n.q + n.k + n.v + n.out) * bytes_of(p.dtype) + n.rows * bytes_of(DType::kFloat32)};
 }
 
 Cost backward_cost(const Problem& p) {
   const Elements n(p);
-  const std::int64_t pairs = p.visible_elements() * p.batch * p.heads_q;
+  const std::int64_t pairs = all_pairs(p);
   // S, dQ and dK are sums over D; dP and dV over D_v. Read: q, k, v, out, dout, lse; written: dq, dk, dv.
   return {.flops = 2 * pairs * (3 * p.head_dim + 2 * p.head_dim_v),
           .bytes = 2 * (n.q + n.k + n.v + n.out) * bytes_of(p.dtype) + n.rows * bytes_of(DType::kFloat32)};

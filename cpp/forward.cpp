@@ -17,6 +17,7 @@ void run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* w
   if (tensors.out.empty()) return;
   if (plan.run == nullptr) throw Unsupported(name_of(plan.variant) + " is not in this build: built without CUDA");
   const DeviceGuard guard(plan.problem.device);
+  if (plan.problem.ragged) return plan.run(plan, tensors.with_batch(), workspace, stream);
   plan.run(plan, tensors, workspace, stream);
 }
 

@@ -89,9 +89,11 @@ std::string name_of(const Variant& v) {
 }
 
 std::string to_string(const Problem& p) {
-  std::string text = format("B=%d S_q=%d S_k=%d H_q=%d H_k=%d D=%d D_v=%d %s on ", p.batch, p.seqlen_q, p.seqlen_k,
-                            p.heads_q, p.heads_k, p.head_dim, p.head_dim_v, name_of(p.dtype)) +
-                     name_of(p.device) + ", " + mask_string(p) + format(", scale %.6g", p.scale);
+  const char* lengths = p.ragged ? "B=%d ragged T_q=%d T_k=%d" : "B=%d S_q=%d S_k=%d";
+  std::string text =
+      format(lengths, p.batch, p.seqlen_q, p.seqlen_k) +
+      format(" H_q=%d H_k=%d D=%d D_v=%d %s on ", p.heads_q, p.heads_k, p.head_dim, p.head_dim_v, name_of(p.dtype)) +
+      name_of(p.device) + ", " + mask_string(p) + format(", scale %.6g", p.scale);
   if (p.softcap > 0) text += format(", softcap %.6g", p.softcap);
   if (p.alibi) text += ", ALiBi";
   if (p.sinks) text += ", sinks";

@@ -3,7 +3,8 @@
 //
 // Fused: an item is a (batch, KV head) and makes dQ, dK and dV from one pass of five matmuls a tile, dQ in a float32
 // accumulator of all its queries. Where that leaves threads idle, two passes of smaller items share the work instead:
-// one item per tile of keys makes dK and dV, one per block of queries makes dQ, with seven matmuls a tile in all.
+// one item per tile of keys makes dK and dV, one per block of queries makes dQ, with seven matmuls a tile in all. Both
+// ways add the same tiles in the same order.
 #include <algorithm>
 #include <cmath>
 
@@ -11,15 +12,15 @@
 #include "dispatch.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/math/state.h"
+#include "items.h"
 #include "parallel.h"
 #include "tiling.h"
 
 namespace flashtile::cpu {
 namespace {
 
-int tile_count(int length, int tile) {
-  return (length + tile - 1) / tile;
-}
+/// Kernels read what is known of rows a pair of registers at a time.
+constexpr int kRowPadding = 2 * kLanePadding;
 
 struct ThreadMemory {
   BackwardBuffers buffers;
@@ -51,10 +52,11 @@ ThreadMemory divide(Arena& arena, const Sizes& s, std::int64_t dq_rows, bool dro
           .dq = arena.take(dq_rows * d)};
 }
 
-/// Of every query row, (B, H_q, rows in whole blocks).
-struct RowStatistics {
+/// What all threads share. The statistics are of query rows: for each head, the places of all entries.
+struct SharedMemory {
   float* lse_log2;
   float* delta;
+  Items::Entry* items;  // of one loop at a time
 };
 
 /// One backward call: what its work items share.
@@ -64,12 +66,15 @@ class Backward {
       : problem_(problem),
         sizes_(tile_sizes(problem, variant)),
         threads_(grid),
-        key_tiles_(tile_count(problem.seqlen_k, sizes_.tile_n)),
-        query_blocks_(tile_count(problem.seqlen_q, sizes_.tile_m)),
-        row_stride_(static_cast<std::int64_t>(query_blocks_) * sizes_.tile_m) {
-    const std::int64_t items = std::int64_t{problem.batch} * problem.heads_k;
-    const std::int64_t rounds = (items + threads_ - 1) / threads_;
-    fused_ = 5 * rounds * threads_ <= 7 * items;
+        sequences_(entries_of(problem, nullptr)),
+        most_fused_(problem.seqlen_q) {
+    if (problem.ragged) {
+      // The share that the longest of sequences with as many keys as queries has of the work is at least that of rows.
+      const double share = kFusedStretch * problem.heads_k / threads_;
+      most_fused_ = static_cast<int>(std::min(share, 1.0) * problem.seqlen_q);
+    } else {
+      fused_ = pays_off(whole_heads());
+    }
   }
 
   std::int64_t workspace_bytes() const {
@@ -83,14 +88,14 @@ class Backward {
     tensors_ = &tensors;
     kernel_ = &kernels(problem_.dtype);
     Arena shared(workspace), own;
-    rows_ = divide_shared(shared);
+    shared_ = divide_shared(shared);
     divide_own(own);
     thread_memory_ = static_cast<std::byte*>(workspace) + shared.bytes();
     thread_bytes_ = own.bytes();
+    sequences_ = entries_of(problem_, &tensors.forward);
+    if (problem_.ragged) fused_ = longest_sequence() <= most_fused_ && pays_off(whole_heads());
 
-    parallel_for(threads_, std::int64_t{problem_.batch} * problem_.heads_q, [this](int, std::int64_t item) {
-      fill_rows(static_cast<int>(item / problem_.heads_q), static_cast<int>(item % problem_.heads_q));
-    });
+    run_rows();
     if (tensors.dsinks.given()) run_sinks();
     const Wanted wanted{tensors.dq.given(), tensors.dk.given(), tensors.dv.given()};
     const bool keys_wanted = wanted.dk || wanted.dv;
@@ -103,12 +108,38 @@ class Backward {
   }
 
  private:
-  std::int64_t dq_rows() const { return fused_ ? problem_.group() * row_stride_ : sizes_.tile_m; }
+  /// Fused, the run may take this many times an even share of the work: two passes do so many times the work.
+  static constexpr double kFusedStretch = 7.0 / 5;
+
+  bool pays_off(const Items& heads) const { return heads.stretch(threads_) <= kFusedStretch; }
+
+  int longest_sequence() const {
+    int longest = 0;
+    for (int batch = 0; batch < sequences_.q.batch; ++batch) longest = std::max(longest, sequences_.q.at(batch).used);
+    return longest;
+  }
+
+  Items whole_heads() const {
+    return {problem_, sequences_, shared_.items, problem_.heads_k, [](const Sequence&) { return 1; }};
+  }
+  Items key_tiles() const {
+    return {problem_, sequences_, shared_.items, problem_.heads_k,
+            [this](const Sequence& rows) { return Spans::tiles(rows.k.size, sizes_.tile_n); }};
+  }
+  Items query_blocks() const {
+    return {problem_, sequences_, shared_.items, problem_.heads_q,
+            [this](const Sequence& rows) { return Spans::tiles(rows.q.size, sizes_.tile_m); }};
+  }
+
+  std::int64_t dq_rows() const {
+    const bool may_fuse = fused_ || problem_.ragged;
+    return std::max<std::int64_t>(sizes_.tile_m, may_fuse ? std::int64_t{problem_.group()} * most_fused_ : 0);
+  }
   std::int64_t dq_stride() const { return round_up(problem_.head_dim, kLanePadding); }
 
-  RowStatistics divide_shared(Arena& arena) const {
-    const std::int64_t rows = std::int64_t{problem_.batch} * problem_.heads_q * row_stride_;
-    return {arena.take(rows), arena.take(rows)};
+  SharedMemory divide_shared(Arena& arena) const {
+    const std::int64_t rows = std::int64_t{problem_.heads_q} * sequences_.q.places(kRowPadding) * kRowPadding;
+    return {arena.take(rows), arena.take(rows), arena.take<Items::Entry>(Items::table_size(problem_))};
   }
 
   ThreadMemory divide_own(Arena& arena) const { return divide(arena, sizes_, dq_rows(), problem_.dropout.active()); }
@@ -118,27 +149,40 @@ class Backward {
     return divide_own(arena);
   }
 
+  /// The place of an entry's first row among the statistics.
   std::int64_t first_row(int batch, int head) const {
-    return (std::int64_t{batch} * problem_.heads_q + head) * row_stride_;
+    const Spans& q = sequences_.q;
+    const std::int64_t place = q.first_place(batch, q.at(batch).first, kRowPadding);
+    return (std::int64_t{head} * q.places(kRowPadding) + place) * kRowPadding;
   }
 
   /// lse in the log2 domain and delta = rowsum(dO∘O) − dlse. Where a row sees nothing, and past the last row, an
   /// lse of +inf makes every probability 0.
-  void fill_rows(int batch, int head) const {
-    float* const lse_log2 = rows_.lse_log2 + first_row(batch, head);
-    float* const delta = rows_.delta + first_row(batch, head);
-    const std::int64_t at = (std::int64_t{batch} * problem_.heads_q + head) * problem_.seqlen_q;
+  void fill_rows(const Item& item) const {
+    const Span& q = item.rows.q;
+    const Range queries = block_rows(item.block, sizes_.tile_m, q).used;
+    float* const lse_log2 = shared_.lse_log2 + first_row(item.batch, item.head);
+    float* const delta = shared_.delta + first_row(item.batch, item.head);
+    const std::int64_t at = first_lse(problem_, q, item.batch, item.head);
     const float* const lse = static_cast<const float*>(tensors_->forward.lse.data) + at;
-    kernel_->row_dots(delta, head_rows(tensors_->dout, batch, head, 0),
-                      head_rows(tensors_->forward.out, batch, head, 0), problem_.seqlen_q, problem_.head_dim_v);
-    for (int i = 0; i < problem_.seqlen_q; ++i) {
+    const int first = q.first + queries.begin;
+    kernel_->row_dots(delta + queries.begin, head_rows(tensors_->dout, item.batch, item.head, first),
+                      head_rows(tensors_->forward.out, item.batch, item.head, first), queries.end - queries.begin,
+                      problem_.head_dim_v);
+    for (int i = queries.begin; i < queries.end; ++i) {
       lse_log2[i] = lse[i] == -kInfinity ? kInfinity : lse[i] * kLog2e;
       if (tensors_->dlse.given()) delta[i] -= static_cast<const float*>(tensors_->dlse.data)[at + i];
     }
-    for (std::int64_t i = problem_.seqlen_q; i < row_stride_; ++i) {
+    if (queries.empty()) return;
+    for (std::int64_t i = queries.end; i < round_up(queries.end, kRowPadding); ++i) {
       lse_log2[i] = kInfinity;
       delta[i] = 0;
     }
+  }
+
+  void run_rows() const {
+    const Items blocks = query_blocks();
+    parallel_for(threads_, blocks.count(), [&](int, std::int64_t item) { fill_rows(blocks.at(item)); });
   }
 
   /// Σ over rows of −P·delta, P being the weight that the sink takes; its value is 0. In double, for its length.
@@ -146,131 +190,136 @@ class Backward {
     parallel_for(threads_, problem_.heads_q, [this](int, std::int64_t head) {
       const double sink_log2 = static_cast<const float*>(tensors_->forward.sinks.data)[head] * double{kLog2e};
       double sum = 0;
-      for (int batch = 0; batch < problem_.batch; ++batch) {
+      for (int batch = 0; batch < sequences_.q.batch; ++batch) {
         const std::int64_t first = first_row(batch, static_cast<int>(head));
-        for (std::int64_t i = first; i < first + problem_.seqlen_q; ++i)
-          sum -= std::exp2(sink_log2 - rows_.lse_log2[i]) * rows_.delta[i];
+        for (std::int64_t i = first; i < first + sequences_.q.at(batch).used; ++i)
+          sum -= std::exp2(sink_log2 - shared_.lse_log2[i]) * shared_.delta[i];
       }
       static_cast<float*>(tensors_->dsinks.data)[head] = static_cast<float>(sum);
     });
   }
 
-  void load_keys(const ThreadMemory& memory, int batch, int head_k, Range keys) const {
-    kernel_->load_keys(sizes_, memory.buffers, keys.end - keys.begin,
-                       head_rows(tensors_->forward.k, batch, head_k, keys.begin),
-                       head_rows(tensors_->forward.v, batch, head_k, keys.begin));
+  void load_keys(const ThreadMemory& memory, const Sizes& sizes, int batch, int head_k, int first, int count) const {
+    kernel_->load_keys(sizes, memory.buffers, count, head_rows(tensors_->forward.k, batch, head_k, first),
+                       head_rows(tensors_->forward.v, batch, head_k, first));
   }
 
-  void load_queries(const ThreadMemory& memory, int batch, int head, Range queries) const {
-    kernel_->load_queries(sizes_, memory.buffers, queries.end - queries.begin,
-                          head_rows(tensors_->forward.q, batch, head, queries.begin),
-                          head_rows(tensors_->dout, batch, head, queries.begin));
+  void load_queries(const ThreadMemory& memory, const Sizes& sizes, int batch, int head, int first, int count) const {
+    kernel_->load_queries(sizes, memory.buffers, count, head_rows(tensors_->forward.q, batch, head, first),
+                          head_rows(tensors_->dout, batch, head, first));
+  }
+
+  /// Writes `rows` of one of an entry's gradients, those that count, and zeros in those that do not.
+  void store_gradient(const TensorView& gradient, int batch, int head, const Span& span, BlockRows rows,
+                      const float* sums, float factor) const {
+    kernel_->store_rows(head_rows(gradient, batch, head, span.first + rows.used.begin), sums,
+                        rows.used.end - rows.used.begin, static_cast<int>(gradient.shape[3]), factor);
+    clear_rows(gradient, batch, head, {span.first + rows.unused.begin, span.first + rows.unused.end});
   }
 
   /// One tile, its rows loaded; `dq` is the accumulator of its queries.
-  void run_tile(const ThreadMemory& memory, Wanted wanted, const TileRows& rows, bool edge, float* dq) const {
+  void run_tile(const ThreadMemory& memory, const Sizes& sizes, Wanted wanted, const TileRows& rows, bool edge,
+                float* dq) const {
     const std::int64_t first = first_row(rows.batch, rows.head) + rows.queries.begin;
-    kernel_->backward_tile({.sizes = sizes_,
+    kernel_->backward_tile({.sizes = sizes,
                             .scores = head_scores(problem_, tensors_->forward.alibi_slopes, rows.batch, rows.head),
                             .wanted = wanted,
-                            .tile = make_tile(problem_, sizes_, rows, edge, memory.tile),
-                            .lse_log2 = rows_.lse_log2 + first,
-                            .delta = rows_.delta + first,
+                            .tile = make_tile(problem_, sizes, rows, edge, memory.tile),
+                            .lse_log2 = shared_.lse_log2 + first,
+                            .delta = shared_.delta + first,
                             .dq = dq,
                             .buffers = memory.buffers});
   }
 
   /// dK and dV of one tile of keys, from every query that sees it; adds to dQ (of the group's heads) where wanted.
-  void run_key_tile(const ThreadMemory& memory, Wanted wanted, int batch, int head_k, int index) const {
-    const Range keys = tile_range(index, sizes_.tile_n, problem_.seqlen_k);
-    const int count = keys.end - keys.begin;
-    std::fill_n(memory.buffers.dk, sizes_.tile_n * dq_stride(), 0.0f);
-    std::fill_n(memory.buffers.dv, sizes_.tile_n * round_up(problem_.head_dim_v, kLanePadding), 0.0f);
-    const TileRanges blocks =
-        problem_.seqlen_q == 0 ? TileRanges{}
-                               : problem_.band.transposed().tiles(keys, sizes_.tile_m, problem_.lengths().transposed());
-    if (!blocks.visible.empty()) load_keys(memory, batch, head_k, keys);
+  void run_key_tile(const ThreadMemory& memory, Wanted wanted, const Item& item, int index) const {
+    const Span &q = item.rows.q, &k = item.rows.k;
+    const Lengths lengths = item.rows.lengths();
+    const Sizes sizes = fit(sizes_, lengths);
+    const int batch = item.batch, head_k = item.head;
+    const BlockRows rows = block_rows(index, sizes_.tile_n, k);
+    const Range keys = rows.used;
+    std::fill_n(memory.buffers.dk, sizes.tile_n * dq_stride(), 0.0f);
+    std::fill_n(memory.buffers.dv, sizes.tile_n * round_up(problem_.head_dim_v, kLanePadding), 0.0f);
+    const TileRanges blocks = q.used == 0 || keys.empty()
+                                  ? TileRanges{}
+                                  : problem_.band.transposed().tiles(keys, sizes_.tile_m, lengths.transposed());
+    if (!blocks.visible.empty()) load_keys(memory, sizes, batch, head_k, k.first + keys.begin, keys.end - keys.begin);
     for (int member = 0; member < problem_.group(); ++member) {
       const int head = head_k * problem_.group() + member;
       for (int i = blocks.visible.begin; i < blocks.visible.end; ++i) {
-        const Range queries = tile_range(i, sizes_.tile_m, problem_.seqlen_q);
-        load_queries(memory, batch, head, queries);
-        run_tile(memory, wanted, {batch, head, queries, keys}, !blocks.interior.contains(i),
-                 wanted.dq ? memory.dq + (member * row_stride_ + queries.begin) * dq_stride() : nullptr);
+        const Range queries = tile_range(i, sizes_.tile_m, q.used);
+        load_queries(memory, sizes, batch, head, q.first + queries.begin, queries.end - queries.begin);
+        run_tile(memory, sizes, wanted, {batch, head, lengths, queries, keys}, !blocks.interior.contains(i),
+                 wanted.dq ? memory.dq + (std::int64_t{member} * q.used + queries.begin) * dq_stride() : nullptr);
       }
     }
-    if (wanted.dk) {
-      kernel_->store_rows(head_rows(tensors_->dk, batch, head_k, keys.begin), memory.buffers.dk, count,
-                          problem_.head_dim, problem_.scale);
-    }
-    if (wanted.dv) {
-      kernel_->store_rows(head_rows(tensors_->dv, batch, head_k, keys.begin), memory.buffers.dv, count,
-                          problem_.head_dim_v, 1.0f);
-    }
+    if (wanted.dk) store_gradient(tensors_->dk, batch, head_k, k, rows, memory.buffers.dk, problem_.scale);
+    if (wanted.dv) store_gradient(tensors_->dv, batch, head_k, k, rows, memory.buffers.dv, 1.0f);
   }
 
   void run_fused(Wanted wanted) const {
-    parallel_for(threads_, std::int64_t{problem_.batch} * problem_.heads_k, [&](int thread, std::int64_t item) {
+    const Items heads = whole_heads();
+    parallel_for(threads_, heads.count(), [&](int thread, std::int64_t index) {
       const ThreadMemory memory = memory_of(thread);
-      const int batch = static_cast<int>(item / problem_.heads_k), head_k = static_cast<int>(item % problem_.heads_k);
-      std::fill_n(memory.dq, dq_rows() * dq_stride(), 0.0f);
-      for (int index = 0; index < key_tiles_; ++index) run_key_tile(memory, wanted, batch, head_k, index);
+      const Item item = heads.at(index);
+      const Span &q = item.rows.q, &k = item.rows.k;
+      std::fill_n(memory.dq, std::int64_t{problem_.group()} * q.used * dq_stride(), 0.0f);
+      for (int i = 0; i < Spans::tiles(k.size, sizes_.tile_n); ++i) run_key_tile(memory, wanted, item, i);
       for (int member = 0; member < problem_.group(); ++member) {
-        kernel_->store_rows(head_rows(tensors_->dq, batch, head_k * problem_.group() + member, 0),
-                            memory.dq + member * row_stride_ * dq_stride(), problem_.seqlen_q, problem_.head_dim,
-                            problem_.scale);
+        store_gradient(tensors_->dq, item.batch, item.head * problem_.group() + member, q, block_rows(0, q.size, q),
+                       memory.dq + std::int64_t{member} * q.used * dq_stride(), problem_.scale);
       }
     });
   }
 
   void run_keys(Wanted wanted) const {
-    const std::int64_t items = std::int64_t{problem_.batch} * problem_.heads_k * key_tiles_;
-    parallel_for(threads_, items, [&](int thread, std::int64_t item) {
+    const Items tiles = key_tiles();
+    parallel_for(threads_, tiles.count(), [&](int thread, std::int64_t index) {
       // Under a causal mask the first tile is seen by most queries: the longest first.
-      const int index = static_cast<int>(item % key_tiles_);
-      const std::int64_t head = item / key_tiles_;
-      run_key_tile(memory_of(thread), wanted, static_cast<int>(head / problem_.heads_k),
-                   static_cast<int>(head % problem_.heads_k), index);
+      const Item item = tiles.at(index);
+      run_key_tile(memory_of(thread), wanted, item, item.block);
     });
   }
 
   /// dQ of one block of queries, from every key it sees.
-  void run_query_block(const ThreadMemory& memory, int batch, int head, int index) const {
-    const Range queries = tile_range(index, sizes_.tile_m, problem_.seqlen_q);
-    const int head_k = head / problem_.group();
-    std::fill_n(memory.dq, sizes_.tile_m * dq_stride(), 0.0f);
-    const TileRanges tiles = problem_.band.tiles(queries, sizes_.tile_n, problem_.lengths());
-    if (!tiles.visible.empty()) load_queries(memory, batch, head, queries);
+  void run_query_block(const ThreadMemory& memory, const Item& item, int index) const {
+    const Span &q = item.rows.q, &k = item.rows.k;
+    const Lengths lengths = item.rows.lengths();
+    const Sizes sizes = fit(sizes_, lengths);
+    const int batch = item.batch, head = item.head, head_k = head / problem_.group();
+    const BlockRows rows = block_rows(index, sizes_.tile_m, q);
+    const Range queries = rows.used;
+    std::fill_n(memory.dq, sizes.tile_m * dq_stride(), 0.0f);
+    const TileRanges tiles = queries.empty() ? TileRanges{} : problem_.band.tiles(queries, sizes_.tile_n, lengths);
+    if (!tiles.visible.empty())
+      load_queries(memory, sizes, batch, head, q.first + queries.begin, queries.end - queries.begin);
     for (int i = tiles.visible.begin; i < tiles.visible.end; ++i) {
-      const Range keys = tile_range(i, sizes_.tile_n, problem_.seqlen_k);
-      load_keys(memory, batch, head_k, keys);
-      run_tile(memory, {.dq = true, .dk = false, .dv = false}, {batch, head, queries, keys},
+      const Range keys = tile_range(i, sizes_.tile_n, k.used);
+      load_keys(memory, sizes, batch, head_k, k.first + keys.begin, keys.end - keys.begin);
+      run_tile(memory, sizes, {.dq = true, .dk = false, .dv = false}, {batch, head, lengths, queries, keys},
                !tiles.interior.contains(i), memory.dq);
     }
-    kernel_->store_rows(head_rows(tensors_->dq, batch, head, queries.begin), memory.dq, queries.end - queries.begin,
-                        problem_.head_dim, problem_.scale);
+    store_gradient(tensors_->dq, batch, head, q, rows, memory.dq, problem_.scale);
   }
 
   void run_queries() const {
-    const std::int64_t items = std::int64_t{problem_.batch} * problem_.heads_q * query_blocks_;
-    parallel_for(threads_, items, [&](int thread, std::int64_t item) {
-      const int index = query_blocks_ - 1 - static_cast<int>(item % query_blocks_);
-      const std::int64_t head = item / query_blocks_;
-      run_query_block(memory_of(thread), static_cast<int>(head / problem_.heads_q),
-                      static_cast<int>(head % problem_.heads_q), index);
+    const Items blocks = query_blocks();
+    parallel_for(threads_, blocks.count(), [&](int thread, std::int64_t index) {
+      const Item item = blocks.at(index);
+      run_query_block(memory_of(thread), item, item.blocks - 1 - item.block);
     });
   }
 
   Problem problem_;
-  Sizes sizes_;
+  Sizes sizes_;  // of the largest tiles
   int threads_;
-  int key_tiles_;
-  int query_blocks_;
-  std::int64_t row_stride_;  // rows of a head, in whole blocks
+  Sequences sequences_;
+  int most_fused_;  // queries of an entry, where dQ, dK and dV come from one pass
   bool fused_ = false;
 
   const BackwardTensors* tensors_ = nullptr;
-  RowStatistics rows_{};
+  SharedMemory shared_{};
   const Kernels* kernel_ = nullptr;
   std::byte* thread_memory_ = nullptr;
   std::int64_t thread_bytes_ = 0;

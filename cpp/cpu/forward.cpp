@@ -5,6 +5,7 @@
 #include "dispatch.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/math/state.h"
+#include "items.h"
 #include "parallel.h"
 #include "tiling.h"
 
@@ -51,54 +52,58 @@ void normalise(const ForwardBlock& block, float sink_log2, float* lse) {
   }
 }
 
-void attend(const Problem& problem, const ForwardTensors& t, const Sizes& sizes, const ThreadMemory& memory, int batch,
-            int head, int block_index) {
+void attend(const Problem& problem, const ForwardTensors& t, const Sizes& largest, const ThreadMemory& memory,
+            const Item& item) {
   const Kernels& kernel = kernels(problem.dtype);
-  const int head_k = head / problem.group();
-  const Range queries = tile_range(block_index, sizes.tile_m, problem.seqlen_q);
-  const std::int64_t first_row = (std::int64_t{batch} * problem.heads_q + head) * problem.seqlen_q + queries.begin;
+  const Sizes sizes = fit(largest, item.rows.lengths());
+  const int batch = item.batch, head = item.head, head_k = head / problem.group();
+  const Span &q = item.rows.q, &k = item.rows.k;
+  // Under a causal mask the last block sees most keys: the longest first.
+  const auto [queries, unused] = block_rows(item.blocks - 1 - item.block, largest.tile_m, q);
+  float* const lse = t.lse.given() ? static_cast<float*>(t.lse.data) + first_lse(problem, q, batch, head) : nullptr;
+  clear_rows(t.out, batch, head, {q.first + unused.begin, q.first + unused.end});
+  if (lse != nullptr) std::fill(lse + unused.begin, lse + unused.end, -kInfinity);
+  if (queries.empty()) return;
   const ForwardBlock block{
       .sizes = sizes,
       .scores = head_scores(problem, t.alibi_slopes, batch, head),
       .queries = queries.end - queries.begin,
-      .q = head_rows(t.q, batch, head, queries.begin),
-      .out = head_rows(t.out, batch, head, queries.begin),
+      .q = head_rows(t.q, batch, head, q.first + queries.begin),
+      .out = head_rows(t.out, batch, head, q.first + queries.begin),
       .buffers = memory.buffers,
   };
   kernel.forward_begin(block);
-  const TileRanges tiles = problem.band.tiles(queries, sizes.tile_n, problem.lengths());
+  const TileRanges tiles = problem.band.tiles(queries, sizes.tile_n, item.rows.lengths());
   for (int i = tiles.visible.begin; i < tiles.visible.end; ++i) {
-    const Range keys = tile_range(i, sizes.tile_n, problem.seqlen_k);
-    const TileRows rows{batch, head, queries, keys};
+    const Range keys = tile_range(i, sizes.tile_n, k.used);
+    const TileRows rows{batch, head, item.rows.lengths(), queries, keys};
     const Tile tile = make_tile(problem, sizes, rows, !tiles.interior.contains(i), memory.tile);
-    kernel.forward_tile(block, tile, head_rows(t.k, batch, head_k, keys.begin),
-                        head_rows(t.v, batch, head_k, keys.begin));
+    kernel.forward_tile(block, tile, head_rows(t.k, batch, head_k, k.first + keys.begin),
+                        head_rows(t.v, batch, head_k, k.first + keys.begin));
   }
   const float sink = t.sinks.given() ? static_cast<const float*>(t.sinks.data)[head] : -kInfinity;
-  normalise(block, sink * kLog2e, t.lse.given() ? static_cast<float*>(t.lse.data) + first_row : nullptr);
+  normalise(block, sink * kLog2e, lse != nullptr ? lse + queries.begin : nullptr);
   kernel.forward_end(block);
 }
 
 }  // namespace
 
 std::int64_t forward_workspace_bytes(const Problem& problem, const Variant& variant, int threads) {
-  return threads * thread_bytes(tile_sizes(problem, variant), problem.dropout.active());
+  Arena table;
+  table.take<Items::Entry>(Items::table_size(problem));
+  return table.bytes() + threads * thread_bytes(tile_sizes(problem, variant), problem.dropout.active());
 }
 
 void run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace, Stream) {
   const Problem& problem = plan.problem;
   const Sizes sizes = tile_sizes(problem, plan.variant);
   const std::int64_t bytes = thread_bytes(sizes, problem.dropout.active());
-  const int blocks = (problem.seqlen_q + sizes.tile_m - 1) / sizes.tile_m;
-  const std::int64_t items = std::int64_t{problem.batch} * problem.heads_q * blocks;
-  parallel_for(plan.grid, items, [&](int thread, std::int64_t item) {
-    Arena arena(static_cast<std::byte*>(workspace) + thread * bytes);
-    const ThreadMemory memory = divide(arena, sizes, problem.dropout.active());
-    const int head = static_cast<int>(item / blocks % problem.heads_q);
-    const int batch = static_cast<int>(item / blocks / problem.heads_q);
-    // Under a causal mask the last block sees most keys: the longest first.
-    const int block = blocks - 1 - static_cast<int>(item % blocks);
-    attend(problem, tensors, sizes, memory, batch, head, block);
+  Arena table(workspace);
+  const Items items(problem, entries_of(problem, &tensors), table.take<Items::Entry>(Items::table_size(problem)),
+                    problem.heads_q, [&](const Sequence& rows) { return Spans::tiles(rows.q.size, sizes.tile_m); });
+  parallel_for(plan.grid, items.count(), [&](int thread, std::int64_t item) {
+    Arena arena(static_cast<std::byte*>(workspace) + table.bytes() + thread * bytes);
+    attend(problem, tensors, sizes, divide(arena, sizes, problem.dropout.active()), items.at(item));
   });
 }
 

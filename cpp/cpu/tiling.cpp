@@ -46,7 +46,7 @@ void fill_dropout(float* target, const Dropout& dropout, const TileRows& rows, i
 
 Tile make_tile(const Problem& problem, const Sizes& sizes, const TileRows& rows, bool edge,
                const TileBuffers& buffers) {
-  const Lengths lengths = problem.lengths();
+  const Lengths lengths = rows.lengths;
   Tile tile{rows.queries.end - rows.queries.begin,
             rows.keys.end - rows.keys.begin,
             rows.keys.begin - lengths.diagonal(rows.queries.begin),

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "flashtile/plan.h"
 #include "kernels.h"
@@ -36,28 +37,52 @@ class Arena {
   std::int64_t bytes_ = 0;
 };
 
-/// Tiles no larger than the problem, in whole registers (two where bfloat16 pairs are written side by side).
-inline Sizes tile_sizes(const Problem& problem, const Variant& variant) {
-  const auto fit = [](int tile, int length) {
+/// Tiles no larger than the lengths, in whole registers (two where bfloat16 pairs are written side by side). Of one
+/// batch entry these are the sizes that it has alone, and its tiles are those of the whole problem's sizes: where the
+/// two differ, it has one.
+inline Sizes fit(Sizes sizes, Lengths lengths) {
+  const auto fit_side = [](int tile, int length) {
     return static_cast<int>(round_up(std::clamp(length, 1, tile), 2 * kLanePadding));
   };
-  return {fit(variant.tile_m, problem.seqlen_q), fit(variant.tile_n, problem.seqlen_k), problem.head_dim,
-          problem.head_dim_v};
+  sizes.tile_m = fit_side(sizes.tile_m, lengths.q);
+  sizes.tile_n = fit_side(sizes.tile_n, lengths.k);
+  return sizes;
 }
 
-/// Rows of one head of a (B, S, H, D) tensor, from `row` on.
+/// Sizes for any entry of the problem, each of which may be as long as all of a ragged batch.
+inline Sizes tile_sizes(const Problem& problem, const Variant& variant) {
+  return fit({variant.tile_m, variant.tile_n, problem.head_dim, problem.head_dim_v}, problem.lengths());
+}
+
+/// Rows of one head of a (B, S, H, D) tensor, from `row` on. Where the batch is ragged, B is 1 and the stride of
+/// entries 0, so that `row` is one of all the sequences'.
 inline HeadRows head_rows(const TensorView& t, int batch, int head, int row) {
   const std::int64_t offset = batch * t.strides[0] + row * t.strides[1] + head * t.strides[2];
   return {static_cast<std::byte*>(t.data) + offset * bytes_of(t.dtype), t.strides[1]};
 }
 
+/// Zeros in rows of one head.
+inline void clear_rows(const TensorView& t, int batch, int head, Range rows) {
+  const HeadRows target = head_rows(t, batch, head, 0);
+  for (int row = rows.begin; row < rows.end; ++row) {
+    std::memset(static_cast<std::byte*>(target.data) + row * target.stride * bytes_of(t.dtype), 0,
+                static_cast<std::size_t>(t.shape[3] * bytes_of(t.dtype)));
+  }
+}
+
+/// The place of an entry's first row in (B, H_q, S_q), or in (H_q, T_q).
+inline std::int64_t first_lse(const Problem& problem, const Span& q, int batch, int head) {
+  return ((problem.ragged ? 0 : std::int64_t{batch} * problem.heads_q) + head) * problem.seqlen_q + q.first;
+}
+
 /// The score map of one head.
 Scores head_scores(const Problem& problem, const TensorView& alibi_slopes, int batch, int head);
 
-/// The queries and keys of a tile.
+/// The queries and keys of a tile, by their places in the entry.
 struct TileRows {
   int batch;
   int head;  // of the queries
+  Lengths lengths;
   Range queries;
   Range keys;
 };
@@ -79,6 +104,18 @@ Tile make_tile(const Problem& problem, const Sizes& sizes, const TileRows& rows,
 
 inline Range tile_range(int index, int tile, int length) {
   return {index * tile, std::min((index + 1) * tile, length)};
+}
+
+/// The rows of one of an entry's blocks: first those that count.
+struct BlockRows {
+  Range used;
+  Range unused;
+};
+
+inline BlockRows block_rows(int index, int tile, const Span& span) {
+  const Range all = tile_range(index, tile, span.size);
+  const int end = std::clamp(span.used, all.begin, all.end);
+  return {{all.begin, end}, {end, all.end}};
 }
 
 }  // namespace flashtile::cpu

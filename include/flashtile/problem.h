@@ -7,6 +7,7 @@
 
 #include "flashtile/math/dropout.h"
 #include "flashtile/math/mask.h"
+#include "flashtile/sequence.h"
 #include "flashtile/tensor_view.h"
 
 namespace flashtile {
@@ -23,7 +24,10 @@ struct Options {
   bool deterministic = false;                // of the backward
 };
 
-/// Tensors of a forward call. `lse`, `alibi_slopes` and `sinks` are optional.
+/// Tensors of a forward call. `lse`, `alibi_slopes`, `sinks` and all of the second part are optional.
+///
+/// With `cu_seqlens_q` and `cu_seqlens_k` the batch is ragged: B sequences stand one behind the other in q, k, v and
+/// out, which have T_q or T_k rows and no batch dimension, and lse is (H_q, T_q).
 struct ForwardTensors {
   TensorView q;             // (B, S_q, H_q, D)
   TensorView k;             // (B, S_k, H_k, D)
@@ -32,6 +36,14 @@ struct ForwardTensors {
   TensorView sinks;         // (H_q), float32
   TensorView out;           // (B, S_q, H_q, D_v)
   TensorView lse;           // (B, H_q, S_q), float32, contiguous
+
+  TensorView cu_seqlens_q;  // (B + 1), int32, contiguous: where sequences begin, and where the last one ends
+  TensorView cu_seqlens_k;  // (B + 1), int32, contiguous
+  TensorView seqused_q;     // (B), int32, contiguous: how many rows of a sequence count
+  TensorView seqused_k;     // (B), int32, contiguous
+
+  /// The same with an only batch entry where the batch is ragged: kernels know one kind of shape.
+  ForwardTensors with_batch() const;
 };
 
 /// Tensors of a backward call. `forward.out` and `forward.lse` are what the forward wrote.
@@ -43,12 +55,15 @@ struct BackwardTensors {
   TensorView dk;      // like k
   TensorView dv;      // like v
   TensorView dsinks;  // (H_q), float32, contiguous
+
+  BackwardTensors with_batch() const;
 };
 
 struct Problem {
-  int batch = 0;
-  int seqlen_q = 0;
+  int batch = 0;     // of sequences, where they are ragged
+  int seqlen_q = 0;  // ragged: of all sequences together
   int seqlen_k = 0;
+  bool ragged = false;
   int heads_q = 0;
   int heads_k = 0;
   int head_dim = 0;    // of Q and K
@@ -67,10 +82,26 @@ struct Problem {
   int group() const { return heads_q / heads_k; }  // query heads per KV head
   int wider_head_dim() const { return head_dim > head_dim_v ? head_dim : head_dim_v; }
 
-  /// Visible (row, column) pairs of one head.
+  /// Where each batch entry lies in `tensors`.
+  Sequences sequences(const ForwardTensors& tensors) const;
+
+  /// Places for tiles of `tile` rows of one head: see Spans.
+  std::int64_t places_q(int tile) const { return places(seqlen_q, tile); }
+  std::int64_t places_k(int tile) const { return places(seqlen_k, tile); }
+
+  /// Itself, or for a ragged batch, whose lengths the host does not know, a dense one as large: what estimates go by.
+  Problem dense() const;
+
+  /// Visible (row, column) pairs of one head, of one entry of a dense batch.
   std::int64_t visible_elements() const;
 
   bool operator==(const Problem&) const = default;
+
+ private:
+  std::int64_t places(int rows, int tile) const {
+    constexpr int kBegins[1] = {0};  // no table need be read
+    return Spans{batch, rows, ragged ? kBegins : nullptr}.places(tile);
+  }
 };
 
 std::string to_string(const Problem& problem);

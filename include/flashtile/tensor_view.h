@@ -7,7 +7,7 @@
 
 namespace flashtile {
 
-enum class DType : std::uint8_t { kFloat32, kFloat16, kBFloat16, kOther };
+enum class DType : std::uint8_t { kFloat32, kFloat16, kBFloat16, kInt32, kOther };
 enum class DeviceType : std::uint8_t { kCpu, kCuda, kOther };
 
 struct Device {
@@ -17,7 +17,7 @@ struct Device {
 };
 
 constexpr int bytes_of(DType dtype) {
-  return dtype == DType::kFloat32 ? 4 : 2;
+  return dtype == DType::kFloat32 || dtype == DType::kInt32 ? 4 : 2;
 }
 
 constexpr const char* name_of(DType dtype) {
@@ -25,6 +25,7 @@ constexpr const char* name_of(DType dtype) {
     case DType::kFloat32: return "float32";
     case DType::kFloat16: return "float16";
     case DType::kBFloat16: return "bfloat16";
+    case DType::kInt32: return "int32";
     case DType::kOther: break;
   }
   return "another dtype";
@@ -47,6 +48,15 @@ struct TensorView {
     for (int i = 0; i < rank; ++i)
       if (shape[i] == 0) return true;
     return false;
+  }
+  /// Rows of a ragged batch, (T, H, D), as an only batch entry, (1, T, H, D); any other tensor as it is.
+  TensorView with_batch() const {
+    if (rank != 3) return *this;
+    TensorView view = *this;
+    view.rank = 4;
+    view.shape = {1, shape[0], shape[1], shape[2]};
+    view.strides = {0, strides[0], strides[1], strides[2]};
+    return view;
   }
   /// Strides of sizes up to 1 mean nothing.
   bool contiguous() const {

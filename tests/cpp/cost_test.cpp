@@ -50,5 +50,25 @@ TEST(Cost, CountsMatmulsAndTraffic) {
   EXPECT_GT(backward_cost(problem).bytes, forward_cost(problem).bytes);
 }
 
+TEST(Cost, OfARaggedBatchIsThatOfEquallyLongSequences) {
+  Problem dense;
+  dense.batch = 3;
+  dense.seqlen_q = 40;
+  dense.seqlen_k = 50;
+  dense.heads_q = 4;
+  dense.heads_k = 2;
+  dense.head_dim = dense.head_dim_v = 64;
+  dense.dtype = DType::kBFloat16;
+  dense.band = Band::causal();
+  Problem ragged = dense;
+  ragged.ragged = true;
+  ragged.seqlen_q *= 3;
+  ragged.seqlen_k *= 3;
+  EXPECT_EQ(forward_cost(ragged).flops, forward_cost(dense).flops);
+  EXPECT_EQ(forward_cost(ragged).bytes, forward_cost(dense).bytes);
+  EXPECT_EQ(backward_cost(ragged).flops, backward_cost(dense).flops);
+  EXPECT_EQ(backward_cost(ragged).bytes, backward_cost(dense).bytes);
+}
+
 }  // namespace
 }  // namespace flashtile

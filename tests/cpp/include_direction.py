@@ -14,15 +14,16 @@ from pathlib import Path
 # include/flashtile or one of its headers.
 LEVELS = [
     {"macros", "error", "cuda_error", "driver", "tensor_view"},
-    {"variant", "sequence", "barrier", "scheduler"},
+    {"variant", "sequence", "barrier"},
     {"math"},
+    {"scheduler"},
     {"tensor_map"},
     {"load"},
     {"problem"},
     {"workspace"},
     {"plan"},
-    {"registry"},
-    {"flashtile", "params", "launch"},
+    {"registry", "order_tiles", "launch"},
+    {"flashtile", "params"},
     {"mainloop", "epilogue"},
     {"kernel"},
 ]

@@ -7,18 +7,9 @@
 #include <cstdint>
 
 #include "flashtile/macros.h"
+#include "flashtile/sequence.h"
 
 namespace flashtile {
-
-struct Lengths {
-  int q = 0;
-  int k = 0;
-
-  /// The column that row i meets on the diagonal; it may lie outside [0, k).
-  FLASHTILE_HOST_DEVICE int diagonal(int row) const { return row + k - q; }
-  FLASHTILE_HOST_DEVICE Lengths transposed() const { return {k, q}; }
-  bool operator==(const Lengths&) const = default;
-};
 
 /// Half-open range of indices.
 struct Range {

@@ -20,6 +20,10 @@ struct VisibleKeys {
   VisibleKeys() = default;
   FLASHTILE_HOST_DEVICE VisibleKeys(Band band, Range rows, Lengths all) : first(band.columns(rows.begin, all).begin) {
     lengths = {all.q, all.k - first};
+    if (rows.empty()) {
+      count = blocks = 0;
+      return;
+    }
     count = band.columns(rows.end - 1, lengths).end;
     const TileRanges tiles = band.tiles(rows, kN, lengths);
     blocks = tiles.visible.end;
