@@ -42,11 +42,15 @@ std::vector<int> costs(const ForwardPlan& plan) {
   return cost;
 }
 
-/// Of keys and values, by a query head or a pack of them.
-double key_bytes_of_head(const ForwardPlan& plan) {
+/// Of `keys` keys and values, by a query head or a pack of them.
+double key_bytes_of_head(const ForwardPlan& plan, int keys) {
   const Problem& p = plan.problem;
-  const double per_kv_head = 1.0 * p.seqlen_k * (p.head_dim + p.head_dim_v) * bytes_of(p.dtype);
+  const double per_kv_head = 1.0 * keys * (p.head_dim + p.head_dim_v) * bytes_of(p.dtype);
   return per_kv_head * plan.packing.heads() / p.group();
+}
+
+double key_bytes_of_head(const ForwardPlan& plan) {
+  return key_bytes_of_head(plan, plan.problem.seqlen_k);
 }
 
 PersistentScheduler search(const ForwardPlan& plan) {
@@ -118,6 +122,11 @@ double divide(PersistentScheduler& scheduler, std::span<const int> cost) {
     scheduler.dealt_from[block + 1] = static_cast<std::uint16_t>(place - scheduler.dealt);
   }
   return most == 0 ? 1 : static_cast<double>(sum) / static_cast<double>(most * scheduler.blocks);
+}
+
+int blocks_of_section(const ForwardPlan& plan) {
+  if (plan.problem.band == Band::full()) return 0;
+  return static_cast<int>(kCached / key_bytes_of_head(plan, plan.packing.query(plan.variant.tile_m)));
 }
 
 std::shared_ptr<const PersistentScheduler> balanced_scheduler(const ForwardPlan& plan) {

@@ -6,6 +6,7 @@
 #include "balance.h"
 #include "cpu/cpu.h"
 #include "flashtile/flashtile.h"
+#include "flashtile/scheduler/ragged.h"
 #include "flashtile/workspace.h"
 
 namespace flashtile {
@@ -140,6 +141,7 @@ Arch gpu_arch(std::span<const Row> rows, const DeviceInfo& device, const Problem
 
 template <class Row>
 Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<const Row> rows) {
+  const Problem estimated = problem.dense();
   const bool on_cpu = problem.device.type == DeviceType::kCpu;
   if (!on_cpu && device.compute_capability < kOldestComputeCapability) refuse_device(device);
   const Arch arch = on_cpu ? Arch::kCpu : gpu_arch(rows, device, problem);
@@ -152,7 +154,7 @@ Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<c
       best.why = kSmallerTile;
       continue;
     }
-    const Estimate here = estimate(row, problem);
+    const Estimate here = estimate(row, estimated);
     if (best.row && here.time == 0) break;  // nothing to compare: the first that fits
     if (best.row) best.why = kFastest;
     if (!best.row || here.time < best.estimate.time) best.row = &row, best.estimate = here;
@@ -190,6 +192,7 @@ int thread_blocks(const Problem& p, const Variant& v, const DeviceInfo& device, 
   constexpr int kFewQueries = 4096;
   constexpr std::int64_t kRoomInCache = 40 << 20;      // bytes, of Hopper's 50 MB
   constexpr double kBusy = 0.95, kBusyInOrder = 0.85;  // of the multiprocessors, at the least
+  if (p.ragged) return v.one_pass() ? std::min(tiles, device.multiprocessors) : tiles;
   const std::int64_t queries = std::int64_t{p.group()} * p.seqlen_q;
   if (!v.may_loop() || queries > kFewQueries) return tiles;
   const int at_a_time = device.multiprocessors;
@@ -205,6 +208,8 @@ int thread_blocks(const Problem& p, const Variant& v, const DeviceInfo& device, 
   return of_whole_heads < kBusy * at_a_time ? tiles : std::min(tiles, of_whole_heads);
 }
 
+constexpr int kLongHead = 2048;  // in blocks · head_dim
+
 /// KV heads whose key blocks take turns. Under a mask the work of a head's blocks differs: then as many heads as one
 /// wave of thread blocks holds, so that neighbours have about as much to do, and more where a block has a whole group
 /// of query heads to go through. Not where a head has few blocks: more heads at a time take more of the L2 cache for
@@ -213,7 +218,6 @@ int thread_blocks(const Problem& p, const Variant& v, const DeviceInfo& device, 
 /// the L2 cache: eight, and fewer where heads are short; one where a thread block takes all of its blocks.
 int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, bool several) {
   constexpr int kManyBlocks = 16;
-  constexpr std::int64_t kLongHead = 2048;  // in blocks · head_dim, as `length`
   const std::int64_t at_a_time = device.multiprocessors;
   const int n_blocks = key_blocks(p, v);
   const std::int64_t length = std::int64_t{n_blocks} * v.head_dim;
@@ -221,11 +225,25 @@ int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, 
   if (p.deterministic && several)
     wanted = 1;
   else if (p.deterministic && v.parts_of_dq() > 0)
-    wanted = at_a_time * std::max(kLongHead, length) / (8 * length);
+    wanted = at_a_time * std::max<std::int64_t>(kLongHead, length) / (8 * length);
   else if (p.band != Band::full() && (several || n_blocks >= kManyBlocks))
     wanted = at_a_time * (several ? 1 : p.group()) / n_blocks;
   const std::int64_t all = std::int64_t{p.batch} * p.heads_k;
   return static_cast<int>(std::clamp<std::int64_t>(wanted, 1, std::max<std::int64_t>(all, 1)));
+}
+
+/// In how many parts a ragged sequence is listed: under a mask, where the work of its blocks differs, until the last is
+/// a twelfth.
+int parts_of_sequence(const Problem& p) {
+  return p.band == Band::full() ? 1 : 4;
+}
+
+/// Of a ragged backward: as heads_at_once says of a dense one.
+int blocks_of_section(const Problem& p, const Variant& v, const DeviceInfo& device) {
+  const int at_a_time = device.multiprocessors;
+  if (p.deterministic && v.parts_of_dq() > 0) return at_a_time * std::max(kLongHead / v.head_dim, 1) / 8;
+  if (p.band == Band::full()) return 0;
+  return at_a_time * (v.one_pass() ? 1 : p.group());
 }
 
 constexpr const char* kTiles = "tiles (batch × heads × blocks of rows)";
@@ -240,14 +258,21 @@ ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device) {
   plan.problem = problem;
   plan.variant = v;
   plan.packing = choice.estimate.packing;
-  plan.m_blocks = (plan.packing.rows(problem.seqlen_q) + v.tile_m - 1) / v.tile_m;
-  plan.tiles = std::int64_t{problem.batch} * (problem.heads_q / plan.packing.heads()) * plan.m_blocks;
+  const int queries = plan.packing.query(v.tile_m);  // of a tile
+  const std::int64_t places = problem.places_q(queries);
+  plan.m_blocks = problem.ragged ? static_cast<int>(places) : Spans::tiles(problem.seqlen_q, queries);
+  plan.tiles = problem.heads_q / plan.packing.heads() * places;
   plan.grid = v.arch == Arch::kCpu ? threads_for(plan.tiles, forward_cost(problem), device)
                                    : countable("q", plan.tiles, kTiles);
   plan.shared_memory = shared_memory(row);
   if (v.arch == Arch::kSm90) {
     plan.grid = std::min({plan.grid, device.multiprocessors, PersistentScheduler::kMaxBlocks});
-    plan.scheduler = balanced_scheduler(plan);
+    if (!problem.ragged) plan.scheduler = balanced_scheduler(plan);
+  }
+  if (v.arch != Arch::kCpu && problem.ragged) {
+    plan.parts_of_sequence = parts_of_sequence(problem);
+    plan.blocks_of_section = blocks_of_section(plan);
+    plan.workspace_bytes = RaggedTiles::bytes(plan.m_blocks);
   }
   if (v.arch == Arch::kCpu) plan.workspace_bytes = cpu::forward_workspace_bytes(problem, v, plan.grid);
   plan.why = choice.why;
@@ -262,7 +287,7 @@ BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
   BackwardPlan plan;
   plan.problem = problem;
   plan.variant = v;
-  plan.tiles = std::int64_t{problem.batch} * problem.heads_k * ((problem.seqlen_k + v.tile_n - 1) / v.tile_n);
+  plan.tiles = problem.heads_k * problem.places_k(v.tile_n);
   plan.shared_memory = shared_memory(row);
   if (v.arch == Arch::kCpu) {
     plan.grid = threads_for(plan.tiles, backward_cost(problem), device);
@@ -273,6 +298,9 @@ BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
     if (v.two_passes()) plan.tiles += workspace.tiles;
     plan.grid = thread_blocks(problem, v, device, countable("k", plan.tiles, kTiles));
     plan.heads_at_once = heads_at_once(problem, v, device, plan.grid < plan.tiles);
+    // Where sums are in order, so are the blocks of a head.
+    plan.parts_of_sequence = problem.deterministic ? 1 : parts_of_sequence(problem);
+    plan.blocks_of_section = blocks_of_section(problem, v, device);
     plan.workspace_bytes = workspace.bytes();
   }
   plan.why = choice.why;

@@ -19,6 +19,9 @@ struct RingCursor {
       parity ^= 1;
     }
   }
+  CUTE_DEVICE RingCursor previous() const {
+    return stage > 0 ? RingCursor{stage - 1, parity} : RingCursor{kStages - 1, parity ^ 1};
+  }
 };
 
 /// Stages of shared memory that a producer fills by TMA and consumers empty, in the same order.

@@ -34,7 +34,26 @@ struct LaunchShape {
   int grid = 0;  // thread blocks; none: nothing is launched
   int threads = 0;
   int shared_memory = 0;  // bytes
+  // Whether it may start while the kernel before it runs; it waits for that one by await_kernel_before(). Hopper only.
+  bool early = false;
 };
+
+/// The same while the kernel before it in the stream may still run (programmatic dependent launch).
+inline void launch_early(CUfunction function, Device device, LaunchShape shape, void** arguments, Stream stream) {
+  static const auto start = driver_function<decltype(&cuLaunchKernelEx)>("cuLaunchKernelEx");
+  CUlaunchAttribute early{};
+  early.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  early.value.programmaticStreamSerializationAllowed = 1;
+  CUlaunchConfig config{};
+  config.gridDimX = static_cast<unsigned>(shape.grid);
+  config.blockDimX = static_cast<unsigned>(shape.threads);
+  config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1;
+  config.sharedMemBytes = static_cast<unsigned>(shape.shared_memory);
+  config.hStream = static_cast<CUstream>(stream);
+  config.attrs = &early;
+  config.numAttrs = 1;
+  call_driver("launch of a kernel", device.index, [&] { return start(&config, function, arguments, nullptr); });
+}
 
 /// Launches `kernel` on `device`, the current one, in one dimension.
 template <class Params>
@@ -44,10 +63,25 @@ void launch(void (*kernel)(Params), KernelHandles& handles, Device device, Launc
   static const auto start = driver_function<decltype(&cuLaunchKernel)>("cuLaunchKernel");
   const CUfunction function = handles.get(reinterpret_cast<const void*>(kernel), device.index, shape.shared_memory);
   void* arguments[] = {const_cast<Params*>(&params)};  // read only
+  if (shape.early) return launch_early(function, device, shape, arguments, stream);
   call_driver("launch of a kernel", device.index, [&] {
     return start(function, shape.grid, 1, 1, shape.threads, 1, 1, shape.shared_memory, static_cast<CUstream>(stream),
                  arguments, nullptr);
   });
+}
+
+/// In a kernel that started early: returns when the one before is done, and what it wrote can be seen.
+__device__ __forceinline__ void await_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// In a kernel: the next one may start early.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
 }
 
 }  // namespace flashtile

@@ -8,18 +8,37 @@
 #include "flashtile/math/mask.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/plan.h"
+#include "flashtile/scheduler/ragged.h"
 #include "flashtile/scheduler/single.h"
+#include "flashtile/sequence.h"
 #include "flashtile/workspace.h"
 
 namespace flashtile {
 
-/// Strides in elements of a (B, S, H, D) tensor whose last dimension is contiguous.
+/// Strides in elements of a (B, S, H, D) tensor whose last dimension is contiguous; of a ragged one, B is 1 and its
+/// stride 0.
 struct Strides {
   std::int64_t batch = 0;
   std::int64_t row = 0;
   std::int64_t head = 0;
 
   static Strides of(const TensorView& t) { return {t.strides[0], t.strides[1], t.strides[2]}; }
+  FLASHTILE_HOST_DEVICE std::int64_t at(int batch_index, int row_index) const {
+    return batch_index * batch + row_index * row;
+  }
+};
+
+/// Strides of numbers a row, (B, H_q, S_q) or, where the batch is ragged, (H_q, T_q), both contiguous.
+struct RowStrides {
+  std::int64_t batch;
+  std::int64_t head;
+
+  static RowStrides of(const Problem& p) {
+    return {p.ragged ? 0 : std::int64_t{p.heads_q} * p.seqlen_q, std::int64_t{p.seqlen_q}};
+  }
+  FLASHTILE_HOST_DEVICE std::int64_t at(int batch_index, int head_index, int row) const {
+    return batch_index * batch + head_index * head + row;
+  }
 };
 
 struct ForwardParams {
@@ -31,19 +50,22 @@ struct ForwardParams {
   const float* alibi_slopes;  // one per (batch, query head), or null
   const float* sinks;         // one per query head, or null
   Strides q_strides, k_strides, v_strides, out_strides;
+  RowStrides lse_strides;
   std::int64_t alibi_batch_stride, alibi_head_stride;
-  Lengths lengths;
+  Sequences sequences;
   Band band;
   ScoreMap score_map;
   Dropout dropout;
-  int heads;            // query heads
   int group;            // query heads per KV head
   HeadPacking packing;  // of the rows of a tile, whose `head` counts packs
+  int packs;            // of query heads
   int head_dim;         // of Q and K
   int head_dim_v;
-  SingleTileScheduler scheduler;
+  SingleTileScheduler scheduler;  // of a dense batch, where a thread block has one tile
+  RaggedTiles ragged;             // of a ragged one
 
-  static ForwardParams of(const ForwardPlan& plan, const ForwardTensors& t) {
+  /// `memory`: of the list of ragged tiles.
+  static ForwardParams of(const ForwardPlan& plan, const ForwardTensors& t, void* memory) {
     const Problem& p = plan.problem;
     const TensorView& slopes = t.alibi_slopes;
     return {
@@ -58,21 +80,49 @@ struct ForwardParams {
         .k_strides = Strides::of(t.k),
         .v_strides = Strides::of(t.v),
         .out_strides = Strides::of(t.out),
+        .lse_strides = RowStrides::of(p),
         .alibi_batch_stride = slopes.rank == 2 ? slopes.strides[0] : 0,
         .alibi_head_stride = slopes.given() ? slopes.strides[slopes.rank - 1] : 0,
-        .lengths = p.lengths(),
+        .sequences = p.sequences(t),
         .band = p.band,
         .score_map = ScoreMap::of(p.scale, p.softcap),
         .dropout = p.dropout,
-        .heads = p.heads_q,
         .group = p.group(),
         .packing = plan.packing,
+        .packs = p.heads_q / plan.packing.heads(),
         .head_dim = p.head_dim,
         .head_dim_v = p.head_dim_v,
         .scheduler = {p.heads_q, plan.m_blocks},
+        .ragged = p.ragged ? RaggedTiles::at(memory, plan.m_blocks) : RaggedTiles{},
     };
   }
+
+  /// For a kernel with a thread block for each tile: whether there is one for block `index`, and which.
+  FLASHTILE_HOST_DEVICE bool find_tile(unsigned index, TileCoord& tile, Sequence& sequence) const {
+    if (ragged.given()) {
+      RaggedTile found;
+      if (!ragged.find(index, packs, true, found)) return false;
+      tile = {found.entry->batch, found.head, found.block};
+      sequence = found.entry->sequence;
+    } else {
+      tile = scheduler.tile(index);
+      sequence = sequences.at(tile.batch);
+    }
+    return true;
+  }
 };
+
+/// What comes before a forward kernel on ragged sequences.
+inline RaggedOrder forward_order(const ForwardPlan& plan, RaggedTiles tiles) {
+  const Problem& p = plan.problem;
+  return {.tiles = tiles,
+          .of = RaggedOrder::Of::kQueries,
+          .rows = plan.packing.query(plan.variant.tile_m),
+          .band = p.band,
+          .heads = p.heads_q / plan.packing.heads(),
+          .parts = plan.parts_of_sequence,
+          .blocks_of_section = plan.blocks_of_section};
+}
 
 /// What a backward kernel is launched with. Its tiles of scores are transposed: keys are rows, queries are columns.
 struct BackwardParams {
@@ -90,8 +140,10 @@ struct BackwardParams {
   void* dv;                   // like v
   float* dsinks;              // like sinks
   Strides q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides, dk_strides, dv_strides;
+  RowStrides lse_strides;
   std::int64_t alibi_batch_stride, alibi_head_stride;
-  Lengths lengths;
+  Lengths lengths;  // of a dense batch
+  Sequences sequences;
   Band band;            // transposed
   HeadPacking packing;  // none
   ScoreMap score_map;
@@ -104,23 +156,59 @@ struct BackwardParams {
   int group;     // query heads per KV head; may be 0
   int head_dim;  // of Q and K
   int head_dim_v;
-  int m_blocks;       // tiles of query rows in one head
+  int m_blocks;       // tiles of query rows in one head; of a ragged batch, places
   int n_blocks;       // tiles of keys in one head
   int heads_at_once;  // KV heads whose key blocks take turns: see KeyBlock
+  RaggedTiles ragged_queries, ragged_keys;
   BackwardWorkspace workspace;
   void* memory;  // of `workspace`
 
-  FLASHTILE_HOST_DEVICE std::int64_t workspace_tile(int batch, int head, int m_block) const {
-    return (std::int64_t(batch) * heads + head) * m_blocks + m_block;
+  /// Where in the workspace the first tile of a head of a dense batch lies, or that of a sequence.
+  FLASHTILE_HOST_DEVICE std::int64_t workspace_tile(int batch, int head) const {
+    return (std::int64_t(batch) * heads + head) * m_blocks;
   }
-  FLASHTILE_HOST_DEVICE std::int64_t workspace_row(int batch, int head, int query) const {
-    return workspace_tile(batch, head, 0) * workspace.tile_m + query;
+  FLASHTILE_HOST_DEVICE std::int64_t workspace_tile(int batch, int head, Span queries) const {
+    return std::int64_t(head) * m_blocks + sequences.q.first_place(batch, queries.first, workspace.tile_m);
+  }
+
+  /// One tile of queries of one head.
+  struct QueryTile {
+    int batch, head, m_block;
+    Sequence sequence;
+    std::int64_t place;  // in the workspace, in tiles
+
+    /// The blocks of keys that rows of it see.
+    FLASHTILE_HOST_DEVICE TileRanges keys(BackwardParams const& params, int tile_m, int tile_n) const {
+      const int end = (m_block + 1) * tile_m;
+      const Range rows = {m_block * tile_m, end < sequence.q.used ? end : sequence.q.used};
+      return rows.empty() ? TileRanges{} : params.band.transposed().tiles(rows, tile_n, sequence.lengths());
+    }
+  };
+
+  /// For kernels with a thread block for each tile: whether there is one for block `index`, and which.
+  FLASHTILE_HOST_DEVICE bool find_query_tile(unsigned index, QueryTile& tile) const {
+    if (ragged_queries.given()) {
+      RaggedTile found;
+      if (!ragged_queries.find(index, heads, true, found)) return false;
+      const RaggedEntry& entry = *found.entry;
+      tile = {entry.batch, found.head, found.block, entry.sequence,
+              workspace_tile(entry.batch, found.head, entry.sequence.q) + found.block};
+    } else {
+      const TileCoord found = SingleTileScheduler{heads, m_blocks}.tile(index);
+      tile = {found.batch,
+              found.head,
+              found.m_block,
+              {{0, lengths.q, lengths.q}, {0, lengths.k, lengths.k}},
+              workspace_tile(found.batch, found.head) + found.m_block};
+    }
+    return true;
   }
 
   static BackwardParams of(const BackwardPlan& plan, const BackwardTensors& t, void* memory) {
     const Problem& p = plan.problem;
     const ForwardTensors& f = t.forward;
     const TensorView& slopes = f.alibi_slopes;
+    const BackwardWorkspace workspace = BackwardWorkspace::of(p, plan.variant);
     const auto floats = [](const TensorView& x) { return x.given() ? static_cast<const float*>(x.data) : nullptr; };
     return {
         .q = f.q.data,
@@ -144,9 +232,11 @@ struct BackwardParams {
         .dq_strides = Strides::of(t.dq),
         .dk_strides = Strides::of(t.dk),
         .dv_strides = Strides::of(t.dv),
+        .lse_strides = RowStrides::of(p),
         .alibi_batch_stride = slopes.rank == 2 ? slopes.strides[0] : 0,
         .alibi_head_stride = slopes.given() ? slopes.strides[slopes.rank - 1] : 0,
         .lengths = p.lengths(),
+        .sequences = p.sequences(f),
         .band = p.band.transposed(),
         .packing = {},
         .score_map = ScoreMap::of(p.scale, p.softcap),
@@ -159,10 +249,12 @@ struct BackwardParams {
         .group = p.group(),
         .head_dim = p.head_dim,
         .head_dim_v = p.head_dim_v,
-        .m_blocks = (p.seqlen_q + plan.variant.tile_m - 1) / plan.variant.tile_m,
-        .n_blocks = (p.seqlen_k + plan.variant.tile_n - 1) / plan.variant.tile_n,
+        .m_blocks = workspace.m_blocks,
+        .n_blocks = Spans::tiles(p.seqlen_k, plan.variant.tile_n),
         .heads_at_once = plan.heads_at_once,
-        .workspace = BackwardWorkspace::of(p, plan.variant),
+        .ragged_queries = workspace.ragged_queries(memory),
+        .ragged_keys = workspace.ragged_keys(memory),
+        .workspace = workspace,
         .memory = memory,
     };
   }

@@ -11,7 +11,11 @@ namespace flashtile {
 /// Describes the (rows, columns) tiles of a (B, S, H, D) tensor to TMA: the coordinates of a tile are column, head
 /// within its pack, position, pack, batch. A box is as wide as one swizzled row of shared memory, 128 or 64 bytes; what
 /// lies outside the tensor is read as zero and not written. An empty tensor has none.
-CUtensorMap head_tiles(const TensorView& tensor, int rows, int columns_per_box, HeadPacking packing = {});
+///
+/// `ragged`: of a (1, T, H, D) tensor, in which what lies behind the end of a sequence shall count as outside. For that
+/// there are two coordinates that move along the rows, of which the one ends at T, the other does not matter: row r of
+/// n from f on is position T − n + r and, in the place of the batch, shift f + n. See TmaRows.
+CUtensorMap head_tiles(const TensorView& tensor, int rows, int columns_per_box, bool ragged, HeadPacking packing = {});
 
 /// Describes a matrix of floats, its rows one after the other, to TMA, in boxes of (rows_per_box, columns_per_box); the
 /// coordinates are column, row.

@@ -26,6 +26,8 @@ struct Variant {
   constexpr int threads() const { return warps * 32; }
   /// Of a backward kernel: whether a pass of its own forms dQ.
   constexpr bool two_passes() const { return arch == Arch::kSm90 && head_dim > 128; }
+  /// Of a backward kernel for Hopper: whether one pass forms all gradients.
+  constexpr bool one_pass() const { return arch == Arch::kSm90 && !two_passes(); }
   /// Of a backward kernel: whether its thread blocks may take several blocks of keys, one after the other.
   constexpr bool may_loop() const { return arch == Arch::kSm90 && !two_passes() && !every_option; }
   /// Of a backward kernel: in how many parts, each by threads of its own, a tile of dQ is added up in memory.

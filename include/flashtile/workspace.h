@@ -5,6 +5,7 @@
 
 #include "flashtile/macros.h"
 #include "flashtile/problem.h"
+#include "flashtile/scheduler/ragged.h"
 #include "flashtile/variant.h"
 
 namespace flashtile {
@@ -18,24 +19,45 @@ namespace flashtile {
 ///              order within a tile is the kernel's own. None where a pass of its own forms dQ
 ///   state      an int for each part of a tile of dq: how far its sum is, see SumOfDq. None where blocks of keys add to
 ///              zeros in any order
+///   ragged     of a ragged batch, whose tiles have the places of Spans, head by head: the lists of the blocks of
+///              queries and of keys, see RaggedTiles
 struct BackwardWorkspace {
   std::int64_t tiles = 0;
+  int m_blocks = 0;  // of one head of a dense batch; of a ragged one, places of one head of all sequences
   int tile_m = 0;
   int head_dim = 0;  // 0: no dq
   int parts = 0;     // 0: no state
+  bool ragged = false;
+  int key_places = 0;  // of a ragged batch
 
   static BackwardWorkspace of(const Problem& p, const Variant& v) {
-    const std::int64_t m_blocks = (p.seqlen_q + v.tile_m - 1) / v.tile_m;
-    return {m_blocks * p.batch * p.heads_q, v.tile_m, v.two_passes() ? 0 : v.head_dim,
-            p.deterministic || v.arch == Arch::kSm90 ? v.parts_of_dq() : 0};
+    const std::int64_t places = p.places_q(v.tile_m);
+    return {.tiles = p.heads_q * places,
+            .m_blocks = p.ragged ? static_cast<int>(places) : Spans::tiles(p.seqlen_q, v.tile_m),
+            .tile_m = v.tile_m,
+            .head_dim = v.two_passes() ? 0 : v.head_dim,
+            .parts = p.deterministic || v.arch == Arch::kSm90 ? v.parts_of_dq() : 0,
+            .ragged = p.ragged,
+            .key_places = p.ragged ? static_cast<int>(p.places_k(v.tile_n)) : 0};
   }
 
+  std::int64_t bytes() const {
+    return ragged ? keys_at() + RaggedTiles::bytes(key_places) : 4 * (rows() * (2 + head_dim) + tiles * parts);
+  }
   FLASHTILE_HOST_DEVICE std::int64_t rows() const { return tiles * tile_m; }
-  FLASHTILE_HOST_DEVICE std::int64_t bytes() const { return 4 * (rows() * (2 + head_dim) + tiles * parts); }
   FLASHTILE_HOST_DEVICE float* lse_log2(void* base) const { return static_cast<float*>(base); }
   FLASHTILE_HOST_DEVICE float* delta(void* base) const { return lse_log2(base) + rows(); }
   FLASHTILE_HOST_DEVICE float* dq(void* base) const { return delta(base) + rows(); }
   FLASHTILE_HOST_DEVICE int* state(void* base) const { return reinterpret_cast<int*>(dq(base) + rows() * head_dim); }
+  RaggedTiles ragged_queries(void* base) const { return list(base, queries_at(), m_blocks); }
+  RaggedTiles ragged_keys(void* base) const { return list(base, keys_at(), key_places); }
+
+ private:
+  std::int64_t queries_at() const { return (4 * (rows() * (2 + head_dim) + tiles * parts) + 15) / 16 * 16; }
+  std::int64_t keys_at() const { return queries_at() + RaggedTiles::bytes(m_blocks); }
+  RaggedTiles list(void* base, std::int64_t at, int places) const {
+    return ragged ? RaggedTiles::at(static_cast<char*>(base) + at, places) : RaggedTiles{};
+  }
 };
 
 }  // namespace flashtile

@@ -241,6 +241,20 @@ TEST(Select, SmallWorkWakesFewThreads) {
   EXPECT_EQ(large.grid, 64);
 }
 
+TEST(Select, RaggedBatchesOnTheCpuHavePlacesForEveryTile) {
+  Problem p = problem_on(cpu(), DType::kFloat32, 64, 64, 1000);
+  p.ragged = true;
+  p.batch = 5;
+  p.seqlen_k = 2000;
+  const ForwardPlan forward = select_forward(p, cpu());
+  EXPECT_EQ(forward.tiles, 8 * (1000 / 128 + 5));
+  EXPECT_EQ(select_backward(p, cpu()).tiles, 2 * (2000 / 128 + 5));
+  EXPECT_EQ(forward.grid, 4);
+  p.batch = 0;
+  EXPECT_EQ(select_forward(p, cpu()).grid, 1);
+  EXPECT_EQ(select_backward(p, cpu()).grid, 1);
+}
+
 TEST(Select, EmptyProblemsAreLegal) {
   for (const DeviceInfo& device : devices()) {
     Problem problem = problem_on(device, DType::kFloat16, 64, 64, 0);

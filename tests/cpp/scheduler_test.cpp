@@ -1,11 +1,13 @@
 // Every scheduler visits every tile exactly once.
 #include "../../cpp/balance.h"
 #include "flashtile/scheduler/persistent.h"
+#include "flashtile/scheduler/ragged.h"
 #include "flashtile/scheduler/single.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <numeric>
 #include <set>
 #include <tuple>
@@ -110,6 +112,55 @@ TEST(PersistentScheduler, HasNothingToDoWithoutTiles) {
   const PersistentScheduler scheduler = divided(0, 4, 3, 1, 0);
   EXPECT_EQ(scheduler.tiles(), 0u);
   EXPECT_EQ(scheduler.tiles_of(0), 0);
+}
+
+/// A list as order_tiles writes it: `parts` are (sequence, its blocks, first block of the part, blocks of the part).
+struct RaggedList {
+  std::vector<RaggedEntry> entries;
+  int counts[2] = {0, 0};
+
+  RaggedList(std::vector<std::array<int, 4>> const& parts, int heads_at_once) {
+    for (const auto& [batch, all, first_block, blocks] : parts) {
+      const int first = static_cast<int>(entries.size());
+      for (int i = 0; i < blocks; ++i) entries.push_back({first, batch, first_block, blocks, all, heads_at_once, {}});
+    }
+    counts[0] = static_cast<int>(entries.size());
+  }
+  RaggedTiles tiles() { return {entries.data(), counts, counts + 1}; }
+};
+
+TEST(RaggedTiles, FindsEveryTileOnce) {
+  for (const int heads : {1, 2, 5, 16}) {
+    for (const int heads_at_once : {1, 2, 3, 16}) {
+      if (heads_at_once > heads) continue;
+      RaggedList list({{2, 9, 3, 6}, {0, 4, 2, 2}, {2, 9, 1, 2}, {5, 1, 0, 1}, {0, 4, 0, 2}, {2, 9, 0, 1}},
+                      heads_at_once);
+      for (const bool last_first : {false, true}) {
+        std::set<std::tuple<int, int, int>> seen;
+        const unsigned tiles = static_cast<unsigned>(heads * list.counts[0]);
+        RaggedTile tile;
+        for (unsigned index = 0; index < tiles; ++index) {
+          ASSERT_TRUE(list.tiles().find(index, heads, last_first, tile));
+          ASSERT_TRUE(0 <= tile.head && tile.head < heads);
+          ASSERT_TRUE(0 <= tile.block && tile.block < tile.entry->blocks_of_sequence);
+          ASSERT_TRUE(seen.emplace(tile.entry->batch, tile.head, tile.block).second) << "tile " << index << " again";
+        }
+        EXPECT_EQ(seen.size(), tiles);
+        for (const unsigned index : {tiles, tiles + 1, 2 * tiles, ~0u})
+          EXPECT_FALSE(list.tiles().find(index, heads, last_first, tile)) << index;
+      }
+    }
+  }
+}
+
+TEST(RaggedTiles, TakesHeadsOfASectionSideBySideFromTheMostWorkOn) {
+  RaggedList list({{0, 3, 0, 3}}, 2);
+  std::vector<std::pair<int, int>> order;
+  RaggedTile tile;
+  for (unsigned index = 0; list.tiles().find(index, 3, true, tile); ++index) order.emplace_back(tile.head, tile.block);
+  const std::vector<std::pair<int, int>> expected = {{0, 2}, {1, 2}, {0, 1}, {1, 1}, {0, 0},
+                                                     {1, 0}, {2, 2}, {2, 1}, {2, 0}};
+  EXPECT_EQ(order, expected);
 }
 
 }  // namespace

@@ -18,22 +18,22 @@ struct FinalEpilogue {
   static constexpr int kHeadDim = Mainloop::kHeadDim;
 
   template <class Accumulator, class Softmax>
-  CUTE_DEVICE static void store(ForwardParams const& params, TileCoord tile, Accumulator& tOrO, Softmax& softmax,
-                                Element* staging, int thread) {
+  CUTE_DEVICE static void store(ForwardParams const& params, TileCoord tile, Span queries, Accumulator& tOrO,
+                                Softmax& softmax, Element* staging, int thread) {
     using namespace cute;
     typename Mainloop::TiledMma mma;
     auto mma_thread = mma.get_slice(thread);
     const int first_row = tile.m_block * kM;
     Tensor cO = make_identity_tensor(Shape<Int<kM>, Int<kHeadDim>>{});  // (M, head_dim)
     scale_rows(rows_and_columns(tOrO),
-               finish_rows<Mainloop::kEveryOption>(params, tile, rows_and_columns(mma_thread.partition_C(cO)), softmax,
-                                                   first_row));
+               finish_rows<Mainloop::kEveryOption>(params, tile, queries, rows_and_columns(mma_thread.partition_C(cO)),
+                                                   softmax, first_row));
 
-    Element* origin = static_cast<Element*>(params.out) + tile.batch * params.out_strides.batch +
-                      tile.head * params.out_strides.head + first_row * params.out_strides.row;
+    Element* origin = static_cast<Element*>(params.out) + params.out_strides.at(tile.batch, queries.first + first_row) +
+                      tile.head * params.out_strides.head;
     store_tile<typename Mainloop::TiledMma, typename Mainloop::Load>(
         tOrO, make_tensor(make_smem_ptr(staging), typename Mainloop::SmemLayoutQ{}), origin, params.out_strides.row,
-        params.lengths.q - first_row, params.head_dim_v, thread);
+        queries.size - first_row, params.head_dim_v, thread);
   }
 };
 

@@ -10,18 +10,20 @@ template <class Element>
 struct GradientHead {
   Element* data;
   std::int64_t row_stride;
-  int rows;
+  Span span;
   int columns;
 
-  CUTE_DEVICE static GradientHead of(void* gradient, Strides const& strides, int batch, int head, int rows,
+  CUTE_DEVICE static GradientHead of(void* gradient, Strides const& strides, int batch, int head, Span span,
                                      int columns) {
-    return {static_cast<Element*>(gradient) + batch * strides.batch + head * strides.head, strides.row, rows, columns};
+    return {static_cast<Element*>(gradient) + strides.at(batch, span.first) + head * strides.head, strides.row, span,
+            columns};
   }
 };
 
 /// Scales and rounds the accumulators of a (kRows, head_dim) tile of `Mma`, whose warpgroups stand one above the other,
-/// and stores the rows from `first_row` on that exist; `thread` counts from the first of the Mma.
-template <int kRows, class Mma, class Element, class Accumulator>
+/// and stores the rows from `first_row` on that exist; those that do not count, which kRagged knows, as 0. `thread`
+/// counts from the first of the Mma.
+template <int kRows, class Mma, bool kRagged, class Element, class Accumulator>
 CUTE_DEVICE void store_gradient(Accumulator& acc, float scale, GradientHead<Element> const& head, int first_row,
                                 int thread) {
   using namespace cute;
@@ -34,7 +36,11 @@ CUTE_DEVICE void store_gradient(Accumulator& acc, float scale, GradientHead<Elem
   CUTE_UNROLL
   for (int r = 0; r < size<0>(tile); ++r) {
     const int row = first_row + get<0>(coord(r, 0));
-    store_row(tile, r, head.data + row * head.row_stride, row < head.rows ? head.columns : 0);
+    if (kRagged && row >= head.span.used) {
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(tile); ++c) tile(r, c) = 0;
+    }
+    store_row(tile, r, head.data + row * head.row_stride, row < head.span.size ? head.columns : 0);
   }
 }
 

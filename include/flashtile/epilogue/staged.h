@@ -5,6 +5,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/tensor.hpp>
 
+#include "flashtile/load/tma.h"
 #include "flashtile/math/round.h"
 #include "flashtile/params.h"
 
@@ -13,7 +14,7 @@ namespace flashtile {
 /// For accumulators of a wgmma TiledMma, seen as (row, head_dim): a warp stages its 16 rows, of which the first is
 /// `first_row`, as `Layout` says (row, head_dim), in boxes of kColumnsPerBox columns.
 template <class Layout, int kColumnsPerBox, class Element, class Rows>
-CUTE_DEVICE void stage_and_store_rows(ForwardParams const& params, CUtensorMap const& map, TileCoord tile,
+CUTE_DEVICE void stage_and_store_rows(ForwardParams const& params, CUtensorMap const& map, TileCoord tile, Span queries,
                                       Rows const& rows, Element* staging, int first_row) {
   using namespace cute;
   constexpr int kRows = size<0>(Layout{});
@@ -35,11 +36,13 @@ CUTE_DEVICE void stage_and_store_rows(ForwardParams const& params, CUtensorMap c
   }
   tma_store_fence();
   __syncwarp();
-  if (lane == 0) {
+  const int query = params.packing.query(first_row);
+  if (lane == 0 && query < queries.size) {
+    const TmaRows rows_of_out = TmaRows::of(params.sequences.q, tile.batch, queries, queries.size);
     CUTE_UNROLL
     for (int column = 0; column < kColumns; column += kColumnsPerBox) {
-      SM90_TMA_STORE_5D::copy(&map, staging + column * kRows, column, 0, params.packing.query(first_row), tile.head,
-                              tile.batch);
+      SM90_TMA_STORE_5D::copy(&map, staging + column * kRows, column, 0, rows_of_out.position(query), tile.head,
+                              rows_of_out.batch);
     }
     tma_store_arrive();
   }

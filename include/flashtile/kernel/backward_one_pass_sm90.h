@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   }
   __syncthreads();
 
-  const typename Mainloop::Blocks blocks(params);
+  const typename Mainloop::Blocks blocks(params, shared);
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<Mainloop::kProducerRegisters>();
     const int warp = threadIdx.x / 32;
@@ -41,6 +41,8 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
       typename Mainloop::Producer{params, shared}.run(blocks);
     } else if (threadIdx.x % 32 == 0 && warp <= Mainloop::kWarpgroups) {
       typename Mainloop::Writer{params, shared, warp - 1}.run(blocks);
+    } else if constexpr (Mainloop::kRagged) {
+      if (threadIdx.x % 32 == 0) typename Mainloop::Scheduler{params, shared}.run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Mainloop::kRegisters>();
@@ -49,9 +51,10 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     const auto store = [&](typename Mainloop::Work const& work, auto& tKrdK, auto& tVrdV) {
       const auto store = [&](auto& acc, float scale, void* gradient, Strides const& strides, int columns) {
         if (gradient == nullptr) return;
-        const auto head =
-            GradientHead<Element>::of(gradient, strides, work.batch, work.kv_head, backward.lengths.k, columns);
-        store_gradient<Mainloop::kN, typename Mainloop::MmaKV>(acc, scale, head, work.n_block * Mainloop::kN, thread);
+        const auto head = GradientHead<Element>::of(gradient, strides, work.batch, work.kv_head,
+                                                    work.span_of_keys(backward), columns);
+        store_gradient<Mainloop::kN, typename Mainloop::MmaKV, Mainloop::kRagged>(acc, scale, head,
+                                                                                  work.n_block * Mainloop::kN, thread);
       };
       store(tVrdV, backward.dropout.scale, backward.dv, backward.dv_strides, backward.head_dim_v);
       store(tKrdK, backward.scale, backward.dk, backward.dk_strides, backward.head_dim);
@@ -72,17 +75,12 @@ __global__ void __launch_bounds__(kFinishThreads) backward_finish_sm90(const __g
   static_assert(kFinishThreads == 128 * Mainloop::kWarpgroups);
   constexpr int kPitch = Mainloop::kHeadDim + 8;  // so that no two lanes meet in a bank
   __shared__ alignas(16) Element rows[Mainloop::kM * kPitch];
-  const std::int64_t tile = blockIdx.x;
-  const std::int64_t batch_head = tile / params.m_blocks;
-  const int first_row = int(tile - batch_head * params.m_blocks) * Mainloop::kM;
-  const int batch = int(batch_head / params.heads);
-  const int head = int(batch_head - std::int64_t(batch) * params.heads);
+  BackwardParams::QueryTile tile;
+  if (!params.find_query_tile(blockIdx.x, tile)) return;
   const int thread = threadIdx.x;
-
-  const Range queries = {first_row, min(first_row + Mainloop::kM, params.lengths.q)};
-  const bool sees = !params.band.transposed().tiles(queries, Mainloop::kN, params.lengths).visible.empty();
+  const bool sees = !tile.keys(params, Mainloop::kM, Mainloop::kN).visible.empty();
   const float4* part = reinterpret_cast<const float4*>(params.workspace.dq(params.memory) +
-                                                       (tile * Mainloop::kWarpgroups + thread / 128) *
+                                                       (tile.place * Mainloop::kWarpgroups + thread / 128) *
                                                            std::int64_t(Mainloop::kPartOfQ)) +
                        thread % 128;
   const auto shape = take<0, 2>(typename Mainloop::ShapeQ{});
@@ -109,11 +107,13 @@ __global__ void __launch_bounds__(kFinishThreads) backward_finish_sm90(const __g
   constexpr int kLanes = Mainloop::kHeadDim / kVector;
   const int column = thread % kLanes * kVector;
   if (column >= params.head_dim) return;
-  Element* const origin = static_cast<Element*>(params.dq) + batch * params.dq_strides.batch +
-                          head * params.dq_strides.head + first_row * params.dq_strides.row + column;
+  const Span span = tile.sequence.q;
+  const int first_row = tile.m_block * Mainloop::kM;
+  Element* const origin = static_cast<Element*>(params.dq) + params.dq_strides.at(tile.batch, span.first + first_row) +
+                          tile.head * params.dq_strides.head + column;
   CUTE_UNROLL
   for (int row = thread / kLanes; row < Mainloop::kM; row += kFinishThreads / kLanes)
-    if (first_row + row < params.lengths.q)
+    if (first_row + row < span.size)
       *reinterpret_cast<uint4*>(origin + row * params.dq_strides.row) =
           *reinterpret_cast<const uint4*>(rows + row * kPitch + column);
 }
@@ -123,29 +123,32 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
                                    Stream stream) {
   using Mainloop = BackwardOnePassSm90<Row::kVariant, Takes::kBlock>;
   static_assert(sizeof(typename Mainloop::SharedStorage) <= backward_shared_memory(Row::kVariant));
-  static KernelHandles one, several, heads, finish;
+  static KernelHandles one, several, heads, listed, finish;
   const Device device = plan.problem.device;
   const BackwardParams backward = BackwardParams::of(plan, tensors, memory);
   const BackwardWorkspace& workspace = backward.workspace;
+  const bool ragged = plan.problem.ragged;
   const std::int64_t parts = workspace.tiles * Mainloop::kWarpgroups;
   constexpr int kRowsOfPart = Mainloop::kPartOfQ / Mainloop::kColumnsOfPart;
   const BackwardOnePassParams params{
       .backward = backward,
-      .q = head_tiles(tensors.forward.q, Mainloop::kM, Mainloop::kColumns),
-      .k = head_tiles(tensors.forward.k, Mainloop::kN, Mainloop::kColumns),
-      .v = head_tiles(tensors.forward.v, Mainloop::kN, Mainloop::kColumns),
-      .dout = head_tiles(tensors.dout, Mainloop::kM, Mainloop::kColumns),
+      .q = head_tiles(tensors.forward.q, Mainloop::kM, Mainloop::kColumns, ragged),
+      .k = head_tiles(tensors.forward.k, Mainloop::kN, Mainloop::kColumns, ragged),
+      .v = head_tiles(tensors.forward.v, Mainloop::kN, Mainloop::kColumns, ragged),
+      .dout = head_tiles(tensors.dout, Mainloop::kM, Mainloop::kColumns, ragged),
       .statistics = float_boxes(workspace.lse_log2(memory), 2, workspace.rows(), 2, Mainloop::kM, device),
       .dq = float_boxes(workspace.dq(memory), parts * kRowsOfPart, Mainloop::kColumnsOfPart, kRowsOfPart,
                         Mainloop::kColumnsOfPart, device),
       .blocks = static_cast<int>(plan.tiles),
   };
   const int tiles = static_cast<int>(workspace.tiles);
-  launch_backward_prepare<Row>(backward, device, stream);
+  launch_backward_prepare<Row>(plan, backward, stream);
   const auto launch_main = [&](auto kernel, KernelHandles& handles) {
     launch(kernel, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory}, params, stream);
   };
-  if constexpr (Row::kVariant.may_loop()) {
+  if (ragged) {
+    launch_main(backward_one_pass_sm90<Row, Takes::kListed>, listed);
+  } else if constexpr (Row::kVariant.may_loop()) {
     if (plan.grid == plan.tiles)
       launch_main(backward_one_pass_sm90<Row, Takes::kBlock>, one);
     else if (plan.problem.deterministic)

@@ -20,7 +20,8 @@ __global__ void __launch_bounds__(Row::kVariant.threads())
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
   const int thread = threadIdx.x;
-  const typename Mainloop::Work work(params, blockIdx.x);
+  typename Mainloop::Work work;
+  if (!work.find(params, blockIdx.x)) return;
 
   const auto shape_of_tile = Shape<Int<Mainloop::kN>, Int<Mainloop::kHeadDim>>{};
   Tensor tKrdK = partition_fragment_C(typename Mainloop::Mma{}, shape_of_tile);  // (mma, key, head_dim)
@@ -30,13 +31,14 @@ __global__ void __launch_bounds__(Row::kVariant.threads())
   Mainloop{params, shared, work, thread}.run(tKrdK, tVrdV);
 
   const int key = work.n_block * Mainloop::kN;
+  const Span keys = work.sequence.k;
   const auto store = [&](auto const& acc, Element* staging, void* gradient, Strides const& strides, int columns) {
     if (gradient == nullptr) return;
     Element* origin =
-        static_cast<Element*>(gradient) + work.batch * strides.batch + work.kv_head * strides.head + key * strides.row;
+        static_cast<Element*>(gradient) + strides.at(work.batch, keys.first + key) + work.kv_head * strides.head;
     using Layout = typename Mainloop::template SmemLayout<Mainloop::kN, Mainloop::kHeadDim>;
     store_tile<typename Mainloop::Mma, typename Mainloop::Load>(acc, Mainloop::template tile<Layout>(staging), origin,
-                                                                strides.row, params.lengths.k - key, columns, thread);
+                                                                strides.row, keys.size - key, columns, thread);
   };
   CUTE_UNROLL
   for (int i = 0; i < size(tKrdK); ++i) {
@@ -55,23 +57,22 @@ __global__ void __launch_bounds__(Row::kVariant.threads())
   using Mainloop = BackwardMainloopSm80<Row::kVariant>;
   using Element = typename Mainloop::Element;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
-  const std::int64_t tile = blockIdx.x;
-  const std::int64_t batch_head = tile / params.m_blocks;
-  const int row = int(tile - batch_head * params.m_blocks) * Mainloop::kM;
-  const int batch = int(batch_head / params.heads);
-  const int head = int(batch_head - std::int64_t(batch) * params.heads);
+  BackwardParams::QueryTile tile;
+  if (!params.find_query_tile(blockIdx.x, tile)) return;
 
   Tensor tQrdQ = partition_fragment_C(typename Mainloop::MmaQ{},
                                       Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDim>>{});  // (mma, m, head_dim)
-  const float* dq = Mainloop::dq_of_thread(params, tile, threadIdx.x);
+  const float* dq = Mainloop::dq_of_thread(params, tile.place, threadIdx.x);
   CUTE_UNROLL
   for (int i = 0; i < size(tQrdQ); ++i) tQrdQ(i) = params.scale * dq[i * Mainloop::kThreads];
   Strides const& strides = params.dq_strides;
+  const Span queries = tile.sequence.q;
+  const int row = tile.m_block * Mainloop::kM;
   using Layout = typename Mainloop::template SmemLayout<Mainloop::kM, Mainloop::kHeadDim>;
   store_tile<typename Mainloop::MmaQ, typename Mainloop::Load>(
       tQrdQ, Mainloop::template tile<Layout>(reinterpret_cast<Element*>(shared_bytes)),
-      static_cast<Element*>(params.dq) + batch * strides.batch + head * strides.head + row * strides.row, strides.row,
-      params.lengths.q - row, params.head_dim, threadIdx.x);
+      static_cast<Element*>(params.dq) + strides.at(tile.batch, queries.first + row) + tile.head * strides.head,
+      strides.row, queries.size - row, params.head_dim, threadIdx.x);
 }
 
 template <class Row>
@@ -83,7 +84,7 @@ void launch_backward_sm80(const BackwardPlan& plan, const BackwardTensors& tenso
   const Device device = plan.problem.device;
   const int tiles = static_cast<int>(params.workspace.tiles);
   const int threads = Mainloop::kThreads;
-  launch_backward_prepare<Row>(params, device, stream);
+  launch_backward_prepare<Row>(plan, params, stream);
   launch(backward_sm80<Row>, main, device, {plan.grid, threads, plan.shared_memory}, params, stream);
   if (params.dq)
     launch(backward_finish_sm80<Row>, finish, device,

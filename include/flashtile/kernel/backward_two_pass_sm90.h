@@ -19,18 +19,20 @@ namespace flashtile {
 
 inline constexpr int kRegistersOfTwoPass = 240;  // of a consumer's thread
 
-template <class Mainloop>
+template <class Mainloop, bool kRagged>
 CUTE_DEVICE void backward_keys_sm90(BackwardTwoPassParams const& params, typename Mainloop::SharedStorage& shared) {
   using namespace cute;
   using Element = typename Mainloop::Element;
   BackwardParams const& backward = params.backward;
-  const typename Mainloop::Work work(backward, blockIdx.x);
+  typename Mainloop::Work work;
+  if (!work.find(backward, blockIdx.x)) return;
   const int warpgroup = threadIdx.x / 128;
   const int thread = threadIdx.x % 128;
   const auto store = [&](auto mma, auto& acc, float scale, void* gradient, Strides const& strides, int columns) {
     if (gradient == nullptr) return;
-    store_gradient<Mainloop::kN, decltype(mma)>(
-        acc, scale, GradientHead<Element>::of(gradient, strides, work.batch, work.kv_head, backward.lengths.k, columns),
+    store_gradient<Mainloop::kN, decltype(mma), kRagged>(
+        acc, scale,
+        GradientHead<Element>::of(gradient, strides, work.batch, work.kv_head, work.span_of_keys(backward), columns),
         work.n_block * Mainloop::kN, thread);
   };
   if (warpgroup == 0) {
@@ -53,12 +55,13 @@ CUTE_DEVICE void backward_keys_sm90(BackwardTwoPassParams const& params, typenam
   }
 }
 
-template <class Mainloop>
+template <class Mainloop, bool kRagged>
 CUTE_DEVICE void backward_queries_sm90(BackwardTwoPassParams const& params, typename Mainloop::SharedStorage& shared) {
   using namespace cute;
   using Element = typename Mainloop::Element;
   BackwardParams const& backward = params.backward;
-  const typename Mainloop::Work work(backward, blockIdx.x - params.key_blocks);
+  typename Mainloop::Work work;
+  if (!work.find(backward, blockIdx.x - params.key_blocks)) return;
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<24>();
     if (threadIdx.x == 0) typename Mainloop::Producer{params, shared}.run(work);
@@ -69,20 +72,20 @@ CUTE_DEVICE void backward_queries_sm90(BackwardTwoPassParams const& params, type
     Tensor tQrdQ = partition_fragment_C(mma, Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDim>>{});
     clear(tQrdQ);
     typename Mainloop::Consumer{backward, shared, thread}.run(work, tQrdQ);
-    const TileCoord tile = work.tile;
-    store_gradient<Mainloop::kM, decltype(mma)>(
+    const BackwardParams::QueryTile& tile = work.tile;
+    store_gradient<Mainloop::kM, decltype(mma), kRagged>(
         tQrdQ, backward.scale,
-        GradientHead<Element>::of(backward.dq, backward.dq_strides, tile.batch, tile.head, backward.lengths.q,
+        GradientHead<Element>::of(backward.dq, backward.dq_strides, tile.batch, tile.head, tile.sequence.q,
                                   backward.head_dim),
         tile.m_block * Mainloop::kM, thread);
   }
 }
 
-template <class Row>
+template <class Row, bool kRagged>
 __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     backward_two_pass_sm90(const __grid_constant__ BackwardTwoPassParams params) {
-  using OfKeys = BackwardKeysSm90<Row::kVariant>;
-  using OfQueries = BackwardQueriesSm90<Row::kVariant>;
+  using OfKeys = BackwardKeysSm90<Row::kVariant, kRagged>;
+  using OfQueries = BackwardQueriesSm90<Row::kVariant, kRagged>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   if (threadIdx.x == 0) {
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.q));
@@ -97,23 +100,24 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   if (int(blockIdx.x) < params.key_blocks) {
     auto& shared = *reinterpret_cast<typename OfKeys::SharedStorage*>(shared_bytes);
     begin(shared);
-    backward_keys_sm90<OfKeys>(params, shared);
+    backward_keys_sm90<OfKeys, kRagged>(params, shared);
   } else {
     auto& shared = *reinterpret_cast<typename OfQueries::SharedStorage*>(shared_bytes);
     begin(shared);
-    backward_queries_sm90<OfQueries>(params, shared);
+    backward_queries_sm90<OfQueries, kRagged>(params, shared);
   }
 }
 
 template <class Row>
 void launch_backward_two_pass_sm90(const BackwardPlan& plan, const BackwardTensors& tensors, void* memory,
                                    Stream stream) {
-  using OfKeys = BackwardKeysSm90<Row::kVariant>;
-  using OfQueries = BackwardQueriesSm90<Row::kVariant>;
+  using OfKeys = BackwardKeysSm90<Row::kVariant, true>;
+  using OfQueries = BackwardQueriesSm90<Row::kVariant, true>;
   static_assert(Row::kVariant.warps == 12);
   static_assert(std::max(sizeof(typename OfKeys::SharedStorage), sizeof(typename OfQueries::SharedStorage)) <=
                 backward_shared_memory(Row::kVariant));
-  static KernelHandles main;
+  static KernelHandles dense, of_ragged;
+  const bool ragged = plan.problem.ragged;
   const Device device = plan.problem.device;
   BackwardParams backward = BackwardParams::of(plan, tensors, memory);
   backward.deterministic = false;  // it always is: nobody adds to dQ
@@ -121,18 +125,19 @@ void launch_backward_two_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   constexpr int kRows = 64;
   const BackwardTwoPassParams params{
       .backward = backward,
-      .q = head_tiles(tensors.forward.q, kRows, OfKeys::kColumns),
-      .k = head_tiles(tensors.forward.k, kRows, OfKeys::kColumns),
-      .v = head_tiles(tensors.forward.v, kRows, OfKeys::kColumns),
-      .dout = head_tiles(tensors.dout, kRows, OfKeys::kColumns),
+      .q = head_tiles(tensors.forward.q, kRows, OfKeys::kColumns, ragged),
+      .k = head_tiles(tensors.forward.k, kRows, OfKeys::kColumns, ragged),
+      .v = head_tiles(tensors.forward.v, kRows, OfKeys::kColumns, ragged),
+      .dout = head_tiles(tensors.dout, kRows, OfKeys::kColumns, ragged),
       .statistics = float_boxes(workspace.lse_log2(memory), 2, workspace.rows(), 2, kRows, device),
       .key_blocks = backward.dk || backward.dv ? static_cast<int>(plan.tiles - workspace.tiles) : 0,
   };
   const int query_tiles = static_cast<int>(workspace.tiles);
-  launch_backward_prepare<Row>(backward, device, stream);
-  launch(backward_two_pass_sm90<Row>, main, device,
-         {params.key_blocks + (backward.dq ? query_tiles : 0), Row::kVariant.threads(), plan.shared_memory}, params,
-         stream);
+  launch_backward_prepare<Row>(plan, backward, stream);
+  const LaunchShape shape = {params.key_blocks + (backward.dq ? query_tiles : 0), Row::kVariant.threads(),
+                             plan.shared_memory};
+  ragged ? launch(backward_two_pass_sm90<Row, true>, of_ragged, device, shape, params, stream)
+         : launch(backward_two_pass_sm90<Row, false>, dense, device, shape, params, stream);
 }
 
 }  // namespace flashtile

@@ -10,6 +10,7 @@
 #include "flashtile/epilogue/staged.h"
 #include "flashtile/launch.h"
 #include "flashtile/mainloop/forward_sm90.h"
+#include "flashtile/order_tiles.h"
 #include "flashtile/params.h"
 #include "flashtile/tensor_map.h"
 
@@ -41,35 +42,39 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
     if (threadIdx.x == 0) typename Mainloop::Producer{params, shared}.run();
+    if (threadIdx.x == 32) typename Mainloop::Scheduler{params, shared}.run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Mainloop::kRegisters>();
     const int thread = threadIdx.x - 128;
     Tensor cO = make_identity_tensor(Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDimV>>{});        // (M, head_dim)
     Tensor tOcO = rows_and_columns(typename Mainloop::MmaPV{}.get_slice(thread).partition_C(cO));  // (row, head_dim)
-    const auto finish_softmax = [&](TileCoord tile, typename Mainloop::Softmax& softmax) {
-      return finish_rows<Mainloop::kEveryOption>(params.forward, tile, tOcO, softmax, tile.m_block * Mainloop::kM);
+    using Work = typename Mainloop::Work;
+    const auto finish_softmax = [&](Work const& work, typename Mainloop::Softmax& softmax) {
+      return finish_rows<Mainloop::kEveryOption>(params.forward, work.tile, work.sequence.q, tOcO, softmax,
+                                                 work.tile.m_block * Mainloop::kM);
     };
-    const auto store = [&](TileCoord tile, auto& tOrO) {
-      const int first_row = tile.m_block * Mainloop::kM;
+    const auto store = [&](Work const& work, auto& tOrO) {
+      const int first_row = work.tile.m_block * Mainloop::kM;
       Tensor rows = rows_and_columns(tOrO);
       if constexpr (Mainloop::kMemory.staged) {
         const int warp = thread / 32;
         stage_and_store_rows<typename Mainloop::SmemLayoutO, Mainloop::kColumnsV>(
-            params.forward, params.out, tile, rows, shared.staging[warp], first_row + Mainloop::kRowsOfWarp * warp);
+            params.forward, params.out, work.tile, work.sequence.q, rows, shared.staging[warp],
+            first_row + Mainloop::kRowsOfWarp * warp);
       } else {
-        store_rows<typename Mainloop::Element>(params.forward, tile, rows, tOcO, first_row);
+        store_rows<typename Mainloop::Element>(params.forward, work.tile, work.sequence.q, rows, tOcO, first_row);
       }
     };
-    const auto finish = [&](TileCoord tile, auto& tOrO, typename Mainloop::Softmax& softmax) {
-      scale_rows(rows_and_columns(tOrO), finish_softmax(tile, softmax));
-      store(tile, tOrO);
+    const auto finish = [&](Work const& work, auto& tOrO, typename Mainloop::Softmax& softmax) {
+      scale_rows(rows_and_columns(tOrO), finish_softmax(work, softmax));
+      store(work, tOrO);
     };
-    const auto skip = [&](TileCoord tile) {
+    const auto skip = [&](Work const& work) {
       typename Mainloop::Softmax nothing(1.0f);
-      finish_softmax(tile, nothing);
+      finish_softmax(work, nothing);
       Tensor zeros = partition_fragment_C(typename Mainloop::MmaPV{}, shape(cO));
       clear(zeros);
-      store(tile, zeros);
+      store(work, zeros);
     };
     typename Mainloop::Consumer{params, shared, thread}.run(finish, skip);
     if (Mainloop::kMemory.staged) tma_store_wait<0>();  // shared memory must outlive its readers
@@ -77,22 +82,25 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
 }
 
 template <class Row>
-void launch_forward_sm90(const ForwardPlan& plan, const ForwardTensors& tensors, void*, Stream stream) {
+void launch_forward_sm90(const ForwardPlan& plan, const ForwardTensors& tensors, void* memory, Stream stream) {
   using Mainloop = ForwardMainloopSm90<Row::kVariant>;
   static_assert(sizeof(typename Mainloop::SharedStorage) == forward_shared_memory(Row::kVariant));
   static KernelHandles handles;
+  const Device device = plan.problem.device;
+  const bool ragged = plan.problem.ragged;
   const ForwardParamsSm90 params{
-      .forward = ForwardParams::of(plan, tensors),
-      .q = head_tiles(tensors.q, Mainloop::kM / Mainloop::kWarpgroups, Mainloop::kColumns, plan.packing),
-      .k = head_tiles(tensors.k, Mainloop::kN, Mainloop::kColumns),
-      .v = head_tiles(tensors.v, Mainloop::kN, Mainloop::kColumnsV),
+      .forward = ForwardParams::of(plan, tensors, memory),
+      .q = head_tiles(tensors.q, Mainloop::kM / Mainloop::kWarpgroups, Mainloop::kColumns, ragged, plan.packing),
+      .k = head_tiles(tensors.k, Mainloop::kN, Mainloop::kColumns, ragged),
+      .v = head_tiles(tensors.v, Mainloop::kN, Mainloop::kColumnsV, ragged),
       .out = Mainloop::kMemory.staged
-                 ? head_tiles(tensors.out, Mainloop::kRowsOfWarp, Mainloop::kColumnsV, plan.packing)
+                 ? head_tiles(tensors.out, Mainloop::kRowsOfWarp, Mainloop::kColumnsV, ragged, plan.packing)
                  : CUtensorMap{},
-      .scheduler = *plan.scheduler,
+      .scheduler = ragged ? PersistentScheduler{} : *plan.scheduler,
   };
-  launch(forward_sm90<Row>, handles, plan.problem.device, {plan.grid, Row::kVariant.threads(), plan.shared_memory},
-         params, stream);
+  if (ragged) order_tiles(params.forward.sequences, {forward_order(plan, params.forward.ragged)}, device, stream);
+  launch(forward_sm90<Row>, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory, ragged}, params,
+         stream);
 }
 
 }  // namespace flashtile

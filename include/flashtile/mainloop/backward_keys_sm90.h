@@ -29,7 +29,7 @@ struct BackwardTwoPassParams {
   int key_blocks;             // thread blocks of the first pass
 };
 
-template <Variant kV>
+template <Variant kV, bool kRagged>
 struct BackwardKeysSm90 {
   static constexpr int kM = 64;
   static constexpr int kN = 64;
@@ -81,33 +81,39 @@ struct BackwardKeysSm90 {
       cutlass::arch::fence_barrier_init();
     }
   };
-  using Work = KeyBlock<kM, kN>;
+  using Work = KeyBlock<kM, kN, kRagged>;
 
   struct Producer {
     BackwardTwoPassParams const& params;
     SharedStorage& shared;
 
+    /// The workspace has larger tiles than kM.
+    CUTE_DEVICE int first_row_of(Work const& work, int head) const {
+      return int(work.workspace_tile(params.backward, head, 0) * kV.tile_m);
+    }
+
     CUTE_DEVICE void run(Work const& work) {
       if (work.queries.visible.empty()) return;
+      const TmaRows q_rows = work.q_rows(params.backward), k_rows = work.k_rows(params.backward);
       typename Ring<kStages>::Cursor at{};
       bool first = true;
       work.for_each([&](int head, int m_block) {
         if (first) {
           std::uint64_t* barrier = shared.k_barriers.fill({}, [] { return sizeof(SharedStorage::k); });
-          load_tile<kN, kHeadDim, kColumns>(params.k, barrier, shared.k, work.n_block * kN, work.kv_head, work.batch);
+          load_tile<kN, kHeadDim, kColumns>(params.k, barrier, shared.k, k_rows, work.n_block * kN, work.kv_head);
         }
         std::uint64_t* barrier = shared.q_barriers.fill(
             at, [] { return sizeof(SharedStorage::q[0]) + sizeof(SharedStorage::statistics[0]); });
-        load_tile<kM, kHeadDim, kColumns>(params.q, barrier, shared.q[at.stage], m_block * kM, head, work.batch);
-        cute::SM90_TMA_LOAD_2D::copy(
-            &params.statistics, barrier, static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-            shared.statistics[at.stage], int(params.backward.workspace_row(work.batch, head, m_block * kM)), 0);
+        load_tile<kM, kHeadDim, kColumns>(params.q, barrier, shared.q[at.stage], q_rows, m_block * kM, head);
+        cute::SM90_TMA_LOAD_2D::copy(&params.statistics, barrier,
+                                     static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                     shared.statistics[at.stage], first_row_of(work, head) + m_block * kM, 0);
         if (first) {
           barrier = shared.v_barriers.fill({}, [] { return sizeof(SharedStorage::v); });
-          load_tile<kN, kHeadDimV, kColumns>(params.v, barrier, shared.v, work.n_block * kN, work.kv_head, work.batch);
+          load_tile<kN, kHeadDimV, kColumns>(params.v, barrier, shared.v, k_rows, work.n_block * kN, work.kv_head);
         }
         barrier = shared.dout_barriers.fill(at, [] { return sizeof(SharedStorage::dout[0]); });
-        load_tile<kM, kHeadDimV, kColumns>(params.dout, barrier, shared.dout[at.stage], m_block * kM, head, work.batch);
+        load_tile<kM, kHeadDimV, kColumns>(params.dout, barrier, shared.dout[at.stage], q_rows, m_block * kM, head);
         at.advance();
         first = false;
       });
@@ -142,6 +148,7 @@ struct BackwardKeysSm90 {
       auto weights = recast<std::uint32_t>(tVrP);
 
       const int key = work.n_block * kN;
+      const Lengths lengths = work.lengths(params);
       const bool folded = folds(params);
       const float scale_log2 = folded ? params.score_map.outer_log2 : 1.0f;
       typename Ring<kStages>::Cursor at{};
@@ -155,8 +162,7 @@ struct BackwardKeysSm90 {
         start_matmul(mma_s, tSrK, tSrQ(_, _, _, stage), tSrS, SM90::GMMA::ScaleOut::Zero);
         wait_matmul<0>(tSrS);
         const bool edge = !work.queries.interior.contains(m_block);
-        const ScoreTile<BackwardParams> score_tile{
-            params, {work.batch, head, work.n_block}, key, params.lengths.transposed()};
+        const ScoreTile<BackwardParams> score_tile{params, {work.batch, head, work.n_block}, key, lengths.transposed()};
         if (edge || !folded) {
           if (!folded) score_tile.map(scores, tScS, m_block * kM);
           if (edge) score_tile.mask(scores, tScS, m_block * kM);

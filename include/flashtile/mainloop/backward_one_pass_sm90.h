@@ -32,14 +32,16 @@ struct BackwardOnePassParams {
   int blocks;                 // of keys, of all heads
 };
 
-/// What a thread block takes: a block of keys, several one after the other, or those of whole heads.
-enum class Takes { kBlock, kBlocks, kHeads };
+/// What a thread block takes: a block of keys, several one after the other, or those of whole heads; of ragged
+/// sequences the next that nobody has taken, one after the other.
+enum class Takes { kBlock, kBlocks, kHeads, kListed };
 
 /// Where a thread block takes several blocks of keys, the next one's tiles are on their way while dK and dV of the last
 /// one are stored.
 template <Variant kV, Takes kTakes>
 struct BackwardOnePassSm90 {
   static constexpr bool kLoops = kTakes != Takes::kBlock;
+  static constexpr bool kRagged = kTakes == Takes::kListed;
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
@@ -83,6 +85,10 @@ struct BackwardOnePassSm90 {
   static constexpr int kColumnsOfPart = 256;                    // as TMA sees them
   static_assert(kPartOfQ % kColumnsOfPart == 0);
 
+  using Work = KeyBlock<kM, kN, kRagged>;
+
+  static constexpr int kStepsAhead = kStages + 2;
+
   struct SharedStorage {
     alignas(1024) Element k[kN * kHeadDim];
     alignas(1024) Element v[kN * kHeadDim];
@@ -91,6 +97,10 @@ struct BackwardOnePassSm90 {
     alignas(1024) Element ds[2][kM * kN];
     alignas(1024) float dq[kWarpgroups][kPartOfQ];
     alignas(128) float statistics[kStages][2][kM];  // lse_log2, delta
+    // What is handed out next, if it is: to the producer, the writers, and all consumers.
+    Work work;
+    bool more;  // or there is nothing left
+    Ring<1> work_barriers;
     Ring<1> k_barriers, v_barriers;
     Ring<kStages> q_barriers, dout_barriers;
     // dS: all warps store their part and read all parts.
@@ -100,6 +110,7 @@ struct BackwardOnePassSm90 {
 
     /// By one thread, before any other touches the barriers.
     CUTE_DEVICE void init_barriers() {
+      work_barriers.init(1 + kWarpgroups + 128 * kWarpgroups);
       k_barriers.init(4 * kWarpgroups);
       v_barriers.init(4 * kWarpgroups);
       q_barriers.init(4 * kWarpgroups);
@@ -118,18 +129,39 @@ struct BackwardOnePassSm90 {
     }
   };
 
-  using Work = KeyBlock<kM, kN>;
+  /// Hands out blocks of ragged sequences.
+  struct Scheduler {
+    BackwardOnePassParams const& params;
+    SharedStorage& shared;
+
+    CUTE_DEVICE void run() {
+      Ring<1>::Cursor at{};
+      int index = blockIdx.x;
+      for (bool more = true; more; at.advance()) {
+        shared.work_barriers.fill(at, [&] {
+          more = shared.more = shared.work.find(params.backward, index);
+          return 0;
+        });
+        if (more) index = int(gridDim.x) + atomicAdd(params.backward.ragged_keys.taken, 1);
+      }
+    }
+  };
 
   /// The blocks of keys that a thread block takes.
   struct Blocks {
     BackwardOnePassParams const& params;
+    SharedStorage& shared;
     Work only;  // if it does not loop; found by all threads before registers are shared out, as a producer has few
 
-    CUTE_DEVICE explicit Blocks(BackwardOnePassParams const& params)
-        : params(params), only(params.backward, blockIdx.x) {}
+    CUTE_DEVICE Blocks(BackwardOnePassParams const& params, SharedStorage& shared) : params(params), shared(shared) {
+      if constexpr (!kLoops) only = Work(params.backward, blockIdx.x);
+    }
 
+    /// Calls `visit(work, release)` for each, which calls `release()` when the next block may be handed out to this
+    /// thread block.
     template <class Visit>
-    CUTE_DEVICE void for_each(Visit&& visit) const {
+    CUTE_DEVICE void for_each(Visit&& visit_and_release) const {
+      const auto visit = [&](Work const& work) __attribute__((always_inline)) { visit_and_release(work, [] {}); };
       const auto visit_block = [&](int i) __attribute__((always_inline)) { visit(Work(params.backward, i)); };
       if constexpr (kTakes == Takes::kBlock) {
         visit(only);
@@ -140,6 +172,14 @@ struct BackwardOnePassSm90 {
         for (int first = 0; first < params.blocks; first += gridDim.x) {
           if (first + place < params.blocks) visit_block(first + place);
           place = gridDim.x - 1 - place;
+        }
+      } else if constexpr (kTakes == Takes::kListed) {
+        CUTE_NO_UNROLL
+        for (Ring<1>::Cursor at{};; at.advance()) {
+          shared.work_barriers.wait_full(at);
+          if (!shared.more) return;
+          const Work work = shared.work;
+          visit_and_release(work, [&] { shared.work_barriers.release_by_thread(at); });
         }
       } else {
         const int of_head = params.backward.n_blocks;
@@ -159,31 +199,37 @@ struct BackwardOnePassSm90 {
     typename Ring<1>::Cursor keys_at{};
 
     CUTE_DEVICE void run(Blocks const& blocks) {
-      blocks.for_each([&](Work const& work) { load(work); });
+      blocks.for_each([&](Work const& work, auto release) { load(work, release); });
     }
 
-    CUTE_DEVICE void load(Work const& work) {
-      if (work.queries.visible.empty()) return;
+    template <class Release>
+    CUTE_DEVICE void load(Work const& work, Release&& release) {
+      if (work.queries.visible.empty()) return release();
+      int left = work.steps();
+      // Early enough for the next block's tiles to be on their way, and no earlier: nobody else can take it then.
+      const int release_at = min(left, kStepsAhead);
       const auto load_keys = [&](CUtensorMap const& map, Ring<1>& ring, Element* to) {
         std::uint64_t* barrier = ring.fill(keys_at, [] { return sizeof(SharedStorage::k); });
-        load_tile<kN, kHeadDim, kColumns>(map, barrier, to, work.n_block * kN, work.kv_head, work.batch);
+        load_tile<kN, kHeadDim, kColumns>(map, barrier, to, work.k_rows(params.backward), work.n_block * kN,
+                                          work.kv_head);
       };
       work.for_each([&](int head, int m_block) {
         const bool first = head == work.kv_head * work.group && m_block == work.start;
         const auto load_queries = [&](CUtensorMap const& map, std::uint64_t* barrier, Element* to) {
-          load_tile<kM, kHeadDim, kColumns>(map, barrier, to, m_block * kM, head, work.batch);
+          load_tile<kM, kHeadDim, kColumns>(map, barrier, to, work.q_rows(params.backward), m_block * kM, head);
         };
         std::uint64_t* barrier = shared.q_barriers.fill(
             at, [] { return sizeof(SharedStorage::q[0]) + sizeof(SharedStorage::statistics[0]); });
         load_queries(params.q, barrier, shared.q[at.stage]);
         cute::SM90_TMA_LOAD_2D::copy(
             &params.statistics, barrier, static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-            shared.statistics[at.stage], int(params.backward.workspace_row(work.batch, head, m_block * kM)), 0);
+            shared.statistics[at.stage], work.workspace_row(params.backward, head, m_block), 0);
         if (first) load_keys(params.k, shared.k_barriers, shared.k);  // when the block before is done with its own
         barrier = shared.dout_barriers.fill(at, [] { return sizeof(SharedStorage::dout[0]); });
         load_queries(params.dout, barrier, shared.dout[at.stage]);
         if (first) load_keys(params.v, shared.v_barriers, shared.v);
         at.advance();
+        if (left-- == release_at) release();
       });
       if (kLoops) keys_at.advance();
     }
@@ -198,12 +244,15 @@ struct BackwardOnePassSm90 {
 
     CUTE_DEVICE void run(Blocks const& blocks) {
       if (params.backward.dq == nullptr) return;
-      blocks.for_each([&](Work const& work) { add(work); });
+      blocks.for_each([&](Work const& work, auto release) {
+        release();
+        add(work);
+      });
     }
 
     CUTE_DEVICE void add(Work const& work) {
       work.for_each([&](int head, int m_block) {
-        const std::int64_t tile = params.backward.workspace_tile(work.batch, head, m_block);
+        const std::int64_t tile = work.workspace_tile(params.backward, head, m_block);
         const SumOfDq sum(params.backward, tile, warpgroup);
         const bool in_order = params.backward.deterministic;
         const bool there = !in_order && sum.there();  // asked early: almost always it is, and nobody waits for that
@@ -324,7 +373,8 @@ struct BackwardOnePassSm90 {
         dq_parity ^= 1;
       };
 
-      blocks.for_each([&](Work const& work) __attribute__((always_inline)) {
+      blocks.for_each([&](Work const& work, auto release) __attribute__((always_inline)) {
+        release();
         Tensor tKrdK = partition_fragment_C(mma_kv, Shape<Int<kN>, Int<kHeadDim>>{});  // (mma, key, head_dim)
         Tensor tVrdV = partition_fragment_C(mma_kv, Shape<Int<kN>, Int<kHeadDim>>{});  // (mma, key, head_dim)
         if (work.queries.visible.empty()) {
@@ -333,7 +383,8 @@ struct BackwardOnePassSm90 {
           return finish(work, tKrdK, tVrdV);
         }
         const int key = work.n_block * kN;
-        const bool partial = key + kN > backward.lengths.k;
+        const Lengths lengths = work.lengths(backward);
+        const bool partial = key + kN > lengths.k;
         bool started = false;
         auto opening = SM90::GMMA::ScaleOut::Zero;
 
@@ -349,7 +400,7 @@ struct BackwardOnePassSm90 {
 
           const bool edge = partial || !work.queries.interior.contains(m_block);
           const ScoreTile<BackwardParams> score_tile{
-              backward, {work.batch, head, work.n_block}, key, backward.lengths.transposed()};
+              backward, {work.batch, head, work.n_block}, key, lengths.transposed()};
           if (edge || !folded) {
             if (!folded) {
               if constexpr (kV.every_option) score_tile.cap(scores);
@@ -359,7 +410,7 @@ struct BackwardOnePassSm90 {
               score_tile.mask(scores, tScS, m_block * kM);
               CUTE_UNROLL
               for (int r = 0; r < size<0>(scores); ++r) {
-                if (key + get<0>(tScS(r, 0)) < backward.lengths.k) continue;
+                if (key + get<0>(tScS(r, 0)) < lengths.k) continue;
                 CUTE_UNROLL
                 for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = -kInfinity;
               }

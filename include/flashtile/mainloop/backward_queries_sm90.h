@@ -10,7 +10,7 @@
 
 namespace flashtile {
 
-template <Variant kV>
+template <Variant kV, bool kRagged>
 struct BackwardQueriesSm90 {
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
@@ -21,7 +21,7 @@ struct BackwardQueriesSm90 {
   static constexpr int kRowsPerBox = 64;
   static_assert(kM == 64 * kWarpgroups && kN == kRowsPerBox);
 
-  using Element = typename BackwardKeysSm90<kV>::Element;
+  using Element = typename BackwardKeysSm90<kV, kRagged>::Element;
   static constexpr int kColumns = 64;  // of one TMA box
   using Warpgroups = cute::Layout<cute::Shape<cute::Int<kWarpgroups>, cute::_1, cute::_1>>;
   using MmaS = decltype(cute::make_tiled_mma(
@@ -54,8 +54,7 @@ struct BackwardQueriesSm90 {
 
   /// A tile of queries, and what scores need to know of it.
   struct Work {
-    TileCoord tile;
-    int kv_head;
+    BackwardParams::QueryTile tile;
     Band band;
     HeadPacking packing;  // none
     ScoreMap score_map;
@@ -63,16 +62,25 @@ struct BackwardQueriesSm90 {
     std::int64_t alibi_batch_stride, alibi_head_stride;
     TileRanges keys;
 
-    CUTE_DEVICE Work(BackwardParams const& params, int index)
-        : tile(SingleTileScheduler{params.heads, params.m_blocks}.tile(unsigned(index))),
-          kv_head(tile.head / params.group),
-          band(params.band.transposed()),
-          packing{},
-          score_map(params.score_map),
-          alibi_slopes(params.alibi_slopes),
-          alibi_batch_stride(params.alibi_batch_stride),
-          alibi_head_stride(params.alibi_head_stride),
-          keys(band.tiles({tile.m_block * kM, min((tile.m_block + 1) * kM, params.lengths.q)}, kN, params.lengths)) {}
+    /// Whether there is a tile `index`, and if so sets it.
+    CUTE_DEVICE bool find(BackwardParams const& params, int index) {
+      if (!params.find_query_tile(unsigned(index), tile)) return false;
+      band = params.band.transposed();
+      packing = {};
+      score_map = params.score_map;
+      alibi_slopes = params.alibi_slopes;
+      alibi_batch_stride = params.alibi_batch_stride;
+      alibi_head_stride = params.alibi_head_stride;
+      keys = tile.keys(params, kM, kN);
+      return true;
+    }
+    CUTE_DEVICE TileCoord coord() const { return {tile.batch, tile.head, tile.m_block}; }
+    CUTE_DEVICE Lengths lengths(BackwardParams const& params) const {
+      return kRagged ? tile.sequence.lengths() : params.lengths;
+    }
+    CUTE_DEVICE TmaRows rows(Spans const& spans, Span span) const {
+      return kRagged ? TmaRows::of(spans, tile.batch, span, span.used) : TmaRows::dense(tile.batch);
+    }
   };
 
   struct Producer {
@@ -82,12 +90,15 @@ struct BackwardQueriesSm90 {
     CUTE_DEVICE void run(Work const& work) {
       const Range blocks = work.keys.visible;
       if (blocks.empty()) return;
+      BackwardParams const& backward = params.backward;
+      const TmaRows q_rows = work.rows(backward.sequences.q, work.tile.sequence.q);
+      const TmaRows k_rows = work.rows(backward.sequences.k, work.tile.sequence.k);
+      const int kv_head = work.tile.head / backward.group;
       typename Ring<kStages>::Cursor k_at{};
       typename Ring<1>::Cursor v_at{};
       const auto load_keys = [&](int n_block) {
         std::uint64_t* barrier = shared.k_barriers.fill(k_at, [] { return sizeof(SharedStorage::k[0]); });
-        load_tile<kN, kHeadDim, kColumns>(params.k, barrier, shared.k[k_at.stage], n_block * kN, work.kv_head,
-                                          work.tile.batch);
+        load_tile<kN, kHeadDim, kColumns>(params.k, barrier, shared.k[k_at.stage], k_rows, n_block * kN, kv_head);
         k_at.advance();
       };
       const auto load_queries = [&]<int kHeadDim>(cute::Int<kHeadDim>, CUtensorMap const& map, Ring<1>& ring,
@@ -95,8 +106,8 @@ struct BackwardQueriesSm90 {
         std::uint64_t* barrier = ring.fill({}, [] { return kM * kHeadDim * sizeof(Element); });
         CUTE_UNROLL
         for (int row = 0; row < kM; row += kRowsPerBox)
-          load_tile<kM, kHeadDim, kColumns>(map, barrier, to + row * kColumns, work.tile.m_block * kM + row,
-                                            work.tile.head, work.tile.batch);
+          load_tile<kM, kHeadDim, kColumns>(map, barrier, to + row * kColumns, q_rows, work.tile.m_block * kM + row,
+                                            work.tile.head);
       };
       load_queries(cute::Int<kHeadDim>{}, params.q, shared.q_barriers, shared.q);
       load_keys(blocks.begin);
@@ -104,7 +115,7 @@ struct BackwardQueriesSm90 {
       CUTE_NO_UNROLL
       for (int n_block = blocks.begin; n_block < blocks.end; ++n_block) {
         std::uint64_t* barrier = shared.v_barriers.fill(v_at, [] { return sizeof(SharedStorage::v); });
-        load_tile<kN, kHeadDimV, kColumns>(params.v, barrier, shared.v, n_block * kN, work.kv_head, work.tile.batch);
+        load_tile<kN, kHeadDimV, kColumns>(params.v, barrier, shared.v, k_rows, n_block * kN, kv_head);
         v_at.advance();
         if (n_block + 1 < blocks.end) load_keys(n_block + 1);
       }
@@ -147,11 +158,11 @@ struct BackwardQueriesSm90 {
       const bool folded = folds(params);
       const float scale_log2 = folded ? params.score_map.outer_log2 : 1.0f;
       const int first_row = work.tile.m_block * kM;
-      const ScoreTile<Work> score_tile{work, work.tile, first_row, params.lengths};
+      const ScoreTile<Work> score_tile{work, work.coord(), first_row, work.lengths(params)};
       float lse_log2[2], delta[2];
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        const std::int64_t row = params.workspace_row(work.tile.batch, work.tile.head, first_row + get<0>(tScS(r, 0)));
+        const std::int64_t row = work.tile.place * kM + get<0>(tScS(r, 0));
         lse_log2[r] = params.workspace.lse_log2(params.memory)[row];
         delta[r] = params.workspace.delta(params.memory)[row];
       }

@@ -81,7 +81,7 @@ struct BackwardMainloopSm80 {
     alignas(16) float delta[kStages][kM];
   };
 
-  using Work = KeyBlock<kM, kN>;
+  using Work = KeyBlock<kM, kN, true>;
 
   BackwardParams const& params;
   SharedStorage& shared;
@@ -164,13 +164,12 @@ struct BackwardMainloopSm80 {
   };
 
   /// Place of a tile's rows in the workspace, in tiles.
-  CUTE_DEVICE std::int64_t tile_of(Step step) const {
-    return params.workspace_tile(work.batch, step.head, step.m_block);
-  }
+  CUTE_DEVICE std::int64_t tile_of(Step step) const { return work.workspace_tile(params, step.head, step.m_block); }
 
   CUTE_DEVICE void load_keys() const {
-    const int key = work.n_block * kN;
-    const int keys = params.lengths.k - key;
+    const Span span = work.sequence.k;
+    const int keys = span.used - work.n_block * kN;
+    const int key = span.first + work.n_block * kN;
     Load::load(head_tile<kN, kHeadDim, Element>(params.k, params.k_strides, work.batch, work.kv_head, key),
                tile<SmemLayout<kN, kHeadDim>>(shared.k), keys, params.head_dim, thread);
     Load::load(head_tile<kN, kHeadDim, Element>(params.v, params.v_strides, work.batch, work.kv_head, key),
@@ -178,8 +177,9 @@ struct BackwardMainloopSm80 {
   }
 
   CUTE_DEVICE void load_queries(Step step, int stage) const {
-    const int row = step.m_block * kM;
-    const int rows = params.lengths.q - row;
+    const Span span = work.sequence.q;
+    const int rows = span.used - step.m_block * kM;
+    const int row = span.first + step.m_block * kM;
     Load::load(head_tile<kM, kHeadDim, Element>(params.q, params.q_strides, work.batch, step.head, row),
                tile<SmemLayout<kM, kHeadDim>>(shared.q[stage]), rows, params.head_dim, thread);
     Load::load(head_tile<kM, kHeadDim, Element>(params.dout, params.dout_strides, work.batch, step.head, row),
@@ -204,7 +204,7 @@ struct BackwardMainloopSm80 {
     using namespace cute;
     const int key = work.n_block * kN;
     const ScoreTile<BackwardParams> score_tile{
-        params, {work.batch, step.head, work.n_block}, key, params.lengths.transposed()};
+        params, {work.batch, step.head, work.n_block}, key, work.sequence.lengths().transposed()};
     if (!folded) {
       score_tile.cap(scores);
       CUTE_UNROLL
@@ -215,7 +215,7 @@ struct BackwardMainloopSm80 {
       score_tile.template mask<8 * kSharers>(scores, coord, step.m_block * kM);
       CUTE_UNROLL
       for (int r = 0; r < size<0>(scores); ++r) {
-        if (key + get<0>(coord(r, 0)) < params.lengths.k) continue;
+        if (key + get<0>(coord(r, 0)) < work.sequence.k.used) continue;
         CUTE_UNROLL
         for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = -kInfinity;
       }
@@ -238,13 +238,15 @@ struct BackwardMainloopSm80 {
     TileRanges const& blocks = work.queries;
     if (blocks.visible.empty()) return;
     const int key = work.n_block * kN;
-    const bool partial = key + kN > params.lengths.k;
+    const bool partial = key + kN > work.sequence.k.used;
     const bool folded = folds(params);
     const int last_head = (work.kv_head + 1) * params.group - 1;
     // Each warp adds to a part of its own of a tile of dQ.
-    const bool in_order = kV.every_option && params.dq && params.deterministic;
+    // From the last query on even where no dQ is wanted: so dK and dV are the same.
+    const bool backwards = kV.every_option && params.deterministic;
+    const bool in_order = backwards && params.dq;
     const auto next = [&](Step step) {
-      step.m_block += in_order ? -1 : 1;
+      step.m_block += backwards ? -1 : 1;
       if (step.m_block == blocks.visible.end) step = {step.head + 1, blocks.visible.begin};
       if (step.m_block < blocks.visible.begin) step = {step.head + 1, blocks.visible.end - 1};
       return step;
@@ -269,7 +271,7 @@ struct BackwardMainloopSm80 {
     Tensor sdSt = tile<SmemLayout<kN, kM>>(shared.scores[0]);                 // (N, M)
     Tensor sdS = tile<SmemLayoutT<kN, kM>>(shared.scores[0]);                 // (M, N)
 
-    const Step first{work.kv_head * params.group, in_order ? blocks.visible.end - 1 : blocks.visible.begin};
+    const Step first{work.kv_head * params.group, backwards ? blocks.visible.end - 1 : blocks.visible.begin};
     Step step = first;
     int stage = 0;
     load_keys();

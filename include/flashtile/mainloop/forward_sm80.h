@@ -69,14 +69,16 @@ struct ForwardMainloopSm80 {
   ForwardParams const& params;
   SharedStorage& shared;
   TileCoord tile;
+  Sequence const& sequence;
   VisibleKeys<kN> keys;
   int thread;
 
   CUTE_DEVICE void load_q() const {
     using namespace cute;
     const int row = tile.m_block * kM;
-    Load::load(head_tile<kM, kHeadDim, Element>(params.q, params.q_strides, tile.batch, tile.head, row),
-               make_tensor(make_smem_ptr(shared.q), SmemLayoutQ{}), params.lengths.q - row, params.head_dim, thread);
+    Load::load(
+        head_tile<kM, kHeadDim, Element>(params.q, params.q_strides, tile.batch, tile.head, sequence.q.first + row),
+        make_tensor(make_smem_ptr(shared.q), SmemLayoutQ{}), sequence.q.used - row, params.head_dim, thread);
   }
 
   // K and V tiles alternate through the ring: step 0 from a key tile is its K, step 1 its V, step 2 the next tile's K.
@@ -94,11 +96,11 @@ struct ForwardMainloopSm80 {
     constexpr bool kIsK = kStep % 2 == kStepK;
     const int block = n_block + kStep / 2;
     if (block < keys.blocks) {
-      Load::load(
-          head_tile<kN, kHeadDim, Element>(kIsK ? params.k : params.v, kIsK ? params.k_strides : params.v_strides,
-                                           tile.batch, tile.head / params.group, keys.first + block * kN),
-          make_tensor(make_smem_ptr(stage<kStep>(n_block)), SmemLayoutKV{}), keys.count - block * kN,
-          kIsK ? params.head_dim : params.head_dim_v, thread);
+      Load::load(head_tile<kN, kHeadDim, Element>(kIsK ? params.k : params.v,
+                                                  kIsK ? params.k_strides : params.v_strides, tile.batch,
+                                                  tile.head / params.group, sequence.k.first + keys.first + block * kN),
+                 make_tensor(make_smem_ptr(stage<kStep>(n_block)), SmemLayoutKV{}), keys.count - block * kN,
+                 kIsK ? params.head_dim : params.head_dim_v, thread);
     }
     cp_async_fence();
   }

@@ -1,6 +1,6 @@
 // Tiles of query rows against all keys they see, on Hopper's warpgroup matmuls (FlashAttention-3, Shah et al. 2024).
 //
-// A producer thread hands out tiles and has TMA bring them into a ring of shared memory. Each consumer warpgroup owns
+// One thread hands out tiles, another has TMA bring them into a ring of shared memory. Each consumer warpgroup owns
 // 64 whole rows of Q. Warpgroups take turns at the tensor cores: in its turn one asks for the scores of a block and for
 // P·V of the block before together; then it turns those scores into weights while the others have theirs. At the end of
 // a tile P·V comes first, while the next Q arrives, and the rows are finished under the first scores of the next tile.
@@ -12,6 +12,7 @@
 #include <cute/tensor.hpp>
 
 #include "flashtile/barrier.h"
+#include "flashtile/launch.h"
 #include "flashtile/load/tma.h"
 #include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/scores.h"
@@ -94,25 +95,34 @@ struct ForwardMainloopSm90 {
   static constexpr int kStagingWarps = kMemory.staged ? kM / kRowsOfWarp : 1;
   static constexpr int kStagingPerWarp = kMemory.staged ? kRowsOfWarp * kHeadDimV : 8;  // next to nothing where unused
 
-  /// What consumers are told of a tile. No key block at all: its rows see nothing. Fewer: there are no more tiles.
+  /// What is told of a tile. No key block at all: its rows see nothing. Fewer: there are no more tiles.
   struct Work {
     TileCoord tile;
+    int kv_head;
+    Sequence sequence;
+    TmaRows q_rows, k_rows;
     VisibleKeys<kN> keys;
   };
+  // A tile stays in use until the next one has begun. Of ragged sequences none is handed out until so many key blocks
+  // of the one before are left to load: what is handed out nobody else can take.
+  static constexpr int kWorks = 4;
+  static constexpr int kBlocksAhead = kStages + 3;
 
   struct SharedStorage {
     alignas(1024) Element q[kStagesQ][kM * kHeadDim];
     alignas(1024) Element k[kStages][kN * kHeadDim];
     alignas(1024) Element v[kStages][kN * kHeadDimV];
     alignas(1024) Element staging[kStagingWarps][kStagingPerWarp];
-    Work work[2];
-    Ring<2> work_barriers;
+    Work work[kWorks];
+    Ring<kWorks> work_barriers;
+    cutlass::arch::ClusterBarrier near_end;  // of a tile's loads: the producer arrives, the scheduler waits
     Ring<kStagesQ> q_barriers[kWarpgroups];  // of each one's rows
     Ring<kStages> k_barriers, v_barriers;
 
     /// By one thread, before any other touches the barriers.
     CUTE_DEVICE void init_barriers() {
-      work_barriers.init(128 * kWarpgroups);
+      work_barriers.init(128 * kWarpgroups + 1);
+      near_end.init(1);
       CUTE_UNROLL
       for (auto& barriers : q_barriers) barriers.init(kKeepQ ? 128 : 4);
       k_barriers.init(4 * kWarpgroups);
@@ -122,75 +132,129 @@ struct ForwardMainloopSm90 {
   };
   using Softmax = OnlineSoftmax<2>;
 
-  /// One thread hands out tiles and brings their Q, K and V, in the order in which consumers make room: the K of each
-  /// block before the V of the block ahead of it, across tiles too, and Q after both: K0, Q, K1, V0, …, Kn, Vn-1, K0,
-  /// Vn, Q, K1, V0, …
+  /// Hands out tiles: those of the plan, or, where sequences are ragged, the next that nobody has taken.
+  struct Scheduler {
+    ForwardParamsSm90 const& params;
+    SharedStorage& shared;
+    typename Ring<kWorks>::Cursor at{};
+
+    /// `write(work)` writes what is handed out.
+    template <class Write>
+    CUTE_DEVICE void hand_out(Write&& write) {
+      shared.work_barriers.fill(at, [&] {
+        write(shared.work[at.stage]);
+        return 0;
+      });
+      at.advance();
+    }
+
+    CUTE_DEVICE void hand_out(TileCoord tile, Sequence const& sequence) {
+      hand_out([&](Work& work) {
+        ForwardParams const& forward = params.forward;
+        const auto forget = [] { asm volatile("" ::: "memory"); };  // registers are few: what is needed is read again
+        work.tile = tile;
+        forget();
+        work.sequence = sequence;
+        forget();
+        const Span &q = work.sequence.q, &k = work.sequence.k;
+        work.kv_head = forward.packing.first_head(work.tile.head) / forward.group;
+        forget();
+        work.q_rows = TmaRows::of(forward.sequences.q, work.tile.batch, q, q.used);
+        forget();
+        work.k_rows = TmaRows::of(forward.sequences.k, work.tile.batch, k, k.used);
+        forget();
+        const Range queries = forward.packing.queries(work.tile.m_block * kM, kM, q.used);
+        work.keys = VisibleKeys<kN>(forward.band, queries, work.sequence.lengths());
+      });
+    }
+
+    CUTE_DEVICE void run() {
+      ForwardParams const& forward = params.forward;
+      if (forward.ragged.given()) {
+        await_kernel_before();
+        unsigned index = blockIdx.x, parity = 0;
+        RaggedTile tile;
+        while (forward.ragged.find(index, forward.packs, true, tile)) {
+          Work const& work = shared.work[at.stage];
+          hand_out({tile.entry->batch, tile.head, tile.block}, tile.entry->sequence);
+          if (work.keys.blocks > 0) {
+            shared.near_end.wait(parity);
+            parity ^= 1;
+          }
+          index = gridDim.x + unsigned(atomicAdd(forward.ragged.taken, 1));
+        }
+      } else {
+        PersistentScheduler const& scheduler = params.scheduler;
+        const int size_q = forward.sequences.q.size, size_k = forward.sequences.k.size;
+        const Sequence whole{{0, size_q, size_q}, {0, size_k, size_k}};
+        CUTE_NO_UNROLL
+        for (int n = 0; n < scheduler.tiles_of(blockIdx.x); ++n)
+          hand_out(scheduler.tile(scheduler.index(n, blockIdx.x)), whole);
+      }
+      hand_out([](Work& end) { end.keys.blocks = -1; });
+    }
+  };
+
+  /// Brings Q, K and V, in the order in which consumers make room: the K of each block before the V of the block ahead
+  /// of it, across tiles too, and Q after both: K0, Q, K1, V0, …, Kn, Vn-1, K0, Vn, Q, K1, V0, …
   struct Producer {
     ForwardParamsSm90 const& params;
     SharedStorage& shared;
-    typename Ring<2>::Cursor work_at{};
     typename Ring<kStagesQ>::Cursor q_at{};
     typename Ring<kStages>::Cursor at{};  // the next block
 
-    CUTE_DEVICE void hand_out(Work const& work) {
-      shared.work_barriers.fill(work_at, [&] {
-        shared.work[work_at.stage] = work;
-        return 0;
-      });
-      work_at.advance();
-    }
-
-    CUTE_DEVICE void load_q(TileCoord tile) {
-      CUTE_UNROLL
+    CUTE_DEVICE void load_q(Work const& work) {
+      // Not unrolled: registers are few.
+      CUTE_NO_UNROLL
       for (int w = 0; w < kWarpgroups; ++w) {
         constexpr int kRows = kM / kWarpgroups;
         std::uint64_t* barrier = shared.q_barriers[w].fill(q_at, [] { return kRows * kHeadDim * sizeof(Element); });
-        load_tile<kM, kHeadDim, kColumns>(params.q, barrier, shared.q[q_at.stage] + w * kRows * kColumns,
-                                          params.forward.packing.query(tile.m_block * kM + w * kRows), tile.head,
-                                          tile.batch);
+        load_tile<kM, kHeadDim, kColumns>(params.q, barrier, shared.q[q_at.stage] + w * kRows * kColumns, work.q_rows,
+                                          params.forward.packing.query(work.tile.m_block * kM + w * kRows),
+                                          work.tile.head);
       }
       q_at.advance();
     }
 
-    CUTE_DEVICE int kv_head(TileCoord tile) const {
-      return params.forward.packing.first_head(tile.head) / params.forward.group;
-    }
-
     CUTE_DEVICE void run() {
-      PersistentScheduler const& scheduler = params.scheduler;
-      Lengths const& lengths = params.forward.lengths;
-      TileCoord v_tile;
+      auto& works = shared.work_barriers;
+      typename Ring<kWorks>::Cursor work_at{};
+      // The block whose V is still to come, of the tile in hand or of the one before.
       int v_key = -1;
-      typename Ring<kStages>::Cursor v_at{};
-      const auto load_v = [&] {
+      const auto load_v = [&](bool of_tile_before) {
         if (v_key < 0) return;
+        const auto v_at = at.previous();
+        Work const& work = shared.work[of_tile_before ? work_at.previous().stage : work_at.stage];
         std::uint64_t* barrier = shared.v_barriers.fill(v_at, [] { return sizeof(SharedStorage::v[0]); });
-        load_tile<kN, kHeadDimV, kColumnsV>(params.v, barrier, shared.v[v_at.stage], v_key, kv_head(v_tile),
-                                            v_tile.batch);
+        load_tile<kN, kHeadDimV, kColumnsV>(params.v, barrier, shared.v[v_at.stage], work.k_rows, v_key, work.kv_head);
       };
       CUTE_NO_UNROLL
-      for (int n = 0; n < scheduler.tiles_of(blockIdx.x); ++n) {
-        const TileCoord tile = scheduler.tile(scheduler.index(n, blockIdx.x));
-        const Range queries = params.forward.packing.queries(tile.m_block * kM, kM, lengths.q);
-        const VisibleKeys<kN> keys(params.forward.band, queries, lengths);
-        hand_out({tile, keys});
+      for (;; work_at.advance()) {
+        works.wait_full(work_at);
+        Work const& work = shared.work[work_at.stage];
+        if (work.keys.blocks <= 0) {  // consumers finish what they have before they go on
+          load_v(true);
+          if (v_key >= 0) works.release_by_thread(work_at.previous());
+          v_key = -1;
+          if (work.keys.blocks < 0) break;
+          works.release_by_thread(work_at);
+        }
+        int key = work.keys.first;
+        const int end = key + work.keys.blocks * kN;
         CUTE_NO_UNROLL
-        for (int n_block = 0; n_block < keys.blocks; ++n_block) {
-          const int key = keys.first + n_block * kN;
+        for (; key < end; key += kN) {
           std::uint64_t* barrier = shared.k_barriers.fill(at, [] { return sizeof(SharedStorage::k[0]); });
-          load_tile<kN, kHeadDim, kColumns>(params.k, barrier, shared.k[at.stage], key, kv_head(tile), tile.batch);
-          load_v();
-          if (n_block == 0) load_q(tile);
-          v_tile = tile;
+          load_tile<kN, kHeadDim, kColumns>(params.k, barrier, shared.k[at.stage], work.k_rows, key, work.kv_head);
+          load_v(key == work.keys.first);
+          if (key == work.keys.first) {
+            if (v_key >= 0) works.release_by_thread(work_at.previous());
+            load_q(work);
+          }
+          if (key == max(end - kBlocksAhead * kN, work.keys.first)) shared.near_end.arrive();
           v_key = key;
-          v_at = at;
           at.advance();
         }
       }
-      load_v();
-      Work end;
-      end.keys.blocks = -1;
-      hand_out(end);
     }
   };
 
@@ -200,7 +264,7 @@ struct ForwardMainloopSm90 {
     SharedStorage& shared;
     int thread;
 
-    /// Computes tile after tile. Calls `finish(tile, accumulators, softmax state)`, or `skip(tile)` if it sees no key.
+    /// Computes tile after tile. Calls `finish(work, accumulators, softmax state)`, or `skip(work)` if it sees no key.
     template <class Finish, class Skip>
     CUTE_DEVICE void run(Finish&& finish, Skip&& skip) {
       using namespace cute;
@@ -228,7 +292,7 @@ struct ForwardMainloopSm90 {
       Tensor tOrP = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kN / 16>>>{});  // (mma, m, k)
       Tensor tOrO = partition_fragment_C(mma_pv, Shape<Int<kM>, Int<kHeadDimV>>{});              // (mma, m, head_dim)
 
-      typename Ring<2>::Cursor work_at{};
+      typename Ring<kWorks>::Cursor work_at{};  // the tile in hand
       typename Ring<kStagesQ>::Cursor q_at{};
       // Two cursors, though one follows the other: a step uses each and then advances it, so both stay uniform.
       typename Ring<kStages>::Cursor k_at{};  // the next block
@@ -237,7 +301,6 @@ struct ForwardMainloopSm90 {
       const bool folded = folds(params.forward);
       const bool drops = kEveryOption && params.forward.dropout.active();
       Softmax softmax(folded ? params.forward.score_map.outer_log2 : 1.0f);
-      TileCoord tile;
       int blocks;
       Range interior;
       // Waits for the rows of Q, and where they are kept in registers gives their place back at once.
@@ -268,21 +331,17 @@ struct ForwardMainloopSm90 {
           q_at.advance();
         }
       };
-      const auto finish_work = [&] {
-        shared.work_barriers.release_by_thread(work_at);
-        work_at.advance();
-      };
-      // The next tile that sees a key; false if there is none.
+      // Whether the next tile sees a key; else it sees none, or is none.
       const auto next_tile = [&] {
-        while (true) {
-          shared.work_barriers.wait_full(work_at);
-          Work const& work = shared.work[work_at.stage];
-          blocks = work.keys.blocks;
-          interior = work.keys.interior;
-          if (blocks != 0) return blocks > 0;
-          skip(work.tile);
-          finish_work();
-        }
+        shared.work_barriers.wait_full(work_at);
+        Work const& work = shared.work[work_at.stage];
+        blocks = work.keys.blocks;
+        interior = work.keys.interior;
+        return blocks > 0;
+      };
+      const auto finish_work = [&](typename Ring<kWorks>::Cursor at) {
+        finish(shared.work[at.stage], tOrO, softmax);
+        shared.work_barriers.release_by_thread(at);
       };
       // Scores to weights. Almost never do they outgrow the reference that the tile's first block has set.
       const auto weigh = [&](int n_block, auto first, auto interior_only) __attribute__((always_inline)) {
@@ -316,17 +375,7 @@ struct ForwardMainloopSm90 {
         }
       };
 
-      if (!next_tile()) return;
       turns.begin();
-      take_q();
-      shared.k_barriers.wait_full(k_at);
-      turns.await();
-      start_scores(k_at.stage);
-      turns.pass();
-      wait_matmul<0>(tSrS);
-      release_operands(0);
-      weigh(0, true_type{}, false_type{});
-
       auto opening = SM90::GMMA::ScaleOut::Zero;  // the first P·V of a tile overwrites what the last one left
       const auto start_output = [&] {
         shared.v_barriers.wait_full(v_at);
@@ -347,38 +396,61 @@ struct ForwardMainloopSm90 {
         weigh(n_block, false_type{}, interior_only);
         opening = SM90::GMMA::ScaleOut::One;
       };
+      CUTE_NO_UNROLL
       while (true) {
-        CUTE_NO_UNROLL
-        for (int n_block = 1; n_block < blocks;) {
-          if (kPeelInterior && folded && interior.contains(n_block)) {
-            CUTE_NO_UNROLL
-            do step(n_block, true_type{});
-            while (++n_block < interior.end);
-          } else {
-            step(n_block++, false_type{});
-          }
+        if (!next_tile()) {
+          if (blocks < 0) return;
+          skip(shared.work[work_at.stage]);
+          shared.work_barriers.release_by_thread(work_at);
+          work_at.advance();
+          continue;
         }
-        tile = shared.work[work_at.stage].tile;
-        finish_work();
-        if (!next_tile()) break;
-        turns.await();
-        start_output();
         take_q();
         shared.k_barriers.wait_full(k_at);
+        turns.await();
         start_scores(k_at.stage);
         turns.pass();
-        wait_matmul<1>(tOrO);
-        shared.v_barriers.release_by_warp(v_at);
-        v_at.advance();
-        finish(tile, tOrO, softmax);
         wait_matmul<0>(tSrS);
         release_operands(0);
         weigh(0, true_type{}, false_type{});
         opening = SM90::GMMA::ScaleOut::Zero;
+        while (true) {
+          CUTE_NO_UNROLL
+          for (int n_block = 1; n_block < blocks;) {
+            if (kPeelInterior && folded && interior.contains(n_block)) {
+              CUTE_NO_UNROLL
+              do step(n_block, true_type{});
+              while (++n_block < interior.end);
+            } else {
+              step(n_block++, false_type{});
+            }
+          }
+          const auto last_at = work_at;
+          work_at.advance();
+          if (!next_tile()) {
+            start_output();
+            wait_matmul<0>(tOrO);
+            shared.v_barriers.release_by_warp(v_at);
+            v_at.advance();
+            finish_work(last_at);
+            break;
+          }
+          turns.await();
+          start_output();
+          take_q();
+          shared.k_barriers.wait_full(k_at);
+          start_scores(k_at.stage);
+          turns.pass();
+          wait_matmul<1>(tOrO);
+          shared.v_barriers.release_by_warp(v_at);
+          v_at.advance();
+          finish_work(last_at);
+          wait_matmul<0>(tSrS);
+          release_operands(0);
+          weigh(0, true_type{}, false_type{});
+          opening = SM90::GMMA::ScaleOut::Zero;
+        }
       }
-      start_output();
-      wait_matmul<0>(tOrO);
-      finish(tile, tOrO, softmax);
     }
   };
 };

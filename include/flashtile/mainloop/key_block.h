@@ -3,6 +3,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/load/tma.h"
 #include "flashtile/params.h"
 
 namespace flashtile {
@@ -15,13 +16,20 @@ namespace flashtile {
 /// Queries come from the first to the last. Under a full mask, where all blocks of a head would begin with the same
 /// tile and be in each other's way when they add to dQ, each begins at a place of its own and goes round. Where they
 /// add in order they go from the last query to the first, all at the same pace: see SumOfDq.
-template <int kM, int kN>
+///
+/// kRagged: sequences may be ragged. A kernel that never sees such has their lengths among its parameters.
+template <int kM, int kN, bool kRagged>
 struct KeyBlock {
   int batch, kv_head, n_block, group;
   TileRanges queries;
   int start, step;  // of `queries`: where this block begins, and how it goes on
+  struct Nothing {};
+  [[no_unique_address]] std::conditional_t<kRagged, Sequence, Nothing> sequence;
 
-  CUTE_DEVICE KeyBlock(BackwardParams const& params, int index) : group(params.group) {
+  KeyBlock() = default;
+
+  /// Of a dense batch.
+  CUTE_DEVICE KeyBlock(BackwardParams const& params, int index) {
     const int of_section = params.heads_at_once * params.n_blocks;
     const int section = index / of_section;
     const int within = index - section * of_section;
@@ -31,13 +39,63 @@ struct KeyBlock {
     const int batch_head = first + within - n_block * here;
     batch = batch_head / params.heads_k;
     kv_head = batch_head - batch * params.heads_k;
-    const Range keys = {n_block * kN, min((n_block + 1) * kN, params.lengths.k)};
-    if (group > 0) queries = params.band.tiles(keys, kM, params.lengths.transposed());
-    start = params.deterministic ? queries.visible.end - 1 : queries.visible.begin;
-    step = params.deterministic ? -1 : 1;
-    if (params.band == Band::full() && !params.deterministic)
-      start += int(std::int64_t(n_block) * (queries.visible.end - start) / params.n_blocks);
+    if constexpr (kRagged) sequence = params.sequences.at(batch);
+    find_queries(params, params.n_blocks);
   }
+
+  /// Whether there is a block `index`, and if so sets it.
+  CUTE_DEVICE bool find(BackwardParams const& params, int index) {
+    if (!kRagged || !params.ragged_keys.given()) {
+      *this = KeyBlock(params, index);
+      return true;
+    }
+    RaggedTile tile;
+    if (!params.ragged_keys.find(index, params.heads_k, false, tile)) return false;
+    batch = tile.entry->batch;
+    kv_head = tile.head;
+    n_block = tile.block;
+    if constexpr (kRagged) sequence = tile.entry->sequence;
+    find_queries(params, tile.entry->blocks_of_sequence);
+    return true;
+  }
+
+  CUTE_DEVICE Lengths lengths(BackwardParams const& params) const {
+    if constexpr (kRagged)
+      return sequence.lengths();
+    else
+      return params.lengths;
+  }
+  CUTE_DEVICE Span span_of_keys(BackwardParams const& params) const {
+    if constexpr (kRagged)
+      return sequence.k;
+    else
+      return {0, params.lengths.k, params.lengths.k};
+  }
+  CUTE_DEVICE TmaRows q_rows(BackwardParams const& params) const {
+    if constexpr (kRagged)
+      return TmaRows::of(params.sequences.q, batch, sequence.q, sequence.q.used);
+    else
+      return TmaRows::dense(batch);
+  }
+  CUTE_DEVICE TmaRows k_rows(BackwardParams const& params) const {
+    if constexpr (kRagged)
+      return TmaRows::of(params.sequences.k, batch, sequence.k, sequence.k.used);
+    else
+      return TmaRows::dense(batch);
+  }
+  /// Place of a tile of queries in the workspace, in tiles.
+  CUTE_DEVICE std::int64_t workspace_tile(BackwardParams const& params, int head, int m_block) const {
+    if constexpr (kRagged) {
+      if (params.ragged_keys.given()) return params.workspace_tile(batch, head, sequence.q) + m_block;
+    }
+    return params.workspace_tile(batch, head) + m_block;
+  }
+  CUTE_DEVICE int workspace_row(BackwardParams const& params, int head, int m_block) const {
+    return int(workspace_tile(params, head, m_block) * kM);
+  }
+
+  /// How many tiles there are.
+  CUTE_DEVICE int steps() const { return group * (queries.visible.end - queries.visible.begin); }
 
   /// Calls `visit(head, m_block)` for each tile.
   template <class Visit>
@@ -45,13 +103,26 @@ struct KeyBlock {
     int head = kv_head * group;
     int m_block = start;
     CUTE_NO_UNROLL
-    for (int left = group * (queries.visible.end - queries.visible.begin); left > 0; --left) {
+    for (int left = steps(); left > 0; --left) {
       visit(head, m_block);
       m_block += step;
       if (m_block == queries.visible.end) m_block = queries.visible.begin;
       if (m_block < queries.visible.begin) m_block = queries.visible.end - 1;
       if (m_block == start) ++head;
     }
+  }
+
+ private:
+  CUTE_DEVICE void find_queries(BackwardParams const& params, int n_blocks) {
+    group = params.group;
+    const Lengths lengths = this->lengths(params);
+    const Range keys = {n_block * kN, min((n_block + 1) * kN, lengths.k)};
+    queries = {};
+    if (group > 0 && !(kRagged && keys.empty())) queries = params.band.tiles(keys, kM, lengths.transposed());
+    start = params.deterministic ? queries.visible.end - 1 : queries.visible.begin;
+    step = params.deterministic ? -1 : 1;
+    if (params.band == Band::full() && !params.deterministic)
+      start += int(std::int64_t(n_block) * (queries.visible.end - start) / n_blocks);
   }
 };
 
