@@ -1,4 +1,4 @@
-// Forward, backward and explain of dense attention.
+// Forward, backward and explain of attention, dense and ragged.
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
@@ -16,9 +16,20 @@ namespace {
 using nb::handle;
 using namespace nb::literals;
 
-constexpr const char* kForward = "attention";
-constexpr const char* kBackward = "attention backward";
+/// What messages call a function.
+struct Names {
+  const char* forward;
+  const char* backward;
+};
+
+constexpr Names kDense = {"attention", "attention backward"};
+constexpr Names kRagged = {"attention_varlen", "attention_varlen backward"};
 constexpr const char* kExplain = "explain";
+
+const Names& names_of(const nb::tuple& options) {
+  const bool ragged = nb::len(options) == kOptionCount && !option_of(options, kSequences).is_none();
+  return ragged ? kRagged : kDense;
+}
 
 /// Names and values that every call needs; they live as long as the process.
 struct Interned {
@@ -83,33 +94,47 @@ struct Given {
   Options options;
 };
 
-Given to_given(const char* function, handle q, handle k, handle v, handle options) {
-  const nb::tuple rest = nb::cast<nb::tuple>(options);
-  if (nb::len(rest) != kOptionCount)
+void view_sequences(const char* function, handle sequences, ForwardTensors& tensors) {
+  if (!PyTuple_Check(sequences.ptr()) || nb::len(sequences) != 4)
+    throw InvalidType(std::string(function) + ": expected 4 tables of sequences");
+  const nb::tuple tables = nb::borrow<nb::tuple>(sequences);
+  tensors.cu_seqlens_q = tensor_view(function, "cu_seqlens_q", tables[0], kInts);
+  tensors.cu_seqlens_k = tensor_view(function, "cu_seqlens_k", tables[1], kInts);
+  tensors.seqused_q = optional_view(function, "seqused_q", tables[2], kInts);
+  tensors.seqused_k = optional_view(function, "seqused_k", tables[3], kInts);
+}
+
+Given to_given(const char* function, handle q, handle k, handle v, const nb::tuple& options) {
+  if (nb::len(options) != kOptionCount)
     throw InvalidType(std::string(function) + ": expected " + std::to_string(kOptionCount) + " options");
   Given given;
   given.tensors.q = tensor_view(function, "q", q);
   given.tensors.k = tensor_view(function, "k", k);
   given.tensors.v = tensor_view(function, "v", v);
-  given.tensors.alibi_slopes = optional_view(function, "alibi_slopes", option_of(rest, kAlibiSlopes));
-  given.tensors.sinks = optional_view(function, "sinks", option_of(rest, kSinks));
-  given.options = to_options(function, rest);
+  given.tensors.alibi_slopes = optional_view(function, "alibi_slopes", option_of(options, kAlibiSlopes));
+  given.tensors.sinks = optional_view(function, "sinks", option_of(options, kSinks));
+  const handle sequences = option_of(options, kSequences);
+  if (!sequences.is_none()) view_sequences(function, sequences, given.tensors);
+  given.options = to_options(function, options);
   return given;
 }
 
 /// Contiguous. Like q where that is the answer: it takes a quarter of a microsecond less than a shape.
 nb::object new_out(handle q, const TensorView& view, const Problem& p) {
   if (p.head_dim_v == p.head_dim && view.contiguous()) return interned().empty_like(q);
+  if (p.ragged) return q.attr(interned().new_empty)(p.seqlen_q, p.heads_q, p.head_dim_v);
   return q.attr(interned().new_empty)(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v);
 }
 
 nb::object new_lse(handle q, const Problem& p) {
+  if (p.ragged) return q.attr(interned().new_empty)(p.heads_q, p.seqlen_q, "dtype"_a = interned().float32);
   return q.attr(interned().new_empty)(p.batch, p.heads_q, p.seqlen_q, "dtype"_a = interned().float32);
 }
 
 /// The same in memory that no tensor shows, at half the price; a tensor where the framework has no such memory.
 nb::object new_hidden_lse(handle q, const Problem& p) {
-  const nb::object memory = hidden_memory(q, p.device, {p.batch, p.heads_q, p.seqlen_q});
+  const nb::object memory = p.ragged ? hidden_memory(q, p.device, {p.heads_q, p.seqlen_q})
+                                     : hidden_memory(q, p.device, {p.batch, p.heads_q, p.seqlen_q});
   return memory.is_none() ? new_lse(q, p) : memory;
 }
 
@@ -122,27 +147,33 @@ struct Results {
 };
 
 /// Nothing is allocated before every argument has been checked.
-Results forward(handle q, handle k, handle v, handle options, nb::object (*make_lse)(handle, const Problem&)) {
-  const Given given = to_given(kForward, q, k, v, options);
-  ForwardTensors tensors = given.tensors;
-  const ForwardPlan plan = plan_forward(kForward, tensors, given.options, device_for(kForward, tensors.q.device));
+Results forward(handle q, handle k, handle v, const nb::tuple& options,
+                nb::object (*make_lse)(handle, const Problem&)) {
+  const char* const function = names_of(options).forward;
+  Given given = to_given(function, q, k, v, options);
+  ForwardTensors& tensors = given.tensors;
+  const ForwardPlan plan = plan_forward(function, tensors, given.options, device_for(function, tensors.q.device));
   const Problem& p = plan.problem;
   const Results results = {new_out(q, tensors.q, p), make_lse(q, p)};
-  tensors.out = tensor_view(kForward, "out", results.out);
-  tensors.lse = optional_view(kForward, "lse", results.lse);
+  tensors.out = tensor_view(function, "out", results.out);
+  tensors.lse = optional_view(function, "lse", results.lse);
   const Stream stream = current_stream(q, p.device);
-  const Workspace workspace(kForward, plan, q);
+  const Workspace workspace(function, plan, q);
   const nb::gil_scoped_release no_gil;
   run_forward(plan, tensors, workspace.get(), stream);
   return results;
 }
 
 /// `forward` of an autograd function: out, and in `ctx` what backward needs. In C++ it takes half a µs less.
-nb::object saving_forward(handle ctx, handle q, handle k, handle v, handle options, handle sinks) {
+nb::object saving_forward(handle ctx, handle q, handle k, handle v, const nb::tuple& options, handle sinks) {
   const Results results = forward(q, k, v, options, new_hidden_lse);
   ctx.attr(interned().unsaved) = nb::make_tuple(results.lse, options);
-  const handle alibi_slopes = option_of(nb::borrow<nb::tuple>(options), kAlibiSlopes);
-  if (sinks.is_none())
+  const handle alibi_slopes = option_of(options, kAlibiSlopes);
+  const handle sequences = option_of(options, kSequences);
+  if (!sequences.is_none())
+    ctx.attr(interned().save_for_backward)(q, k, v, alibi_slopes, results.out, sinks,
+                                           *nb::borrow<nb::tuple>(sequences));
+  else if (sinks.is_none())
     ctx.attr(interned().save_for_backward)(q, k, v, alibi_slopes, results.out);
   else
     ctx.attr(interned().save_for_backward)(q, k, v, alibi_slopes, results.out, sinks);
@@ -150,28 +181,29 @@ nb::object saving_forward(handle ctx, handle q, handle k, handle v, handle optio
 }
 
 void backward(handle dout, handle dlse, handle q, handle k, handle v, handle out, handle lse, handle dq, handle dk,
-              handle dv, handle dsinks, handle options) {
-  const Given given = to_given(kBackward, q, k, v, options);
+              handle dv, handle dsinks, const nb::tuple& options) {
+  const char* const function = names_of(options).backward;
+  const Given given = to_given(function, q, k, v, options);
   BackwardTensors tensors = {
       .forward = given.tensors,
-      .dout = tensor_view(kBackward, "dout", dout),
-      .dlse = optional_view(kBackward, "dlse", dlse),
-      .dq = optional_view(kBackward, "dq", dq),
-      .dk = optional_view(kBackward, "dk", dk),
-      .dv = optional_view(kBackward, "dv", dv),
-      .dsinks = optional_view(kBackward, "dsinks", dsinks),
+      .dout = tensor_view(function, "dout", dout),
+      .dlse = optional_view(function, "dlse", dlse),
+      .dq = optional_view(function, "dq", dq),
+      .dk = optional_view(function, "dk", dk),
+      .dv = optional_view(function, "dv", dv),
+      .dsinks = optional_view(function, "dsinks", dsinks),
   };
-  tensors.forward.out = tensor_view(kBackward, "out", out);
-  tensors.forward.lse = tensor_view(kBackward, "lse", lse);
+  tensors.forward.out = tensor_view(function, "out", out);
+  tensors.forward.lse = tensor_view(function, "lse", lse);
   const Device device = tensors.forward.q.device;
-  const BackwardPlan plan = plan_backward(kBackward, tensors, given.options, device_for(kBackward, device));
+  const BackwardPlan plan = plan_backward(function, tensors, given.options, device_for(function, device));
   const Stream stream = current_stream(q, device);
-  const Workspace workspace(kBackward, plan, q);
+  const Workspace workspace(function, plan, q);
   const nb::gil_scoped_release no_gil;
   run_backward(plan, tensors, workspace.get(), stream);
 }
 
-nb::str explain(handle q, handle k, handle v, handle options) {
+nb::str explain(handle q, handle k, handle v, const nb::tuple& options) {
   const Given given = to_given(kExplain, q, k, v, options);
   const ForwardPlan plan =
       plan_forward(kExplain, given.tensors, given.options, device_for(kExplain, given.tensors.q.device));
@@ -181,24 +213,25 @@ nb::str explain(handle q, handle k, handle v, handle options) {
 }  // namespace
 
 void bind_attention(nb::module_& module) {
-  // Every object goes to the conversions of tensor.h and options.h, None too: their messages name the argument.
+  // Every tensor goes to the conversions of tensor.h and options.h, None too: their messages name the argument.
   const auto any = [](const char* name) { return nb::arg(name).none(); };
   const auto bind_forward = [&](const char* name, auto function) {
-    module.def(name, function, any("q"), any("k"), any("v"), any("options"));
+    module.def(name, function, any("q"), any("k"), any("v"), nb::arg("options"));
   };
-  bind_forward("forward",
-               [](handle q, handle k, handle v, handle options) { return forward(q, k, v, options, no_lse).out; });
-  bind_forward("forward_with_lse", [](handle q, handle k, handle v, handle options) {
+  bind_forward("forward", [](handle q, handle k, handle v, const nb::tuple& options) {
+    return forward(q, k, v, options, no_lse).out;
+  });
+  bind_forward("forward_with_lse", [](handle q, handle k, handle v, const nb::tuple& options) {
     const Results results = forward(q, k, v, options, new_lse);
     return nb::make_tuple(results.out, results.lse);
   });
   bind_forward("explain", explain);
   // For tests of an older GPU's kernels on a newer one.
   module.def("_limit_compute_capability", [](int limit) { compute_capability_limit = limit; }, nb::arg("limit"));
-  module.def("saving_forward", &saving_forward, nb::arg("ctx"), any("q"), any("k"), any("v"), any("options"),
+  module.def("saving_forward", &saving_forward, nb::arg("ctx"), any("q"), any("k"), any("v"), nb::arg("options"),
              nb::arg("sinks") = nb::none());
   module.def("backward", &backward, any("dout"), any("dlse"), any("q"), any("k"), any("v"), any("out"), any("lse"),
-             any("dq"), any("dk"), any("dv"), any("dsinks"), any("options"));
+             any("dq"), any("dk"), any("dv"), any("dsinks"), nb::arg("options"));
 }
 
 }  // namespace flashtile::bindings

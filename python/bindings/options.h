@@ -6,7 +6,7 @@
 
 namespace flashtile::bindings {
 
-/// Where each option stands in the tuple; the first two are tensors.
+/// Where each option stands in the tuple; the first two are tensors, the last one is a tuple of them, or None: dense.
 enum Option : std::size_t {
   kAlibiSlopes,
   kSinks,
@@ -17,6 +17,7 @@ enum Option : std::size_t {
   kDropoutP,
   kSeed,
   kDeterministic,
+  kSequences,
   kOptionCount
 };
 

@@ -40,11 +40,12 @@ dlpack::ManagedTensor* held_by(PyObject* hidden_memory) {
 }
 
 /// What a TensorView can say and the core can read.
-TensorView readable(const char* function, const char* name, nb::handle object, const TensorView& view) {
+TensorView readable(const char* function, const char* name, nb::handle object, const char* dtypes,
+                    const TensorView& view) {
   const auto prefix = [&] { return std::string(function) + ": " + name; };
   if (view.dtype == DType::kOther) {
     const nb::object dtype = object.attr("dtype");
-    throw InvalidType(prefix() + " has dtype " + nb::str(dtype).c_str() + ", expected float32, float16 or bfloat16");
+    throw InvalidType(prefix() + " has dtype " + nb::str(dtype).c_str() + ", expected " + dtypes);
   }
   // PyTorch's meta and fake tensors have a shape and no memory.
   if (!view.data && !view.empty() && view.device.type != DeviceType::kOther)
@@ -90,6 +91,7 @@ DType to_dtype(dlpack::DataType type) {
   if (type.code == dlpack::kBfloat && type.bits == 16) return DType::kBFloat16;
   if (type.code == dlpack::kFloat && type.bits == 16) return DType::kFloat16;
   if (type.code == dlpack::kFloat && type.bits == 32) return DType::kFloat32;
+  if (type.code == dlpack::kInt && type.bits == 32) return DType::kInt32;
   return DType::kOther;
 }
 
@@ -129,6 +131,7 @@ DType dtype_by_attribute(nb::handle dtype) {
   if (dtype.is(torch.attr("bfloat16"))) return DType::kBFloat16;
   if (dtype.is(torch.attr("float16"))) return DType::kFloat16;
   if (dtype.is(torch.attr("float32"))) return DType::kFloat32;
+  if (dtype.is(torch.attr("int32"))) return DType::kInt32;
   return DType::kOther;
 }
 
@@ -168,11 +171,11 @@ TensorView view_by_attributes(const char* function, const char* name, nb::handle
 
 }  // namespace
 
-TensorView tensor_view(const char* function, const char* name, nb::handle object) {
+TensorView tensor_view(const char* function, const char* name, nb::handle object, const char* dtypes) {
   if (PyCapsule_IsValid(object.ptr(), kHiddenMemory)) return to_view(held_by(object.ptr())->tensor);
   const dlpack::Exchange* exchange = exchange_of(object);
   return readable(
-      function, name, object,
+      function, name, object, dtypes,
       exchange ? view_by_exchange(function, name, object, *exchange) : view_by_attributes(function, name, object));
 }
 

@@ -10,13 +10,18 @@
 
 namespace flashtile::bindings {
 
+/// What messages expect of a tensor whose dtype the core does not know.
+inline constexpr const char* kFloats = "float32, float16 or bfloat16";
+inline constexpr const char* kInts = "int32";
+
 /// The argument `name` of `function`, a tensor or hidden_memory; the object must outlive the view. Throws InvalidType
 /// if it is no tensor.
-TensorView tensor_view(const char* function, const char* name, nb::handle object);
+TensorView tensor_view(const char* function, const char* name, nb::handle object, const char* dtypes = kFloats);
 
 /// The same for an argument that may be None.
-inline TensorView optional_view(const char* function, const char* name, nb::handle object) {
-  return object.is_none() ? TensorView{} : tensor_view(function, name, object);
+inline TensorView optional_view(const char* function, const char* name, nb::handle object,
+                                const char* dtypes = kFloats) {
+  return object.is_none() ? TensorView{} : tensor_view(function, name, object, dtypes);
 }
 
 /// float32 memory on `device` from the allocator of the framework of `like`, half the price of a tensor: a

@@ -5,6 +5,7 @@ from typing import Any, SupportsFloat, SupportsIndex
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+_Sequences = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
 _Window = tuple[SupportsIndex | None, SupportsIndex | None] | None
 _Options = tuple[
     Tensor | None,  # alibi_slopes
@@ -16,6 +17,7 @@ _Options = tuple[
     SupportsFloat,  # dropout_p
     int | None,  # seed
     bool | None,  # deterministic
+    _Sequences | None,  # None: dense
 ]
 
 class Misaligned(NotImplementedError):

@@ -6,5 +6,6 @@ __version__ = _version("flashtile")
 
 from .attention import attention, explain
 from .info import info
+from .varlen import attention_varlen
 
-__all__ = ["__version__", "attention", "explain", "info"]
+__all__ = ["__version__", "attention", "attention_varlen", "explain", "info"]

@@ -38,6 +38,11 @@ class Case:
     def __str__(self):
         return f"{self.name}-{str(self.dtype).removeprefix('torch.')}"
 
+    @property
+    def entries(self):
+        """Of the batch."""
+        return self.batch
+
     def tensors(self, device="cpu", requires_grad=False):
         """q, k, v with seeded values in the case's layout."""
         generator = torch.Generator().manual_seed(17)
@@ -58,13 +63,18 @@ class Case:
         if self.alibi is not None:
             slopes = 0.5 ** torch.linspace(1, 8, self.heads_q)
             if self.alibi == "per batch and head":
-                slopes = slopes * torch.linspace(1, 2, self.batch)[:, None]
+                slopes = slopes * torch.linspace(1, 2, self.entries)[:, None]
             options["alibi_slopes"] = slopes.float().to(device)
         if self.sinks is not None:  # 4, 1.5, -1, -3.5, 2, ...: the first takes about as much as 65 columns
             options["sinks"] = (4 - torch.arange(self.heads_q) * 2.5 % 8 + self.sinks).to(device)
         if self.dropout_p > 0:
             options |= dict(dropout_p=self.dropout_p, seed=SEED)
         return options
+
+    def incoming(self, out, lse):
+        """Seeded gradients of out and lse."""
+        generator = torch.Generator().manual_seed(5)
+        return [torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for x in (out, lse)]
 
 
 def lay_out(x, layout):

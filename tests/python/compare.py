@@ -1,5 +1,7 @@
 """The accuracy bar: at most twice the error that PyTorch makes with the same formula in the same precision."""
 
+import math
+
 import torch
 
 
@@ -54,9 +56,10 @@ def sink_rounding(out, lse, dout, sinks):
     """The error that dsinks may have from the rounding of `out`: where every head has one number, the formula may be
     right by luck. A backward takes delta = Σ dout · out, each product off by up to eps/2, and sums over rows; errors of
     either sign add up like a random walk."""
-    steps = (dout.double() * out.double()).square().sum(dim=3).transpose(1, 2)  # (B, H_q, S_q)
-    weights = (sinks.double()[:, None] - lse.double()).exp()
-    return torch.finfo(out.dtype).eps * (steps * weights.square()).sum(dim=(0, 2)).max().sqrt().item()
+    lse = lse.double().transpose(-1, -2)  # (B, S_q, H_q), or (T_q, H_q)
+    steps = (dout.double() * out.double()).square().sum(dim=-1) * (sinks.double() - lse).exp().square()
+    steps = steps.where(lse > -math.inf, 0)  # of a ragged batch's rows that do not count
+    return torch.finfo(out.dtype).eps * steps.flatten(0, -2).sum(dim=0).max().sqrt().item()
 
 
 def assert_bitwise(actual, expected, what="out"):

@@ -1,6 +1,7 @@
 """Which tests run here, and the fixtures that they share."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -49,26 +50,31 @@ def _nan_in_fresh_memory():
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+def _poisoned(function):
+    @functools.wraps(function)
+    def poisoned(*args, **kwargs):
+        with _nan_in_fresh_memory():
+            return function(*args, **kwargs)
+
+    return poisoned
+
+
 @pytest.fixture
 def attention():
     """flashtile.attention with poisoned outputs."""
+    return _poisoned(flashtile.attention)
 
-    def poisoned(*args, **kwargs):
-        with _nan_in_fresh_memory():
-            return flashtile.attention(*args, **kwargs)
 
-    return poisoned
+@pytest.fixture
+def attention_varlen():
+    """flashtile.attention_varlen with poisoned outputs."""
+    return _poisoned(flashtile.attention_varlen)
 
 
 @pytest.fixture
 def gradients():
     """Gradients of q, k, v through torch.autograd.grad, with poisoned outputs."""
-
-    def poisoned(outputs, inputs, grad_outputs):
-        with _nan_in_fresh_memory():
-            return torch.autograd.grad(outputs, inputs, grad_outputs)
-
-    return poisoned
+    return _poisoned(torch.autograd.grad)
 
 
 @pytest.fixture(autouse=True)

@@ -31,10 +31,10 @@ def _philox(counter, key):
     return counter
 
 
-def dropout_factors(batch, heads, rows, columns, p, seed):
+def dropout_factors(batch, heads, rows, columns, p, seed, entry=0):
     """(batch, heads, rows, columns): 0 where a weight is dropped, elsewhere what it is multiplied with."""
     h, b = (torch.arange(n, device=rows.device) for n in (heads, batch))
-    b, h, i, j = b[:, None, None, None], h[:, None, None], rows[:, None], columns
+    b, h, i, j = b[:, None, None, None] + entry, h[:, None, None], rows[:, None], columns
     words = torch.stack(torch.broadcast_tensors(*_philox((i & ~8, j & ~8, h, b), (seed & 0xFFFFFFFF, seed >> 32))))
     mine = ((i >> 3 & 1) + 2 * (j >> 3 & 1)).expand(words.shape[1:])
     drop_below = int(p * 2**32 + 0.5)
@@ -56,8 +56,10 @@ def attention(
     seed=None,
     dtype=torch.float64,
     rows=None,
+    entry=0,
 ):
-    """(out, lse) of flashtile.attention, every step computed in `dtype`; only query rows `rows` if given."""
+    """(out, lse) of flashtile.attention, every step computed in `dtype`; only query rows `rows` if given. The first
+    batch entry has the number `entry`, by which dropout goes."""
     seqlen_q, seqlen_k, group = q.shape[1], k.shape[1], q.shape[2] // max(k.shape[2], 1)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
@@ -87,5 +89,5 @@ def attention(
     weights = scores.softmax(dim=3).masked_fill(blind[..., None], 0)[..., :seqlen_k]
     lse = scores.logsumexp(dim=3).masked_fill(blind, -math.inf)
     if dropout_p > 0:
-        weights = weights * dropout_factors(*scores.shape[:2], row, column, dropout_p, seed).to(dtype)
+        weights = weights * dropout_factors(*scores.shape[:2], row, column, dropout_p, seed, entry).to(dtype)
     return (weights @ v.permute(0, 2, 1, 3)).permute(0, 2, 1, 3), lse

@@ -24,10 +24,10 @@ def gradient_names(case):
     return WHAT if case.sinks is None else (*WHAT, "dsinks")
 
 
-def reference_gradients(case, dtype, dout, dlse):
+def reference_gradients(case, dtype, dout, dlse, formula=reference.attention):
     """Gradients of the formula computed in `dtype`, with autograd."""
     inputs, options = differentiable(case, dout.device, dtype)
-    out, lse = reference.attention(*inputs[:3], dtype=dtype, **options)
+    out, lse = formula(*inputs[:3], dtype=dtype, **options)
     return torch.autograd.grad([out, lse], inputs, [dout.to(dtype), dlse.to(dtype)])
 
 
@@ -70,15 +70,13 @@ def test_backward_deterministic_at_the_edges(case, device, attention, gradients)
     check(case, device, attention, gradients, deterministic=True)
 
 
-def check(case, device, attention, gradients, deterministic):
+def check(case, device, attention, gradients, deterministic, formula=reference.attention):
     inputs, options = differentiable(case, device)
     out, lse = attention(*inputs[:3], return_lse=True, deterministic=deterministic, **options)
-    generator = torch.Generator().manual_seed(5)
-    dout = torch.randn(out.shape, generator=generator).to(device, case.dtype)
-    dlse = torch.randn(lse.shape, generator=generator).to(device)
+    dout, dlse = case.incoming(out, lse)
     found = gradients([out, lse], inputs, [dout, dlse])
-    exact = reference_gradients(case, torch.float64, dout, dlse)
-    rough = reference_gradients(case, case.dtype, dout, dlse)
+    exact = reference_gradients(case, torch.float64, dout, dlse, formula)
+    rough = reference_gradients(case, case.dtype, dout, dlse, formula)
     for what, x, *values in zip(gradient_names(case), inputs, found, exact, rough, strict=True):
         assert values[0].dtype is x.dtype
         slack = score_rounding(lse, values[1])

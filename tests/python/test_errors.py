@@ -61,6 +61,7 @@ BAD = {
         TypeError,
         "q has dtype torch.int64, expected float32, float16 or",
     ),
+    "q of int32": (replaced("q", torch.Tensor.int), TypeError, "q has dtype int32, expected float32, float16 or"),
     "k of another dtype": (
         replaced("k", torch.Tensor.bfloat16),
         TypeError,
@@ -169,7 +170,7 @@ BAD = {
     "sinks of int32": (
         with_options(sinks=ones(4, dtype=torch.int32)),
         TypeError,
-        "sinks has dtype torch.int32, expected float32",
+        "sinks has dtype int32, expected float32",
     ),
     "sinks with gaps": (
         with_options(sinks=lambda device: torch.ones(8, device=device)[::2]),
@@ -306,8 +307,8 @@ def test_keyword_arguments_only():
         flashtile.attention(q, k, v, True)
 
 
-# alibi_slopes, sinks, causal, window, scale, softcap, dropout_p, seed, deterministic
-OPTIONS = (None, None, False, None, None, 0.0, 0.0, None, False)
+# alibi_slopes, sinks, causal, window, scale, softcap, dropout_p, seed, deterministic, sequences
+OPTIONS = (None, None, False, None, None, 0.0, 0.0, None, False, None)
 
 
 # The compiled module is checked too: it must not write through what Python would never hand it.
@@ -333,5 +334,5 @@ def test_backward_without_sinks_has_no_gradient_for_them():
 
 
 def test_the_module_wants_all_options():
-    with pytest.raises(TypeError, match=r"^attention: expected 9 options"):
+    with pytest.raises(TypeError, match=r"^attention: expected 10 options"):
         flashtile._C.forward(*tensors("cpu"), OPTIONS[:-1])

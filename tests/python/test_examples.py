@@ -17,10 +17,16 @@ def test_example(path, capsys):
 
 
 def test_readme():
-    program = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    dense, ragged = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     names = {}
-    exec(program, names)
-    exact = torch.nn.functional.scaled_dot_product_attention(
-        *(names[name].transpose(1, 2) for name in "qkv"), is_causal=True, enable_gqa=True
-    )
-    torch.testing.assert_close(names["out"], exact.transpose(1, 2))
+    exec(dense, names)
+    torch.testing.assert_close(names["out"], exact(*(names[name] for name in "qkv")))
+    exec(ragged, names)
+    sequences = zip(*(names[name].split(names["lengths"].tolist()) for name in "qkv"), strict=True)
+    expected = [exact(*(x[None] for x in rows))[0] for rows in sequences]
+    torch.testing.assert_close(names["out"], torch.cat(expected))
+
+
+def exact(q, k, v):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)

@@ -32,12 +32,12 @@ def test_scores_far_from_those_before(case, device, first, last, attention):
     check(attention, case, q.abs(), (k.abs() * steps).to(k.dtype), v, roundings, **case.options(device))
 
 
-def check(attention, case, q, k, v, roundings=0, **options):
+def check(attention, case, q, k, v, roundings=0, formula=reference.attention, **options):
     """`roundings`: of the largest lse, allowed to lse beyond the usual bar."""
     out, lse = attention(q, k, v, return_lse=True, **options)
-    exact_out, exact_lse = reference.attention(q, k, v, **options)
-    rough_out, _ = reference.attention(q, k, v, dtype=case.dtype, **options)
-    _, rough_lse = reference.attention(q, k, v, dtype=F32, **options)  # statistics are float32 for every dtype
+    exact_out, exact_lse = formula(q, k, v, **options)
+    rough_out, _ = formula(q, k, v, dtype=case.dtype, **options)
+    _, rough_lse = formula(q, k, v, dtype=F32, **options)  # statistics are float32 for every dtype
 
     assert out.dtype is case.dtype and lse.dtype is F32
     assert out.is_contiguous() and lse.is_contiguous()

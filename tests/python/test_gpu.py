@@ -52,6 +52,30 @@ def test_long_sequences_with_sinks_and_dropout(head_dim):
     check_rows(q, k, v, sample(16384), window=(9001, 3), sinks=sinks, dropout_p=0.1, seed=SEED)
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_many_tiles_that_see_nothing(head_dim, ragged):
+    """A tile waits for the next before it is finished; those that see nothing come many in a row."""
+    heads, seqlens_q = 40, (3000, 64, 5000, 3000)
+    for seqlen_q in seqlens_q[:1] if ragged else seqlens_q:
+        lengths = torch.tensor(seqlens_q if ragged else [seqlen_q])
+        q = randn(int(lengths.sum()), heads, head_dim)
+        k, v = (randn(64 * len(lengths), heads, head_dim) for _ in range(2))
+        begins = [0, *lengths.cumsum(0).tolist()]
+        if ragged:
+            tables = dict(cu_seqlens_q=begins, cu_seqlens_k=range(0, 64 * len(begins), 64))
+            tables = {name: torch.tensor(list(x), dtype=torch.int32, device="cuda") for name, x in tables.items()}
+            out, lse = flashtile.attention_varlen(q, k, v, causal=True, return_lse=True, **tables)
+        else:
+            out, lse = (x[0] for x in flashtile.attention(q[None], k[None], v[None], causal=True, return_lse=True))
+        for i, end in enumerate(begins[1:]):
+            keys = slice(64 * i, 64 * (i + 1))
+            alone = flashtile.attention(q[None, end - 64 : end], k[None, keys], v[None, keys], causal=True)[0]
+            torch.testing.assert_close(out[end - 64 : end], alone, rtol=0.02, atol=0.02)
+            assert not out[begins[i] : end - 64].any(), "a row that sees nothing is not 0"
+            assert torch.all(lse[:, begins[i] : end - 64] == -torch.inf)
+
+
 def test_more_than_2_to_31_elements_of_q():
     seqlen = 2**31 // (64 * 128) + 100
     q, k, v = randn(1, seqlen, 64, 128), randn(1, 100, 64, 128), randn(1, 100, 64, 128)

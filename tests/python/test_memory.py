@@ -66,6 +66,9 @@ def test_inputs_are_not_written(device, attention):
 HEAP = """
 import torch, flashtile
 torch.manual_seed(0)
+def show(*tensors):
+    for x in tensors:
+        print(x.nan_to_num(neginf=-1).double().mul(torch.arange(x.numel()).view(x.shape).sin()).sum().item().hex())
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     for sq, sk, d, dv in ((65, 97, 64, 64), (1, 130, 40, 72), (130, 3, 256, 8)):
         q, k, v = torch.randn(2, sq, 4, d), torch.randn(2, sk, 2, d), torch.randn(2, sk, 2, dv)
@@ -75,8 +78,14 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
             out, lse = flashtile.attention(q, k, v, causal=True, softcap=5.0, return_lse=True, **more)
             inputs = [q, k, v, *([sinks] if "sinks" in more else [])]
             grads = torch.autograd.grad([out, lse], inputs, [torch.ones_like(out), torch.ones_like(lse)])
-            for x in (out, lse, *grads):
-                print(x.nan_to_num(neginf=-1).double().mul(torch.arange(x.numel()).view(x.shape).sin()).sum().item().hex())
+            show(out, lse, *grads)
+    q, k, v = torch.randn(140, 4, 40), torch.randn(160, 2, 40), torch.randn(160, 2, 72)
+    inputs = [*(x.to(dtype).requires_grad_() for x in (q, k, v)), torch.randn(4, requires_grad=True)]
+    tables = {"cu_seqlens_q": torch.tensor([0, 70, 70, 71, 130]), "cu_seqlens_k": torch.tensor([0, 50, 60, 60, 150])}
+    tables["seqused_k"] = torch.tensor([45, 10, 0, 77])
+    tables = {name: x.int() for name, x in tables.items()}
+    out, lse = flashtile.attention_varlen(*inputs[:3], sinks=inputs[3], causal=True, return_lse=True, **tables)
+    show(out, lse, *torch.autograd.grad([out, lse], inputs, [torch.ones_like(out), torch.ones_like(lse)]))
 """
 
 
@@ -88,7 +97,7 @@ def test_the_heap_before_does_not_show():
         return subprocess.run([sys.executable, "-c", HEAP], env=environment, check=True, capture_output=True, text=True)
 
     clean, perturbed = run("0").stdout, run("1").stdout
-    assert clean.count("\n") == 9 * (5 + 6 + 5) and "nan" not in clean
+    assert clean.count("\n") == 9 * (5 + 6 + 5) + 3 * 6 and "nan" not in clean
     assert perturbed == clean
 
 

@@ -1,11 +1,13 @@
 """Random shapes and options, shrunk to the smallest that fails."""
 
+import ragged
 import reference
 import torch
 from cases import BF16, F16, F32, LAYOUTS, Case
 from compare import assert_accurate, score_rounding, sink_rounding
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ragged import Ragged
 from test_backward import differentiable, gradient_names, reference_gradients
 
 import flashtile
@@ -15,14 +17,10 @@ lengths = st.integers(0, 150)
 
 
 @st.composite
-def cases(draw):
+def options_and_sizes(draw):
     heads_k = draw(st.integers(1, 3))
-    return Case(
-        "random",
+    return dict(
         dtype=draw(st.sampled_from([F32, F16, BF16])),
-        batch=draw(st.integers(0, 3)),
-        seqlen_q=draw(lengths),
-        seqlen_k=draw(lengths),
         heads_q=heads_k * draw(st.integers(1, 4)),
         heads_k=heads_k,
         head_dim=8 * draw(st.integers(1, 20)),
@@ -38,21 +36,51 @@ def cases(draw):
     )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@st.composite
+def cases(draw):
+    sizes = dict(batch=draw(st.integers(0, 3)), seqlen_q=draw(lengths), seqlen_k=draw(lengths))
+    return Case("random", **sizes, **draw(options_and_sizes()))
+
+
+@st.composite
+def ragged_cases(draw):
+    fields = {}
+    count = draw(st.integers(0, 5))
+    for name in ("q", "k"):
+        chosen = draw(st.lists(lengths, min_size=count, max_size=count))
+        fields[f"lengths_{name}"] = tuple(chosen)
+        fields[f"used_{name}"] = draw(st.none() | st.tuples(*(st.integers(0, length) for length in chosen)))
+    return Ragged("random", tail=draw(st.integers(0, 40)), **fields, **draw(options_and_sizes()))
+
+
+random_problems = settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@random_problems
 @given(cases())
 def test_forward_and_backward_of_random_problems(case):
+    check(case, flashtile.attention, reference.attention)
+
+
+@settings(random_problems, max_examples=150)
+@given(ragged_cases())
+def test_forward_and_backward_of_random_ragged_problems(case):
+    check(case, flashtile.attention_varlen, ragged.attention)
+
+
+def check(case, attention, formula):
     inputs, options = differentiable(case)
-    out, lse = flashtile.attention(*inputs[:3], return_lse=True, **options)
-    exact_out, exact_lse = reference.attention(*case.tensors(), **case.options())
-    rough_out, _ = reference.attention(*case.tensors(), dtype=case.dtype, **case.options())
-    _, rough_lse = reference.attention(*case.tensors(), dtype=F32, **case.options())
+    out, lse = attention(*inputs[:3], return_lse=True, **options)
+    exact_out, exact_lse = formula(*case.tensors(), **case.options())
+    rough_out, _ = formula(*case.tensors(), dtype=case.dtype, **case.options())
+    _, rough_lse = formula(*case.tensors(), dtype=F32, **case.options())
     assert_accurate(out.detach(), exact_out, rough_out, "out", slack=2 * score_rounding(exact_lse, exact_out))
     assert_accurate(lse.detach(), exact_lse, rough_lse, "lse", slack=2 * score_rounding(exact_lse))
 
-    dout, dlse = torch.ones_like(out), torch.ones_like(lse)
+    dout, dlse = case.incoming(out, lse)
     found = torch.autograd.grad([out, lse], inputs, [dout, dlse])
-    exact = reference_gradients(case, torch.float64, dout, dlse)
-    rough = reference_gradients(case, case.dtype, dout, dlse)
+    exact = reference_gradients(case, torch.float64, dout, dlse, formula)
+    rough = reference_gradients(case, case.dtype, dout, dlse, formula)
     for what, *values in zip(gradient_names(case), found, exact, rough, strict=True):
         slack = 4 * score_rounding(exact_lse, values[1])
         if what == "dsinks":

@@ -1,0 +1,709 @@
+"""attention_varlen: accuracy over the ragged cases, laws that tie it to attention, and what it refuses."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import ragged
+import test_backward
+import test_forward
+import torch
+from cases import BF16, DEVICE_PARAMS, F16, F32, Case, on_devices
+from compare import assert_bitwise
+from ragged import Ragged
+from test_backward import differentiable, gradient_names
+
+import flashtile
+from flashtile import _C
+
+
+@pytest.mark.parametrize("case, device", on_devices(ragged.CASES))
+def test_forward_of_each_case(case, device, attention_varlen):
+    options = case.options(device)
+    test_forward.check(attention_varlen, case, *case.tensors(device), formula=ragged.attention, **options)
+
+
+@pytest.mark.parametrize("case, device", on_devices(ragged.CASES))
+def test_backward_of_each_case(case, device, attention_varlen, gradients):
+    test_backward.check(case, device, attention_varlen, gradients, False, ragged.attention)
+
+
+DETERMINISTIC = [
+    case
+    for case in ragged.CASES
+    if case.name.startswith(("no_", "tail", "unused", "skewed", "short", "everything", "D64", "D128", "D192"))
+]
+
+
+@pytest.mark.parametrize("case, device", on_devices(DETERMINISTIC, ["cuda"]))
+def test_deterministic_backward(case, device, attention_varlen, gradients):
+    test_backward.check(case, device, attention_varlen, gradients, True, ragged.attention)
+
+
+UNUSED = dict(lengths_q=(90, 0, 70, 33), lengths_k=(120, 30, 65, 40), used_q=(70, 0, 0, 33), used_k=(97, 13, 65, 0))
+LAWS = [
+    Ragged("full", dtype=F32, heads_q=4, heads_k=2),
+    Ragged("causal", dtype=BF16, heads_q=4, heads_k=2, causal=True, head_dim=128, tail=9, **UNUSED),
+    Ragged("window", dtype=F16, heads_q=4, heads_k=1, window=(20, 9), head_dim=72, layout="gaps", **UNUSED),
+    Ragged("everything", dtype=BF16, softcap=8.0, alibi="per batch and head", scale=0.2, sinks=0.0, dropout_p=0.3),
+    Ragged("wide", dtype=F16, head_dim=192, head_dim_v=128, causal=True, lengths_q=(100,) * 3, lengths_k=(90, 1, 140)),
+]
+each_law = pytest.mark.parametrize("case, device", on_devices(LAWS))
+# Dropout, and slopes of their own, go by the number of the sequence.
+each_law_without_numbers = pytest.mark.parametrize(
+    "case, device", on_devices([case for case in LAWS if not case.dropout_p and case.alibi != "per batch and head"])
+)
+
+
+def results(case, inputs, options, incoming=None, function=flashtile.attention_varlen):
+    """out, lse and the gradients, by name; of `incoming`, the gradients of out and lse, or the case's."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    options = options | ({"sinks": inputs[3]} if len(inputs) > 3 else {})
+    out, lse = function(*inputs[:3], return_lse=True, deterministic=True, **options)
+    gradients = torch.autograd.grad([out, lse], inputs, incoming or case.incoming(out, lse))
+    return dict(zip(("out", "lse", *gradient_names(case)), (out.detach(), lse.detach(), *gradients), strict=True))
+
+
+def assert_same(found, expected):
+    for what, x in expected.items():
+        assert_bitwise(found[what], x, what)
+
+
+def assert_close(found, expected):
+    """To the bit on the CPU; elsewhere other tiles may serve it."""
+    for what, x in expected.items():
+        if x.is_cuda:
+            eps = torch.finfo(F32 if what == "lse" else found["out"].dtype).eps
+            size = x.where(x.isfinite(), 0).abs().max().item() if x.numel() else 0
+            torch.testing.assert_close(found[what], x, rtol=0, atol=8 * eps * max(size, 1))
+        else:
+            assert_bitwise(found[what], x, what)
+
+
+def part(found, rows, keys):
+    """Of one sequence or several, among the results of all."""
+    cuts = {"out": rows, "lse": (slice(None), rows), "dq": rows, "dk": keys, "dv": keys}
+    return {what: found[what][cut] for what, cut in cuts.items()}
+
+
+def without_sinks_gradient(found):
+    return {what: x for what, x in found.items() if what != "dsinks"}
+
+
+@each_law
+def test_each_sequence_is_as_alone(case, device):
+    inputs, options = differentiable(case, device)
+    together = results(case, inputs, options)
+    for b, (rows, keys) in enumerate(case.spans()):
+        # Dropout goes by the number of the batch entry: the last of a batch of equal ones has the same.
+        entries = b + 1 if case.dropout_p else 1
+        alone = [x[cut].expand(entries, -1, -1, -1) for x, cut in zip(inputs, (rows, keys, keys), strict=False)]
+        dense = {name: x for name, x in options.items() if name not in ragged.TABLES}
+        if case.alibi == "per batch and head":
+            dense["alibi_slopes"] = dense["alibi_slopes"][b].expand(entries, -1).contiguous()
+        dout, dlse = case.incoming(together["out"], together["lse"])
+        incoming = dout[rows].expand(entries, -1, -1, -1), dlse[:, rows].expand(entries, -1, -1)
+        expected = results(case, [*alone, *inputs[3:]], dense, incoming, flashtile.attention)
+        assert_close(part(together, rows, keys), {w: x[-1] for w, x in without_sinks_gradient(expected).items()})
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (30, 4)}, {"sinks": 0.0, "dropout_p": 0.3}], ids=str
+)
+def test_equal_lengths_are_a_dense_batch(device, options):
+    sizes = dict(dtype=F16, heads_q=4, heads_k=2, head_dim=64, **options)
+    dense = Case("dense", batch=3, seqlen_q=130, seqlen_k=150, **sizes)
+    even = Ragged("even", lengths_q=(130,) * 3, lengths_k=(150,) * 3, **sizes)
+    inputs, options = differentiable(dense, device)
+    out, lse = flashtile.attention(*inputs[:3], return_lse=True, **options)
+    dout, dlse = dense.incoming(out, lse)
+    expected = results(dense, inputs, options, (dout, dlse), flashtile.attention)
+    rows = [*(x.flatten(0, 1) for x in inputs[:3]), *inputs[3:]]
+    incoming = dout.flatten(0, 1), dlse.transpose(0, 1).flatten(1)
+    found = results(even, rows, options | even.tables(device), incoming)
+    flat = {what: x.flatten(0, 1) for what, x in expected.items() if what not in ("lse", "dsinks")}
+    assert_close(found, flat | {"lse": expected["lse"].transpose(0, 1).flatten(1)})
+
+
+@each_law_without_numbers
+def test_order_of_sequences_does_not_matter(case, device):
+    inputs, options = differentiable(case, device)
+    incoming = case.incoming(*(x.detach() for x in flashtile.attention_varlen(*inputs[:3], return_lse=True, **options)))
+    expected = results(case, inputs, options, incoming)
+    order = range(case.entries - 1, -1, -1)
+    spans = case.spans()
+    gathered = [torch.cat([x[spans[b][side]] for b in order]) for side, x in zip((0, 1, 1), inputs[:3], strict=True)]
+    dout = torch.cat([incoming[0][spans[b][0]] for b in order])
+    dlse = torch.cat([incoming[1][:, spans[b][0]] for b in order], dim=1)
+    lengths = [tuple(span[side].stop - span[side].start for span in reversed(spans)) for side in (0, 1)]
+    backwards = Ragged("backwards", lengths_q=lengths[0], lengths_k=lengths[1])
+    found = results(case, [*gathered, *inputs[3:]], options_with(options, backwards.tables(device)), (dout, dlse))
+    for mine, theirs in zip(reversed(backwards.spans()), spans, strict=True):
+        assert_close(part(found, *mine), part(expected, *theirs))
+
+
+def options_with(options, tables):
+    return {name: x for name, x in options.items() if name not in ragged.TABLES} | tables
+
+
+@each_law_without_numbers
+def test_splitting_the_batch_is_not_splitting(case, device):
+    inputs, options = differentiable(case, device)
+    out, lse = flashtile.attention_varlen(*inputs[:3], return_lse=True, **options)
+    dout, dlse = case.incoming(out, lse)
+    whole = results(case, inputs, options, (dout, dlse))
+    for cut in range(case.entries + 1):
+        row, key = sum(case.lengths_q[:cut]), sum(case.lengths_k[:cut])
+        for first, rows, keys in ((True, slice(row), slice(key)), (False, slice(row, None), slice(key, None))):
+            tables = {
+                name: x[: cut + ("cu" in name)] if first else x[cut:] - (x[cut] if "cu" in name else 0)
+                for name, x in case.tables(device).items()
+            }
+            parts = [*(x[span] for x, span in zip(inputs, (rows, keys, keys), strict=False)), *inputs[3:]]
+            incoming = dout[rows], dlse[:, rows]
+            found = results(case, parts, options_with(options, tables), incoming)
+            assert_close(without_sinks_gradient(found), part(whole, rows, keys))
+
+
+@each_law
+def test_rows_that_do_not_count(case, device):
+    """They may hold anything, in q, k, v and in the gradients that come in; their results are 0 and -inf."""
+    case = Ragged(**{**fields_of(case), "tail": 40})
+    inputs, options = differentiable(case, device)
+    out, lse = flashtile.attention_varlen(*inputs[:3], return_lse=True, **options)
+    expected = results(case, inputs, options)
+    unused_q, unused_k = case.unused(0, device), case.unused(1, device)
+    assert (expected["out"][unused_q] == 0).all() and (expected["lse"][:, unused_q] == -math.inf).all()
+    assert (expected["dq"][unused_q] == 0).all()
+    assert (expected["dk"][unused_k] == 0).all() and (expected["dv"][unused_k] == 0).all()
+    for junk in (0.0, math.inf, 1e4):
+        for side, x in zip((0, 1, 1), inputs, strict=False):
+            x.data[case.unused(side, device)] = junk
+        dout, dlse = case.incoming(out, lse)
+        dout[unused_q], dlse[:, unused_q] = junk, junk
+        assert_same(results(case, inputs, options, (dout, dlse)), expected)
+
+
+def fields_of(case):
+    return {name: x for name, x in vars(case).items() if name not in ("batch", "seqlen_q", "seqlen_k")}
+
+
+@each_law
+def test_a_sequence_does_not_see_its_neighbours(case, device):
+    inputs, options = differentiable(case, device)
+    expected = results(case, inputs, options)
+    spans = case.spans()
+    rows, keys = spans[2]
+    for side, x in zip((0, 1, 1), inputs, strict=False):
+        x.data[: spans[2][side].start] = math.nan
+        x.data[spans[2][side].stop :] = math.nan
+    assert_same(part(results(case, inputs, options), rows, keys), part(expected, rows, keys))
+
+
+@each_law
+def test_runs_agree_bitwise(case, device):
+    inputs, options = differentiable(case, device)
+    first = results(case, inputs, options)
+    for _ in range(10):
+        assert_same(results(case, inputs, options), first)
+
+
+@each_law
+def test_all_rows_used_is_none_given(case, device):
+    inputs, options = differentiable(case, device)
+    case = Ragged(**{**fields_of(case), "used_q": None, "used_k": None})
+    for x in inputs[:3]:
+        x.data = x.data.nan_to_num(1.0)
+    options = options_with(options, case.tables(device))
+    expected = results(case, inputs, options)
+    used = {f"seqused_{x[-1]}": options[x].diff() for x in ("cu_seqlens_q", "cu_seqlens_k")}
+    assert_same(results(case, inputs, options | used), expected)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+@pytest.mark.parametrize("case", [*LAWS, *(x for x in ragged.CASES if x.name == "short_options")], ids=str)
+def test_thread_counts_agree_bitwise(case, threads):
+    inputs, options = differentiable(case)
+    expected = results(case, inputs, options)
+    try:
+        torch.set_num_threads(threads)
+        assert_same(results(case, inputs, options), expected)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (3,), (0, 2), (1, 3)])
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_only_needed_gradients(needed, device):
+    case = Ragged("partial", dtype=F16, sinks=0.0, causal=True, **UNUSED)
+    inputs, options = differentiable(case, device)
+    everything = results(case, inputs, options)
+    for i, x in enumerate(inputs):
+        x.requires_grad_(i in needed)
+    out, lse = flashtile.attention_varlen(*inputs[:3], return_lse=True, deterministic=True, **options)
+    torch.autograd.backward([out, lse], case.incoming(out, lse))
+    for i, (what, x) in enumerate(zip(gradient_names(case), inputs, strict=True)):
+        if i in needed:
+            assert_bitwise(x.grad, everything[what], what)
+        else:
+            assert x.grad is None, f"{what} was computed though not asked for"
+
+
+def test_one_output_differentiated_at_a_time():
+    """An lse that was not asked for serves backward as well; a loss of one output never sees the other."""
+    case = Ragged("split", dtype=F32, window=(9, 3), **UNUSED)
+    inputs, options = differentiable(case)
+    out, lse = flashtile.attention_varlen(*inputs, return_lse=True, **options)
+    dout, dlse = case.incoming(out, lse)
+    both = torch.autograd.grad([out, lse], inputs, [dout, dlse], retain_graph=True)
+    only_out = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    only_lse = torch.autograd.grad(lse, inputs, dlse)
+    plain = torch.autograd.grad(flashtile.attention_varlen(*inputs, **options), inputs, dout)
+    for what, x, a, b, c in zip(gradient_names(case), both, only_out, only_lse, plain, strict=True):
+        torch.testing.assert_close(a + b, x, rtol=0, atol=8 * torch.finfo(F32).eps * x.abs().max().item())
+        assert_bitwise(a, c, what)
+
+
+# ---- what may be handed over
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_longest_lengths_change_nothing(device):
+    case = Ragged("longest", dtype=F16)
+    inputs, options = case.tensors(device), case.options(device)
+    expected = flashtile.attention_varlen(*inputs, **options)
+    on_device = torch.tensor(130, device=device)
+    for longest in (130, 0, 2**40, on_device, on_device.int()[None]):
+        found = flashtile.attention_varlen(*inputs, max_seqlen_q=longest, max_seqlen_k=longest, **options)
+        assert_bitwise(found, expected)
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_autocast(device):
+    case = Ragged("autocast", dtype=F32, causal=True, sinks=0.0, **UNUSED)
+    inputs, options = case.tensors(device), case.options(device)
+    expected = flashtile.attention_varlen(*(x.to(BF16) for x in inputs), return_lse=True, **options)
+    with torch.autocast(device, dtype=BF16):
+        found = flashtile.attention_varlen(*inputs[:2], inputs[2].to(BF16), return_lse=True, **options)
+        with pytest.raises(TypeError, match=r"^attention_varlen: cu_seqlens_q has dtype torch.int64, expected int32"):
+            long = options["cu_seqlens_q"].long()
+            flashtile.attention_varlen(*inputs, **options | {"cu_seqlens_q": long})
+    for what, a, b in zip(("out", "lse"), found, expected, strict=True):
+        assert_bitwise(a, b, what)
+
+
+@pytest.mark.parametrize("case, device", on_devices(LAWS))
+def test_both_ways_into_the_module_agree(case, device):
+    """By the exchange table, and by Python attributes as with a PyTorch older than 2.10."""
+    inputs, options = differentiable(case, device)
+    expected = results(case, inputs, options)
+    _C._enable_exchange(False)
+    try:
+        assert_same(results(case, inputs, options), expected)
+        with pytest.raises(TypeError, match=r"^attention_varlen: cu_seqlens_k has dtype torch.int64, expected int32"):
+            long = options["cu_seqlens_k"].long()
+            flashtile.attention_varlen(*inputs[:3], **options | {"cu_seqlens_k": long})
+    finally:
+        _C._enable_exchange(True)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("changed", ["q", *ragged.TABLES])
+def test_changing_what_backward_needs_is_noticed(changed, return_lse):
+    case = Ragged("changed", dtype=F32, **UNUSED)
+    inputs, options = differentiable(case)
+    out = flashtile.attention_varlen(*inputs, return_lse=return_lse, **options)
+    total = (out[0] if return_lse else out).sum()
+    with torch.no_grad():
+        (inputs[0] if changed == "q" else options[changed]).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+def test_checkpointing_drops_the_same_weights():
+    case = Ragged("checkpoint", dtype=F32, causal=True)
+    inputs, options = differentiable(case)
+
+    def function(q, k, v):
+        return flashtile.attention_varlen(q, k, v, dropout_p=0.5, **options)
+
+    torch.manual_seed(1)
+    expected = function(*inputs)
+    torch.manual_seed(1)
+    found = torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False)
+    torch.manual_seed(2)
+    assert_bitwise(found, expected)
+    gradients = [torch.autograd.grad(x.square().sum(), inputs) for x in (found, expected)]
+    for a, b in zip(*gradients, strict=True):
+        assert_bitwise(a, b)
+
+
+def test_transforms_that_would_be_wrong_are_refused():
+    case = Ragged("transforms", dtype=F32)
+    (q, k, v), tables = case.tensors(), case.tables()
+    with pytest.raises(TypeError, match=r"^attention_varlen: q is not a dense strided tensor"):
+        torch.vmap(lambda *x: flashtile.attention_varlen(*x, **tables))(q[None], k[None], v[None])
+    with pytest.raises(NotImplementedError, match=r"^attention_varlen: called under a transform of torch.func"):
+        torch.func.grad(lambda x: flashtile.attention_varlen(x, k, v, **tables).sum())(q)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(k, k)
+        with pytest.raises(NotImplementedError, match=r"^attention_varlen: k carries a forward-mode tangent"):
+            flashtile.attention_varlen(q, dual, v, **tables)
+    slopes = torch.ones(2, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"^attention_varlen: alibi_slopes requires grad"):
+        flashtile.attention_varlen(q, k, v, alibi_slopes=slopes, **tables)
+
+
+# ---- what is refused
+
+
+def ints(*values):
+    return lambda x: torch.tensor(values, dtype=torch.int32, device=x.device)
+
+
+def ones(*shape):
+    return lambda x: torch.ones(shape, device=x.device)
+
+
+# name: (what arguments become: values, or functions of good ones, exception, what the message holds)
+BAD = {
+    "q of rank 4": (
+        dict(q=lambda x: x[None]),
+        ValueError,
+        r"q has shape \(1, 5, 4, 64\), expected 3 dimensions = \(T_q, H",
+    ),
+    "k of rank 4": (
+        dict(k=lambda x: x[None]),
+        ValueError,
+        r"k has shape \(1, 7, 2, 64\), expected 3 dimensions = \(T_k, H",
+    ),
+    "v of fewer rows": (
+        dict(v=lambda x: x[1:]),
+        ValueError,
+        r"v has shape \(6, 2, 64\), expected \(7, 2, 64\) = \(T_k, H_k, D_v\)",
+    ),
+    "k of another D": (
+        dict(k=lambda x: x[..., :32]),
+        ValueError,
+        r"k has shape \(7, 2, 32\), expected \(7, 2, 64\) = \(T_k, H_k, D\)",
+    ),
+    "H_q no multiple of H_k": (dict(q=lambda x: x[:, :3]), ValueError, "q has H_q = 3 heads, expected a multiple of"),
+    "D no multiple of 8": (
+        dict(q=lambda x: x[..., :60], k=lambda x: x[..., :60]),
+        ValueError,
+        r"q has shape \(5, 4, 60\), expected D to be a multiple of 8",
+    ),
+    "q of int32": (dict(q=torch.Tensor.int), TypeError, "q has dtype int32, expected float32, float16 or bfloat16"),
+    "k of another dtype": (dict(k=torch.Tensor.bfloat16), TypeError, "k has dtype bfloat16, expected float16, as q"),
+    "no table": (dict(cu_seqlens_q=None), TypeError, "cu_seqlens_q is of type NoneType, expected a torch.Tensor"),
+    "no table of keys": (
+        dict(cu_seqlens_k=None),
+        TypeError,
+        "cu_seqlens_k is of type NoneType, expected a torch.Tensor",
+    ),
+    "a list": (dict(cu_seqlens_q=[0, 2, 5]), TypeError, "cu_seqlens_q is of type list, expected a torch.Tensor"),
+    "int64": (dict(cu_seqlens_q=torch.Tensor.long), TypeError, "cu_seqlens_q has dtype torch.int64, expected int32"),
+    "int64 of keys": (
+        dict(cu_seqlens_k=torch.Tensor.long),
+        TypeError,
+        "cu_seqlens_k has dtype torch.int64, expected int32",
+    ),
+    "float32": (dict(cu_seqlens_k=torch.Tensor.float), TypeError, "cu_seqlens_k has dtype float32, expected int32"),
+    "used of int64": (dict(seqused_q=torch.Tensor.long), TypeError, "seqused_q has dtype torch.int64, expected int32"),
+    "used of bool": (dict(seqused_k=torch.Tensor.bool), TypeError, "seqused_k has dtype torch.bool, expected int32"),
+    "a list of used": (dict(seqused_k=[4, 3]), TypeError, "seqused_k is of type list, expected a torch.Tensor"),
+    "rank 2": (
+        dict(cu_seqlens_q=lambda x: x[None]),
+        ValueError,
+        r"cu_seqlens_q has shape \(1, 3\), expected 1 dimensions = \(B \+ 1\)",
+    ),
+    "rank 0": (dict(cu_seqlens_q=lambda x: x[0]), ValueError, r"cu_seqlens_q has shape \(\), expected 1 dimensions"),
+    "no numbers": (
+        dict(cu_seqlens_q=ints()),
+        ValueError,
+        r"cu_seqlens_q has shape \(0,\), expected .*1 .*= \(B \+ 1\)",
+    ),
+    "other sequences of keys": (
+        dict(cu_seqlens_k=ints(0, 7)),
+        ValueError,
+        r"cu_seqlens_k has shape \(2,\), expected \(3,\) = \(B \+ 1\)",
+    ),
+    "used of other sequences": (
+        dict(seqused_q=ints(2, 3, 0)),
+        ValueError,
+        r"seqused_q has shape \(3,\), expected \(2,\) = \(B\)",
+    ),
+    "used keys of rank 2": (
+        dict(seqused_k=lambda x: x[None]),
+        ValueError,
+        r"seqused_k has shape \(1, 2\), expected 1 dimensions = \(B\)",
+    ),
+    "a table with gaps": (
+        dict(cu_seqlens_q=lambda x: x.repeat_interleave(2)[::2]),
+        ValueError,
+        r"cu_seqlens_q has strides \(2,\), expected a contiguous tensor",
+    ),
+    "used with gaps": (
+        dict(seqused_k=lambda x: x.repeat_interleave(2)[::2]),
+        ValueError,
+        r"seqused_k has strides \(2,\), expected a contiguous tensor",
+    ),
+    "slopes of other sequences": (
+        dict(alibi_slopes=ones(3, 4)),
+        ValueError,
+        r"alibi_slopes has shape \(3, 4\), expected \(2, 4\) = \(B, H_q\)",
+    ),
+    "sinks of other heads": (
+        dict(sinks=ones(2)),
+        ValueError,
+        r"sinks has shape \(2,\), expected \(4,\) = \(H_q\)",
+    ),
+    "window of an int": (dict(window=3), TypeError, "window is 3, expected None or a tuple"),
+    "negative longest": (dict(max_seqlen_q=-1), ValueError, "max_seqlen_q is -1, expected an int of at least 0"),
+    "longest of floats": (dict(max_seqlen_k=3.0), TypeError, "max_seqlen_k is 3.0, expected an int of at least 0"),
+    "longest is text": (dict(max_seqlen_k="7"), TypeError, "max_seqlen_k is '7', expected an int of at least 0"),
+    "longest of float32": (
+        dict(max_seqlen_q=ones()),
+        TypeError,
+        "max_seqlen_q has dtype torch.float32, expected an int of at least 0",
+    ),
+}
+# What only the CPU's tables are known to hold.
+BAD_VALUES = {
+    "first not 0": (dict(cu_seqlens_q=ints(1, 2, 5)), "cu_seqlens_q has 1 at index 0, expected 0"),
+    "first of keys not 0": (dict(cu_seqlens_k=ints(-1, 2, 5)), "cu_seqlens_k has -1 at index 0, expected 0"),
+    "decreasing": (dict(cu_seqlens_q=ints(0, 5, 4)), "cu_seqlens_q has 4 at index 2, expected at least 5"),
+    "decreasing keys": (dict(cu_seqlens_k=ints(0, -3, 4)), "cu_seqlens_k has -3 at index 1, expected at least 0"),
+    "beyond T_q": (dict(cu_seqlens_q=ints(0, 2, 6)), "cu_seqlens_q has 6 at index 2, expected at most 5 = T_q"),
+    "beyond T_k": (
+        dict(cu_seqlens_k=ints(0, 2**31 - 1, 7)),
+        "cu_seqlens_k has 2147483647 at index 1, expected at most 7",
+    ),
+    "negative used": (dict(seqused_q=ints(2, -1)), "seqused_q has -1 at index 1, expected from 0 to .* 3"),
+    "more used than there are": (dict(seqused_q=ints(3, 3)), "seqused_q has 3 at index 0, expected from 0 to .* 2"),
+    "more keys used": (dict(seqused_k=ints(4, 4)), "seqused_k has 4 at index 1, expected from 0 to .* 3"),
+    "not 0 without sequences": (
+        dict(cu_seqlens_q=ints(3), cu_seqlens_k=ints(0), seqused_q=None, seqused_k=None),
+        "cu_seqlens_q has 3 at index 0, expected 0",
+    ),
+}
+
+
+def arguments(changes, device):
+    """Of two sequences, with 2 and 3 queries, and 4 and 3 keys."""
+    shapes = dict(q=(5, 4, 64), k=(7, 2, 64), v=(7, 2, 64))
+    good = {name: torch.randn(shape).to(device, F16) for name, shape in shapes.items()}
+    numbers = dict(cu_seqlens_q=ints(0, 2, 5), cu_seqlens_k=ints(0, 4, 7), seqused_q=ints(2, 3), seqused_k=ints(4, 3))
+    good |= {name: table(good["q"]) for name, table in numbers.items()}
+    return good | {name: x(good.get(name, good["q"])) if callable(x) else x for name, x in changes.items()}
+
+
+def assert_refused(changes, exception, message, device):
+    with pytest.raises(exception, match=f"^attention_varlen: {message}") as raised:
+        flashtile.attention_varlen(**arguments(changes, device))
+    assert raised.type is exception
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_bad_input(name, device):
+    assert_refused(*BAD[name], device)
+
+
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_bad_values(name):
+    changes, message = BAD_VALUES[name]
+    assert_refused(changes, ValueError, message, "cpu")
+
+
+@pytest.mark.parametrize("name", ["q", *ragged.TABLES[:3]])
+def test_bad_input_that_requires_grad(name):
+    """Nothing is kept for a backward that never comes; the message is the same."""
+    given = arguments({name: torch.Tensor.long}, "cpu")
+    given["k"].requires_grad_()
+    with pytest.raises(TypeError, match=f"^attention_varlen: {name} has dtype torch.int64, expected "):
+        flashtile.attention_varlen(**given, return_lse=True)
+
+
+def test_tables_are_keywords_and_required():
+    given = arguments({}, "cpu")
+    with pytest.raises(TypeError, match="positional"):
+        flashtile.attention_varlen(*given.values())
+    del given["cu_seqlens_k"]
+    with pytest.raises(TypeError, match="cu_seqlens_k"):
+        flashtile.attention_varlen(**given)
+
+
+# The compiled module is checked too: it must not write through what Python would never hand it.
+@pytest.mark.parametrize("missing", ["dout", "out", "lse", "dk"])
+def test_backward_needs_what_the_forward_wrote(missing):
+    given = arguments({}, "cpu")
+    out, lse = flashtile.attention_varlen(**given, return_lse=True)
+    q, k, v, *tables = given.values()
+    tensors = dict(dout=out, dlse=None, q=q, k=k, v=v, out=out, lse=lse)
+    gradients = {f"d{name}": torch.full_like(given[name], 3) for name in "qkv"}
+    tensors |= gradients
+    tensors[missing] = tensors[missing][:1]
+    options = (None, None, False, None, None, 0.0, 0.0, None, False, tuple(tables))
+    with pytest.raises(ValueError, match=f"^attention_varlen backward: {missing} has shape"):
+        _C.backward(*tensors.values(), None, options)
+    assert all((x == 3).all() for x in gradients.values()), "something was written"
+
+
+@pytest.mark.parametrize("tables", [(), (None,) * 3, [None] * 4, "four"], ids=str)
+def test_the_module_wants_all_tables(tables):
+    q, k, v, *_ = arguments({}, "cpu").values()
+    with pytest.raises(TypeError, match=r"^attention_varlen: expected 4 tables of sequences"):
+        _C.forward(q, k, v, (None, None, False, None, None, 0.0, 0.0, None, False, tables))
+
+
+# ---- what only a GPU has
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ragged.TABLES)
+def test_tables_on_another_device(name):
+    assert_refused({name: torch.Tensor.cpu}, ValueError, f"{name} is on cpu, expected cuda:0, as q", "cuda")
+
+
+@pytest.mark.gpu
+def test_float32_on_cuda():
+    given = arguments({name: torch.Tensor.float for name in "qkv"}, "cuda")
+    with pytest.raises(
+        NotImplementedError, match=r"^attention_varlen: q has dtype float32 .*expected float16 or bfloat"
+    ):
+        flashtile.attention_varlen(**given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case, device", on_devices(LAWS, ["cuda"]))
+def test_the_host_never_waits(case, device):
+    inputs, options = differentiable(case, device)
+    longest = torch.tensor(130, device=device)
+    incoming = case.incoming(*flashtile.attention_varlen(*inputs[:3], return_lse=True, **options))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results(case, inputs, options | dict(max_seqlen_q=longest, max_seqlen_k=longest), incoming)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_a_training_step_in_a_graph(head_dim, head_dim_v):
+    """Replays go by what the tables hold then: other lengths of the same tokens."""
+    sizes = dict(dtype=BF16, heads_q=4, heads_k=2, causal=True, sinks=0.0, head_dim=head_dim, head_dim_v=head_dim_v)
+    batches = [
+        Ragged("first", lengths_q=(100, 30, 0, 70), lengths_k=(90, 110, 5, 95), **sizes),
+        Ragged("even", lengths_q=(50,) * 4, lengths_k=(75,) * 4, **sizes),
+        Ragged("one", lengths_q=(0, 0, 200, 0), lengths_k=(0, 0, 300, 0), **sizes),
+        Ragged("unused", lengths_q=(1, 2, 150, 3), lengths_k=(7, 120, 13, 60), tail=0, **sizes),
+    ]
+    inputs, options = differentiable(batches[0], "cuda")
+    incoming = batches[0].incoming(*flashtile.attention_varlen(*inputs[:3], return_lse=True, **options))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # as PyTorch asks: once outside the capture, on another stream
+        results(batches[0], inputs, options, incoming)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = results(batches[0], inputs, options, incoming)
+    for batch in batches:
+        tables = batch.tables("cuda")
+        for name, x in tables.items():
+            options[name].copy_(x)
+        for x in found.values():
+            x.fill_(7)
+        graph.replay()
+        assert_same(found, results(batch, inputs, options_with(options, tables), incoming))
+
+
+# In a process of its own: a read out of bounds takes the whole context with it.
+GARBAGE = """
+import torch, flashtile
+torch.manual_seed(0)
+limits = torch.iinfo(torch.int32)
+T, B = 700, 9
+tables = [
+    torch.randint(limits.min, limits.max, (B + 1,)),
+    torch.randint(-2000, 2000, (B + 1,)),
+    torch.randint(0, T, (B + 1,)),
+    torch.full((B + 1,), limits.max),
+    torch.full((B + 1,), limits.min),
+    torch.full((B + 1,), T),
+    torch.linspace(T, 0, B + 1),
+    torch.tensor([0, limits.max] * (B // 2 + 1)),
+    torch.tensor([limits.min, limits.max] * (B // 2 + 1)),
+]
+tables = [x.int().cuda() for x in tables]
+for head_dim in (64, 128, 192, 256):
+    q, k, v = (torch.randn(T, heads, head_dim, device="cuda", dtype=torch.float16) for heads in (4, 2, 2))
+    for x in (q, k, v):
+        x.requires_grad_()
+    for options in ({}, {"causal": True}, {"window": (30, 5), "dropout_p": 0.2, "seed": 1}):
+        for deterministic in (False, True):
+            for begins_q in tables:
+                for begins_k in tables:
+                    used = {"seqused_q": begins_k[1:], "seqused_k": begins_q[:-1]}
+                    for more in ({}, used):
+                        out, lse = flashtile.attention_varlen(
+                            q, k, v, cu_seqlens_q=begins_q, cu_seqlens_k=begins_k, return_lse=True,
+                            deterministic=deterministic, **options, **more
+                        )
+                        torch.autograd.grad([out, lse], (q, k, v), [torch.ones_like(out), torch.ones_like(lse)])
+    torch.cuda.synchronize()
+good = torch.tensor([0, 300, T], dtype=torch.int32, device="cuda")
+out = flashtile.attention_varlen(q, k, v, cu_seqlens_q=good, cu_seqlens_k=good)
+assert out.isfinite().all()
+print("alive")
+"""
+
+
+@pytest.mark.gpu
+def test_garbage_in_tables_stays_inside_the_tensors():
+    run = subprocess.run([sys.executable, "-c", GARBAGE], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "alive"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_more_than_65535_sequences(head_dim):
+    """All alike, so that the first and the last have one answer."""
+    count = 70_001
+    case = Ragged("many", dtype=BF16, causal=True, heads_q=2, head_dim=head_dim, lengths_q=(5,), lengths_k=(9,))
+    inputs = [x.repeat(count, 1, 1) for x in case.tensors("cuda")]
+    begins = torch.arange(count + 1, dtype=torch.int32, device="cuda")
+    found = results(
+        case,
+        inputs,
+        dict(cu_seqlens_q=5 * begins, cu_seqlens_k=9 * begins, causal=True),
+        ones_like_results(case, count),
+    )
+    alone = results(case, case.tensors("cuda"), case.options("cuda"), ones_like_results(case, 1))
+    for b in (0, 1, 35_000, 65_535, 65_536, count - 1):
+        rows, keys = slice(5 * b, 5 * b + 5), slice(9 * b, 9 * b + 9)
+        assert_close(part(found, rows, keys), alone)
+
+
+def ones_like_results(case, count):
+    rows = count * case.seqlen_q
+    out = torch.ones(rows, case.heads_q, case.head_dim, dtype=case.dtype, device="cuda")
+    return out, torch.ones(case.heads_q, rows, device="cuda")
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_31_elements():
+    rows = 2**31 // (64 * 128) + 200
+    q = torch.randn(rows, 64, 128, dtype=BF16, device="cuda")
+    k, v = torch.randn(2, rows, 64, 128, dtype=BF16, device="cuda")
+    begins = torch.tensor([0, 150, rows - 170, rows], dtype=torch.int32, device="cuda")
+    tables = dict(cu_seqlens_q=begins, cu_seqlens_k=begins, seqused_k=torch.tensor([150, 40, 170]).int().cuda())
+    out = flashtile.attention_varlen(q, k, v, **tables)
+    for cut in (slice(150), slice(rows - 170, rows)):
+        alone = flashtile.attention(q[None, cut], k[None, cut], v[None, cut])[0]
+        assert_close({"out": out[cut]}, {"out": alone})
