@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,11 +35,26 @@ class Case:
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
     work: Work = Work.FORWARD
+    lengths: tuple[int, ...] | None = None  # of a ragged batch's sequences; its seqlens are their sum
 
     @classmethod
     def square(cls, batch: int, seqlen: int, heads: int, head_dim: int, **options) -> Case:
         """Self-attention: one sequence length, as many KV heads as query heads, D_v = D."""
         return cls(batch, seqlen, seqlen, heads, heads, head_dim, head_dim, **options)
+
+    @classmethod
+    def ragged(cls, lengths: Sequence[int], heads_q: int, heads_k: int, head_dim: int, **options) -> Case:
+        """Self-attention within sequences that lie one behind the other: tensors are (T, H, D)."""
+        sizes = len(lengths), sum(lengths), sum(lengths), heads_q, heads_k, head_dim, head_dim
+        return cls(*sizes, lengths=tuple(lengths), **options)
+
+    def sequences(self) -> list[tuple[Case, slice]]:
+        """A ragged batch's sequences, each as a problem of its own with the rows that it lies in."""
+        found = []
+        for length, end in zip(self.lengths, itertools.accumulate(self.lengths), strict=True):
+            alone = dataclasses.replace(self, batch=1, seqlen_q=length, seqlen_k=length, lengths=None)
+            found.append((alone, slice(end - length, end)))
+        return found
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -51,21 +69,28 @@ class Case:
 
     @property
     def shape_name(self) -> str:
-        seqlen = _pair(self.seqlen_q, self.seqlen_k)
         heads = _pair(self.heads_q, self.heads_k)
-        return f"B{self.batch} S{seqlen} H{heads} D{_pair(self.head_dim, self.head_dim_v)}"
+        rest = f"H{heads} D{_pair(self.head_dim, self.head_dim_v)}"
+        if self.lengths is not None:
+            return f"{_lengths_name(self.lengths)} {rest}"
+        return f"B{self.batch} S{_pair(self.seqlen_q, self.seqlen_k)} {rest}"
 
     def __str__(self) -> str:
         return f"{self.shape_name} {self.mask_name} {SHORT_DTYPES[self.dtype]} {self.work.value}"
 
     @property
     def flops(self) -> float:
-        """FLOPs of the matmuls by the usual convention: causal counts half, backward 2.5 times the forward."""
-        if self.window is not None:
-            pairs = int(visible(self, torch.device("cpu")).sum())
+        """FLOPs of the matmuls by the usual convention: causal counts half, backward 2.5 times the forward.
+
+        In a ragged batch the pairs that see each other are counted, sequence by sequence.
+        """
+        if self.lengths is not None:
+            pairs = sum(length * (length + 1) // 2 if self.causal else length**2 for length in self.lengths)
+        elif self.window is not None:
+            pairs = self.batch * int(visible(self, torch.device("cpu")).sum())
         else:
-            pairs = self.seqlen_q * self.seqlen_k / (2 if self.causal else 1)
-        forward = 2 * self.batch * self.heads_q * pairs * (self.head_dim + self.head_dim_v)
+            pairs = self.batch * self.seqlen_q * self.seqlen_k / (2 if self.causal else 1)
+        forward = 2 * self.heads_q * pairs * (self.head_dim + self.head_dim_v)
         return forward * (2.5 if self.work is Work.BACKWARD else 1)
 
     @property
@@ -75,7 +100,7 @@ class Case:
 
 
 class Inputs(NamedTuple):
-    """Tensors of a case; dout is the gradient that arrives at the output."""
+    """Tensors of a case, (B, S, H, D) or ragged (T, H, D); dout is the gradient that arrives at the output."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -92,7 +117,8 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(seqlen: int, heads: int, head_dim: int) -> torch.Tensor:
-        shape = (case.batch, seqlen, heads, head_dim)
+        batch = () if case.lengths is not None else (case.batch,)
+        shape = (*batch, seqlen, heads, head_dim)
         return torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
 
     return Inputs(
@@ -118,6 +144,14 @@ def visible(case: Case, device: torch.device, begin: int = 0, end: int | None = 
     if right is not None:
         keep &= distance <= right
     return keep
+
+
+def _lengths_name(lengths: Sequence[int]) -> str:
+    """Such as 32×512, 1×16384+64×100 or, where they are many, 32×(9…2041)."""
+    counts = collections.Counter(lengths)
+    if len(counts) > 2:
+        return f"{len(lengths)}×({min(lengths)}…{max(lengths)})"
+    return "+".join(f"{counts[length]}×{length}" for length in sorted(counts, reverse=True))
 
 
 def _pair(first: int, second: int) -> str:

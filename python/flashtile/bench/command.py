@@ -30,13 +30,16 @@ def measure(
 ) -> int:
     """Runs a suite and returns the exit status: 0 where flashtile was right everywhere.
 
-    `attention` stands in for flashtile's, `cases` for the suite's. `peers` (NAME=MODULE:FUNCTION), and by `flex`
-    FlexAttention, run beside the usual peers of suites forward and backward.
+    `attention` stands in for flashtile's, in suite varlen for its attention_varlen; `cases` for the suite's. `peers`
+    (NAME=MODULE:FUNCTION) run beside the usual peers of suites forward, backward and varlen, and so does by `flex`
+    FlexAttention in the first two.
     """
-    if attention is None:
-        from flashtile import attention
     has_cuda = torch.cuda.is_available()
     suite = suite or ("forward" if has_cuda else "cpu")
+    if attention is None:
+        import flashtile
+
+        attention = flashtile.attention_varlen if suite == "varlen" else flashtile.attention
     console = wide_console()
     try:
         further = further_peers(suite, peers, flex=flex)

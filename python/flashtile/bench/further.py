@@ -12,19 +12,22 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.oracle import Attention
 from flashtile.bench.peers import OURS, Peer, cuda_settings
-from flashtile.bench.report import BEST_PEER, OF_MATMUL
+from flashtile.bench.ragged import DENSE, TORCH_VARLEN, arguments
+from flashtile.bench.report import BEST_PEER, BEST_VARLEN, OF_MATMUL
 
 FLEX = "Flex"
 PEER_FORM = "NAME=MODULE:FUNCTION"
 # A column, or an entry of the summary, already has these names.
-TAKEN = (OURS, *cuda_settings(), FLEX, BEST_PEER, OF_MATMUL)
+TAKEN = (OURS, *cuda_settings(), FLEX, DENSE, TORCH_VARLEN, BEST_PEER, BEST_VARLEN, OF_MATMUL)
+FLEX_SUITES, PEER_SUITES = ("forward", "backward"), ("forward", "backward", "varlen")
 
 
 def further_peers(suite: str, texts: Sequence[str] = (), *, flex: bool = False) -> list[Peer]:
     """What `--flex` and each `--peer NAME=MODULE:FUNCTION` ask for; a ValueError says what is wrong with them."""
-    if suite not in ("forward", "backward") and (flex or texts):
-        argument = "--flex" if flex else "--peer"
-        raise ValueError(f"bench: {argument} is given with suite {suite!r}, expected suite 'forward' or 'backward'")
+    for argument, given, takers in (("--flex", flex, FLEX_SUITES), ("--peer", texts, PEER_SUITES)):
+        if given and suite not in takers:
+            expected = " or ".join(map(repr, takers))
+            raise ValueError(f"bench: {argument} is given with suite {suite!r}, expected suite {expected}")
     # Flex comes first: it clears what torch.compile holds, and a compiled peer behind it compiles in its own check.
     peers = [Peer(FLEX, FlexAttention())] if flex else []
     for text in texts:
@@ -36,8 +39,8 @@ def further_peers(suite: str, texts: Sequence[str] = (), *, flex: bool = False) 
 
 
 def outside_peer(text: str) -> Peer:
-    """The peer that NAME=MODULE:FUNCTION stands for; FUNCTION(q, k, v, causal) returns out, or a tuple of out first. In
-    suite backward autograd differentiates it."""
+    """The peer that NAME=MODULE:FUNCTION stands for; FUNCTION(q, k, v, causal), in suite varlen FUNCTION(q, k, v,
+    **ragged.arguments), returns out, or a tuple of out first. In a backward autograd differentiates it."""
     name, _, target = text.partition("=")
     module_name, _, function_name = target.partition(":")
     if not (name and module_name and function_name):
@@ -67,9 +70,12 @@ def _outside_attention(function: Callable[..., Any]) -> Attention:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
         if case.window is not None:
             raise NotImplementedError("--peer: its function has no argument for a window")
-        found = function(q, k, v, case.causal)
+        if case.lengths is None:
+            found = function(q, k, v, case.causal)
+        else:
+            found = function(q, k, v, **arguments(case, q.device))
         out = found[0] if isinstance(found, tuple) and found else found
-        expected = (*q.shape[:3], v.shape[3])
+        expected = (*q.shape[:-1], v.shape[-1])
         if not isinstance(out, torch.Tensor):
             raise RuntimeError(f"--peer: its function returned {type(out).__name__}, expected a tensor")
         if out.shape != expected:

@@ -15,11 +15,13 @@ from rich.text import Text
 
 from flashtile.bench.machine import MATMUL_SIZE
 from flashtile.bench.peers import OURS
+from flashtile.bench.ragged import DENSE
 from flashtile.bench.run import Cell, Entry, against_the_best, summary
 
 Record = dict[str, Any]
 
-BEST_PEER, OF_MATMUL = "best peer", "of matmul"  # what the summary holds beside the peers
+# What the summary holds beside the peers.
+BEST_PEER, BEST_VARLEN, OF_MATMUL = "best peer", "best varlen", "of matmul"
 FORMAT = 1  # of the record; raise it when a field changes its meaning
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
@@ -29,7 +31,7 @@ def to_record(suite: str, machine: dict[str, object], cells: Sequence[Cell]) -> 
         "format": FORMAT,
         "suite": suite,
         "machine": machine,
-        "summary": summary(cells) | (_forward_summary(machine, cells) if suite == "forward" else {}),
+        "summary": _summary(suite, machine, cells),
         "cells": [_cell_record(cell) for cell in cells],
     }
 
@@ -116,15 +118,19 @@ class Grid:
         columns = [key for key in ("dtype", "work") if len({cell["case"][key] for cell in cells}) > 1]
         shared = [cells[0]["case"][key] for key in ("dtype", "work") if key not in columns] if cells else []
         measure, unit = _measure(record)
+        # Beside its own dense attention, what a ragged cell is measured by is the fastest of the others.
+        others = [name for name in peers if name != DENSE] if record["suite"] == "varlen" else []
+        best = [BEST_VARLEN] if len(others) > 1 else []
 
         self.title = ", ".join([f"suite {record['suite']}", *shared, f"{unit}, median ± spread"])
         self.words = 2 + len(columns)
-        self.header = ["shape", "mask", *columns, *names, *(f"/ {name}" for name in peers)]
+        self.header = ["shape", "mask", *columns, *names, *(f"/ {name}" for name in peers + best)]
         self.rows = [
             [cell["shape"], cell["mask"]]
             + [cell["case"][key] for key in columns]
             + [_value(cell["results"].get(name), measure) for name in names]
-            + [f"{cell['ratios'][name]:.2f}×" if name in cell["ratios"] else "—" for name in peers]
+            + [_ratio(cell["ratios"], [name]) for name in peers]
+            + [_ratio(cell["ratios"], others) for _ in best]
             for cell in cells
         ]
 
@@ -139,6 +145,12 @@ def _measure(record: Record) -> tuple[Any, str]:
     return lambda result: result["tflops"] * 1e3, "GFLOP/s"
 
 
+def _ratio(ratios: dict[str, float], names: Sequence[str]) -> str:
+    """The ratio to the fastest of these peers."""
+    found = [ratios[name] for name in names if name in ratios]
+    return f"{min(found):.2f}×" if found else "—"
+
+
 def _value(result: Record | None, measure: Any) -> str:
     if result is None or "refusal" in result:
         return "—"
@@ -147,6 +159,24 @@ def _value(result: Record | None, measure: Any) -> str:
     number = measure(result)
     spread = (result["high_us"] - result["low_us"]) / 2 / result["median_us"]
     return f"{number:.0f} ±{spread:.0%}" if number >= 100 else f"{number:.1f} ±{spread:.0%}"
+
+
+def _summary(suite: str, machine: dict[str, Any], cells: Sequence[Cell]) -> Record:
+    if suite == "varlen":
+        return _varlen_summary(cells)
+    return summary(cells) | (_forward_summary(machine, cells) if suite == "forward" else {})
+
+
+def _varlen_summary(cells: Sequence[Cell]) -> Record:
+    """Forward and backward by themselves, and the ratio to the best of the others that take ragged batches."""
+    found: Record = {}
+    for work in dict.fromkeys(cell.case.work for cell in cells):
+        of_work = [cell for cell in cells if cell.case.work is work]
+        totals: Record = summary(of_work)
+        if best := against_the_best(of_work, besides=DENSE):
+            totals[BEST_VARLEN] = best
+        found |= {f"{name}, {work.value}": of for name, of in totals.items()}
+    return found
 
 
 def _forward_summary(machine: dict[str, Any], cells: Sequence[Cell]) -> Record:

@@ -11,6 +11,7 @@ import torch
 from flashtile.bench.cases import Case, Inputs, Work, make_inputs
 from flashtile.bench.oracle import GRADIENTS, Oracle, Verdict, results
 from flashtile.bench.peers import OURS, Contestant, Peer, contestant, host_contestants, peers_of
+from flashtile.bench.ragged import ragged_peers_of
 from flashtile.bench.timing import Effort, Timing, time_device, time_host
 
 
@@ -47,10 +48,15 @@ def run_cases(
     attention: Callable[..., torch.Tensor],
     further: Sequence[Peer] = (),
 ) -> Iterator[Cell]:
-    """Yields one cell per case, as it is done; `further` peers run beside the usual ones."""
+    """Yields one cell per case, as it is done; `further` peers run beside the usual ones. Of ragged cases `attention`
+    is attention_varlen."""
     for case in cases:
         inputs = make_inputs(case, device)
-        yield Cell(case, _run_device_cell([*peers_of(device.type, attention), *further], inputs, case, effort))
+        if case.lengths is None:
+            usual = peers_of(device.type, attention)
+        else:
+            usual = ragged_peers_of(device.type, attention, case)
+        yield Cell(case, _run_device_cell([*usual, *further], inputs, case, effort))
 
 
 def run_host_cases(
@@ -72,9 +78,10 @@ def summary(cells: Sequence[Cell]) -> dict[str, dict[str, float]]:
     return {name: _totals(column) for name, column in columns.items()}
 
 
-def against_the_best(cells: Sequence[Cell]) -> dict[str, float] | None:
-    """The same numbers against each cell's fastest peer; None where no cell has two that were timed."""
-    ratios = [list(cell.ratios().values()) for cell in cells]
+def against_the_best(cells: Sequence[Cell], besides: str | None = None) -> dict[str, float] | None:
+    """The same numbers against each cell's fastest peer, but not `besides`; None where no cell has two that were
+    timed."""
+    ratios = [[ratio for name, ratio in cell.ratios().items() if name != besides] for cell in cells]
     if max(map(len, ratios), default=0) < 2:
         return None
     return _totals([min(row) for row in ratios if row])
@@ -85,10 +92,7 @@ def _totals(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def _run_device_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, effort: Effort) -> list[Entry]:
-    group = case.heads_q // case.heads_k
-    slice_case = dataclasses.replace(case, batch=1, heads_q=group, heads_k=1)
-    oracle = Oracle(inputs.one_kv_head(), slice_case, gradients=case.work is Work.BACKWARD)
-
+    judge = _Judge(inputs, case)
     entries: dict[str, Entry] = {}
     ready: list[Contestant] = []
     for peer in peers:
@@ -102,7 +106,7 @@ def _run_device_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, effort: 
             reason = str(refusal).strip() or type(refusal).__name__
             entries[peer.name] = Entry(peer.name, refusal=reason.splitlines()[0])
             continue
-        entry = Entry(peer.name, verdicts=oracle.judge(_one_kv_head(found, group)))
+        entry = Entry(peer.name, verdicts=judge(found))
         entries[peer.name] = entry
         if not entry.wrong:
             ready.append(contestant(peer, inputs, case))
@@ -110,6 +114,43 @@ def _run_device_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, effort: 
         for who, timing in zip(ready, time_device(ready, inputs.q.device, effort), strict=True):
             entries[who.name] = dataclasses.replace(entries[who.name], timing=timing)
     return list(entries.values())
+
+
+class _Judge:
+    """Knows float64's results of one KV head: of a batch's last entry, or of every sequence of a ragged batch. These
+    are judged one by one, for a short one's errors would hide a long one's, and need memory for the longest alone."""
+
+    def __init__(self, inputs: Inputs, case: Case) -> None:
+        self._group = case.heads_q // case.heads_k
+        problems = [(case, None)] if case.lengths is None else case.sequences()
+        self._oracles = [
+            (
+                rows,
+                Oracle(
+                    Inputs(*(_rows_of(tensor, rows) for tensor in inputs)).one_kv_head(),
+                    dataclasses.replace(problem, batch=1, heads_q=self._group, heads_k=1),
+                    gradients=case.work is Work.BACKWARD,
+                ),
+            )
+            for problem, rows in problems
+        ]
+
+    def __call__(self, found: dict[str, torch.Tensor]) -> list[Verdict]:
+        """One verdict for each tensor in `found`: the worst."""
+        verdicts = [
+            oracle.judge(_one_kv_head({name: _rows_of(tensor, rows) for name, tensor in found.items()}, self._group))
+            for rows, oracle in self._oracles
+        ]
+        return [max(of_tensor, key=_badness) for of_tensor in zip(*verdicts, strict=True)]
+
+
+def _badness(verdict: Verdict) -> tuple[bool, float]:
+    return not verdict.ok, verdict.error / verdict.allowed if verdict.allowed else 0.0
+
+
+def _rows_of(tensor: torch.Tensor, rows: slice | None) -> torch.Tensor:
+    """A sequence's part of a ragged tensor, as a dense batch of one."""
+    return tensor if rows is None else tensor[rows].unsqueeze(0)
 
 
 def _one_kv_head(found: dict[str, torch.Tensor], group: int) -> dict[str, torch.Tensor]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 from flashtile.bench.cases import Case, Work
 
 TOKENS = 16384
 HIDDEN = 2048
 LLAMA_HEADS, LLAMA_KV_HEADS = (32, 64), 8  # Llama 3 8B and 70B
-NAMES = ("forward", "backward", "host", "cpu")
+RAGGED_HEADS = ((16, 16), (32, 8))
+NAMES = ("forward", "backward", "varlen", "host", "cpu")
 TRAINING = (Work.FORWARD, Work.BACKWARD)
 
 
@@ -17,6 +19,8 @@ def cases(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda", full
     """The cases of one suite. `full` adds the lengths in between; `dtype` is ignored by "cpu", which times two."""
     if name in ("forward", "backward"):
         return _gpu(Work(name), dtype, full)
+    if name == "varlen":
+        return _varlen(dtype, device_type, full)
     if name == "host":
         return _host(dtype, device_type)
     if name == "cpu":
@@ -28,6 +32,13 @@ def quick(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda") -> l
     """A few small cases that show in seconds that everything runs; their ratios say little."""
     if name == "host":
         return _host(dtype, device_type)
+    if name == "varlen":
+        return [
+            Case.ragged(lengths, *heads, 64, dtype=dtype, causal=True, work=work)
+            for work, (lengths, heads) in itertools.product(
+                TRAINING, (((128, 128), (2, 2)), ((37, 3, 256), (2, 2)), ((37, 3, 256), (4, 1)))
+            )
+        ]
     if name == "cpu":
         dtype = "float32"
     works = TRAINING if name == "cpu" else (Work(name),)
@@ -51,15 +62,47 @@ def demo(device_type: str) -> list[Case]:
 
 
 def _gpu(work: Work, dtype: str, full: bool) -> list[Case]:
-    seqlens = (512, 1024, 2048, 4096, 8192, 16384) if full else (512, 2048, 16384)
     squares = [
         Case.square(TOKENS // seqlen, seqlen, HIDDEN // head_dim, head_dim, dtype=dtype, causal=causal, work=work)
-        for head_dim, seqlen, causal in itertools.product((64, 128, 256), seqlens, (False, True))
+        for head_dim, seqlen, causal in itertools.product((64, 128, 256), _seqlens(full), (False, True))
     ]
     return squares + [
         Case(2, 8192, 8192, heads, LLAMA_KV_HEADS, 128, 128, dtype=dtype, causal=True, work=work)
         for heads in LLAMA_HEADS
     ]
+
+
+def _seqlens(full: bool) -> tuple[int, ...]:
+    return (512, 1024, 2048, 4096, 8192, 16384) if full else (512, 2048, 16384)
+
+
+def _varlen(dtype: str, device_type: str, full: bool) -> list[Case]:
+    # The equal lengths are the forward suite's, for what raggedness itself costs. On a CPU lengths and heads are an
+    # eighth of a GPU's.
+    part = 1 if device_type == "cuda" else 8
+    cases = []
+    for work in TRAINING:
+        options = {"dtype": dtype, "work": work}
+        for head_dim, seqlen, causal in itertools.product((64, 128, 256), _seqlens(full), (False, True)):
+            heads, lengths = HIDDEN // head_dim // part, [seqlen // part] * (TOKENS // seqlen)
+            cases.append(Case.ragged(lengths, heads, heads, head_dim, causal=causal, **options))
+        cases += [
+            Case.ragged(lengths, heads // part, kv_heads // part, 128, causal=True, **options)
+            for lengths, (heads, kv_heads) in itertools.product((skewed(part), mixed(part)), RAGGED_HEADS)
+        ]
+    return cases
+
+
+def skewed(part: int = 1) -> list[int]:
+    """One long sequence in the midst of many short ones."""
+    short = [100 // part] * 32
+    return [*short, TOKENS // part, *short]
+
+
+def mixed(part: int = 1) -> list[int]:
+    """Lengths from 1 to 2048, the same in every run."""
+    source = random.Random(0)
+    return [source.randint(1, 2048 // part) for _ in range(32)]
 
 
 def _host(dtype: str, device_type: str) -> list[Case]:

@@ -1,0 +1,79 @@
+"""Ragged batches: what a call of one takes, and who is timed on them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashtile.bench.cases import Case
+from flashtile.bench.oracle import Attention
+from flashtile.bench.peers import OURS, Peer
+
+DENSE, TORCH_VARLEN = "dense", "torch varlen"
+
+
+def arguments(case: Case, device: torch.device) -> dict[str, Any]:
+    """What `flashtile.attention_varlen` and every --peer of suite varlen are called with beside q, k and v."""
+    offsets, longest = cu_seqlens(case.lengths, device), max(case.lengths)
+    return {
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_k": offsets,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+        "causal": case.causal,
+        "scale": 1 / math.sqrt(case.head_dim),
+    }
+
+
+@functools.lru_cache(maxsize=8)  # made by a case's check, so that the timed calls copy nothing to the device
+def cu_seqlens(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def ragged_peers_of(device_type: str, attention_varlen: Callable[..., torch.Tensor], case: Case) -> list[Peer]:
+    """`attention_varlen`, which has flashtile's signature; where lengths are equal, flashtile's dense attention; and on
+    a GPU PyTorch's own."""
+
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
+        return attention_varlen(q, k, v, **arguments(case, q.device))
+
+    peers = [Peer(OURS, ours)]
+    if len(set(case.lengths)) == 1:
+        peers.append(Peer(DENSE, attention_dense))
+    if device_type == "cuda" and (theirs := torch_varlen()):
+        peers.append(Peer(TORCH_VARLEN, theirs))
+    return peers
+
+
+def attention_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
+    """flashtile's dense attention on the same memory, seen as (B, S, H, D)."""
+    from flashtile import attention
+
+    batch = (t.view(case.batch, -1, *t.shape[1:]) for t in (q, k, v))
+    return attention(*batch, causal=case.causal).flatten(0, 1)
+
+
+def torch_varlen() -> Attention | None:
+    """PyTorch's own attention of ragged batches; None where this PyTorch is too old to have one."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters  # they changed from version to version
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
+        offsets, longest = cu_seqlens(case.lengths, q.device), max(case.lengths)
+        options: dict[str, Any] = {"is_causal": case.causal}
+        if "window_size" in known:
+            options = {"window_size": (-1, 0 if case.causal else -1)}
+        if "enable_gqa" in known:
+            options["enable_gqa"] = case.heads_q != case.heads_k
+        return varlen_attn(q, k, v, offsets, offsets, longest, longest, **options)
+
+    return attention
