@@ -243,10 +243,11 @@ struct BackwardOnePassSm90 {
     unsigned parity = 0;
 
     CUTE_DEVICE void run(Blocks const& blocks) {
-      if (params.backward.dq == nullptr) return;
+      const bool wanted = params.backward.dq != nullptr;
+      if (!kRagged && !wanted) return;
       blocks.for_each([&](Work const& work, auto release) {
-        release();
-        add(work);
+        release();  // who hands blocks out waits for this one too
+        if (wanted) add(work);
       });
     }
 
