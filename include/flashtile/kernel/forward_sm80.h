@@ -11,12 +11,57 @@
 
 namespace flashtile {
 
+/// Rows of a dense or ragged batch.
+template <Variant kV>
+struct ForwardSourceSm80 {
+  using Params = ForwardParams;
+  using Mainloop = ForwardMainloopSm80<kV, ForwardSourceSm80>;
+
+  ForwardParams const& params;
+  TileCoord tile;
+  Sequence const& sequence;
+  VisibleKeys<kV.tile_n> const& keys;
+
+  template <class Shared>
+  CUTE_DEVICE void load_q(Shared const& sQ, int thread) const {
+    const int row = tile.m_block * kV.tile_m;
+    Mainloop::Load::load(tile_of<kV.tile_m>(params.q, params.q_strides, tile.head, sequence.q.first + row), sQ,
+                         sequence.q.used - row, params.head_dim, thread);
+  }
+  template <class Shared>
+  CUTE_DEVICE void load_k(int block, Shared const& sK, int thread) const {
+    load_keys(params.k, params.k_strides, block, sK, params.head_dim, thread);
+  }
+  template <class Shared>
+  CUTE_DEVICE void load_v(int block, Shared const& sV, int thread) const {
+    load_keys(params.v, params.v_strides, block, sV, params.head_dim_v, thread);
+  }
+  CUTE_DEVICE ScoreTile<ForwardParams> scores(Lengths lengths) const {
+    return {params, tile, tile.m_block * kV.tile_m, lengths};
+  }
+
+ private:
+  template <int kRows>
+  CUTE_DEVICE auto tile_of(const void* base, Strides const& strides, int head, int row) const {
+    return head_tile<kRows, kV.head_dim, typename Mainloop::Element>(base, strides, tile.batch, head, row);
+  }
+  template <class Shared>
+  CUTE_DEVICE void load_keys(const void* base, Strides const& strides, int block, Shared const& shared, int columns,
+                             int thread) const {
+    constexpr int kN = kV.tile_n;
+    Mainloop::Load::load(
+        tile_of<kN>(base, strides, tile.head / params.group, sequence.k.first + keys.first + block * kN), shared,
+        keys.count - block * kN, columns, thread);
+  }
+};
+
 /// `Row` is a type with a `static constexpr Variant kVariant`: nvcc's host stubs cannot spell a class-type template
 /// argument of a kernel.
 template <class Row>
 __global__ void __launch_bounds__(Row::kVariant.threads()) forward_sm80(const __grid_constant__ ForwardParams params) {
   using namespace cute;
-  using Mainloop = ForwardMainloopSm80<Row::kVariant>;
+  using Source = ForwardSourceSm80<Row::kVariant>;
+  using Mainloop = typename Source::Mainloop;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
   const int thread = threadIdx.x;
@@ -38,14 +83,15 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) forward_sm80(const __
   Tensor tOrO = partition_fragment_C(typename Mainloop::TiledMma{},
                                      Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDim>>{});  // (mma, m, head_dim)
   clear(tOrO);
-  if (keys.blocks > 0) Mainloop{params, shared, tile, sequence, keys, thread}.run(tOrO, softmax, folded);
+  if (keys.blocks > 0)
+    Mainloop{params, shared, tile, keys, thread, Source{params, tile, sequence, keys}}.run(tOrO, softmax, folded);
   find_tile();
   FinalEpilogue<Mainloop>::store(params, tile, sequence.q, tOrO, softmax, shared.q, thread);
 }
 
 template <class Row>
 void launch_forward_sm80(const ForwardPlan& plan, const ForwardTensors& tensors, void* memory, Stream stream) {
-  using Storage = typename ForwardMainloopSm80<Row::kVariant>::SharedStorage;
+  using Storage = typename ForwardSourceSm80<Row::kVariant>::Mainloop::SharedStorage;
   static_assert(sizeof(Storage) == forward_shared_memory(Row::kVariant));
   static KernelHandles handles;
   const ForwardParams params = ForwardParams::of(plan, tensors, memory);

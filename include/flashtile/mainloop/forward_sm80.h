@@ -3,6 +3,8 @@
 // Split-Q: each warp owns whole rows of Q, so that softmax and P·V need no traffic between warps. K and V tiles pass
 // through a ring of shared-memory stages filled by cp.async; scores stay in registers, where they become the A operand
 // of P·V.
+//
+// Where the threads are one warp they need no barrier: several such warps may go through keys of their own.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -13,12 +15,18 @@
 #include "flashtile/mainloop/scores.h"
 #include "flashtile/math/online_softmax.h"
 #include "flashtile/math/visible_keys.h"
-#include "flashtile/params.h"
+#include "flashtile/scheduler/single.h"
 #include "flashtile/variant.h"
 
 namespace flashtile {
 
-template <Variant kV>
+/// `Source` knows where rows lie, and what the options make of scores:
+///
+///   Params                              pointers, strides and options
+///   load_q(sQ, thread)                  copies the tile's rows of Q
+///   load_k(block, sK, thread)           rows of a block of keys, and load_v of values
+///   scores(lengths)                     of this tile: see ScoreTile
+template <Variant kV, class Source>
 struct ForwardMainloopSm80 {
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
@@ -66,19 +74,19 @@ struct ForwardMainloopSm80 {
   // Where registers allow, Q is read from shared memory once, not again for every key tile.
   static constexpr bool kKeepQ = kHeadDim <= 64;
 
-  ForwardParams const& params;
+  typename Source::Params const& params;
   SharedStorage& shared;
   TileCoord tile;
-  Sequence const& sequence;
   VisibleKeys<kN> keys;
   int thread;
+  Source source;
 
-  CUTE_DEVICE void load_q() const {
-    using namespace cute;
-    const int row = tile.m_block * kM;
-    Load::load(
-        head_tile<kM, kHeadDim, Element>(params.q, params.q_strides, tile.batch, tile.head, sequence.q.first + row),
-        make_tensor(make_smem_ptr(shared.q), SmemLayoutQ{}), sequence.q.used - row, params.head_dim, thread);
+  /// What every thread has written or copied is there for all.
+  CUTE_DEVICE static void sync() {
+    if constexpr (kThreads == 32)
+      __syncwarp();
+    else
+      __syncthreads();
   }
 
   // K and V tiles alternate through the ring: step 0 from a key tile is its K, step 1 its V, step 2 the next tile's K.
@@ -93,14 +101,13 @@ struct ForwardMainloopSm80 {
   template <int kStep>
   CUTE_DEVICE void load_step(int n_block) const {
     using namespace cute;
-    constexpr bool kIsK = kStep % 2 == kStepK;
     const int block = n_block + kStep / 2;
     if (block < keys.blocks) {
-      Load::load(head_tile<kN, kHeadDim, Element>(kIsK ? params.k : params.v,
-                                                  kIsK ? params.k_strides : params.v_strides, tile.batch,
-                                                  tile.head / params.group, sequence.k.first + keys.first + block * kN),
-                 make_tensor(make_smem_ptr(stage<kStep>(n_block)), SmemLayoutKV{}), keys.count - block * kN,
-                 kIsK ? params.head_dim : params.head_dim_v, thread);
+      Tensor to = make_tensor(make_smem_ptr(stage<kStep>(n_block)), SmemLayoutKV{});  // (N, head_dim)
+      if constexpr (kStep % 2 == kStepK)
+        source.load_k(block, to, thread);
+      else
+        source.load_v(block, to, thread);
     }
     cp_async_fence();
   }
@@ -112,7 +119,7 @@ struct ForwardMainloopSm80 {
     using namespace cute;
     if constexpr (kStep % kStepsPerBarrier == 0) {
       cp_async_wait<kStages - 2 * kStepsPerBarrier>();
-      __syncthreads();  // the tiles are visible to every warp, and no warp still reads those of the steps before
+      sync();  // the tiles are visible to every warp, and no warp still reads those of the steps before
       for_each(make_int_sequence<kStepsPerBarrier>{},
                [&](auto i) { load_step<kStep + kStages - kStepsPerBarrier + i>(n_block); });
     }
@@ -140,9 +147,10 @@ struct ForwardMainloopSm80 {
     Tensor tScS = rows_and_columns(mma_thread.partition_C(cS));       // (row, column)
     Tensor rows_of_o = rows_and_columns(tOrO);                        // (row, head_dim)
 
-    const ScoreTile<ForwardParams> score_tile{params, tile, tile.m_block * kM, keys.lengths};
-    const bool drops = kEveryOption && params.dropout.active();
-    load_q();
+    const auto score_tile = source.scores(keys.lengths);
+    bool drops = false;
+    if constexpr (kEveryOption) drops = params.dropout.active();
+    source.load_q(sQ, thread);
     for_each(make_int_sequence<kStages - kStepsPerBarrier>{}, [&](auto step) { load_step<step>(0); });
 
     CUTE_NO_UNROLL
@@ -171,9 +179,11 @@ struct ForwardMainloopSm80 {
       if (softmax.fit(scores, factor)) [[unlikely]]
         scale_rows(rows_of_o, factor);
       KeptOf<decltype(tScS)> kept;
-      if (drops)
-        kept = kept.template of<Rows::kQueries>(params.dropout, tile.batch, tile.head, tScS, tile.m_block * kM,
-                                                keys.first + n_block * kN);
+      if constexpr (kEveryOption) {
+        if (drops)
+          kept = kept.template of<Rows::kQueries>(params.dropout, tile.batch, tile.head, tScS, tile.m_block * kM,
+                                                  keys.first + n_block * kN);
+      }
 
       Tensor sVt = make_tensor(make_smem_ptr(acquire<kStepV>(n_block)), SmemLayoutVt{});  // (head_dim, N)
       Tensor tOsV = copy_v_thread.partition_S(sVt);                                       // (copy, head_dim, k)

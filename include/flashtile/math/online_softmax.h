@@ -69,8 +69,8 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) row[r] = {top_of_quad(top_of_row(scores, r)) * scale_log2, 0};
   }
 
-  /// Raises references to fit `scores` (row, column). Where any moves, sets the factors of everything accumulated so
-  /// far and returns true, in all threads of the warp.
+  /// Raises the references of rows that `scores` (row, column) outgrow. Where any moves, sets the factors of everything
+  /// accumulated so far and returns true, in all threads of the warp. It depends on the row alone.
   template <class Scores>
   CUTE_DEVICE bool fit(Scores const& scores, float (&factor)[kRows]) {
     using namespace cute;
@@ -83,17 +83,20 @@ struct OnlineSoftmax {
     }
     if (!__any_sync(0xffffffff, outgrown)) [[likely]]
       return false;
-    raise(top, factor);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const float reference = top_of_quad(top[r]) * scale_log2;
+      factor[r] = reference > row[r].reference_log2 + kSlack ? row[r].rebase(reference) : 1.0f;
+    }
     return true;
   }
 
-  /// The same without asking.
+  /// Raises the reference of each row that holds a larger score.
   template <class Scores>
   CUTE_DEVICE void raise(Scores const& scores, float (&factor)[kRows]) {
-    float top[kRows];
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) top[r] = top_of_row(scores, r);
-    raise(top, factor);
+    for (int r = 0; r < kRows; ++r)
+      factor[r] = row[r].rebase(fmaxf(row[r].reference_log2, top_of_quad(top_of_row(scores, r)) * scale_log2));
   }
 
   /// scores ← 2^(scores − reference), added to the row sums. Takes few columns at a time: their sum is added as one,
@@ -153,11 +156,6 @@ struct OnlineSoftmax {
  private:
   /// A row that has seen nothing holds only −inf; any finite offset turns that into 0 rather than NaN.
   CUTE_DEVICE float offset(int r) const { return row[r].reference_log2 == -kInfinity ? 0.0f : row[r].reference_log2; }
-  CUTE_DEVICE void raise(float const (&top)[kRows], float (&factor)[kRows]) {
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r)
-      factor[r] = row[r].rebase(fmaxf(row[r].reference_log2, top_of_quad(top[r]) * scale_log2));
-  }
   template <class Scores>
   CUTE_DEVICE static float top_of_row(Scores const& scores, int r) {
     float top = scores(r, 0);
