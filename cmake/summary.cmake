@@ -1,10 +1,12 @@
 # What this configuration builds, for people.
 file(STRINGS ${CMAKE_CURRENT_SOURCE_DIR}/cpp/variants/forward.def forward_rows REGEX "^FORWARD")
 file(STRINGS ${CMAKE_CURRENT_SOURCE_DIR}/cpp/variants/backward.def backward_rows REGEX "^BACKWARD")
+file(STRINGS ${CMAKE_CURRENT_SOURCE_DIR}/cpp/variants/kvcache.def kvcache_rows REGEX "^KVCACHE")
 list(LENGTH forward_rows forward_count)
 list(LENGTH backward_rows backward_count)
+list(LENGTH kvcache_rows kvcache_count)
 message(STATUS "flashtile builds:")
-message(STATUS "  variants    ${forward_count} forward, ${backward_count} backward")
+message(STATUS "  variants    ${forward_count} forward, ${backward_count} backward, ${kvcache_count} kvcache")
 message(STATUS "  CPU         yes (${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}, ${CMAKE_BUILD_TYPE})")
 if(FLASHTILE_WITH_CUDA)
   message(STATUS "  CUDA        ${FLASHTILE_CUDA_ARCHITECTURES} (nvcc ${CMAKE_CUDA_COMPILER_VERSION})")

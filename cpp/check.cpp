@@ -1,99 +1,45 @@
 // Is it legal? Every rule of the contract about arguments stands here, and a call that keeps them all pays only for
 // comparisons of integers: messages are built when one is broken.
-#include <algorithm>
+#include "operand.h"
+
 #include <cmath>
-#include <initializer_list>
 
 #include "flashtile/flashtile.h"
-#include "message.h"
 
 namespace flashtile {
 namespace {
 
-using Size = std::int64_t;
-
-constexpr Size kSizeLimit = Size{1} << 30;  // what mask.h can add up in an int
-constexpr Size kHeadDimStep = 8;            // 16 bytes of the narrowest dtype
-constexpr Size kHeadDimLimit = 256;
-constexpr int kAlignment = 16;  // bytes that CUDA kernels read at a time
-
-/// A tensor with its name and the names of its sizes: enough to refuse it.
-struct Operand {
-  const char* function;
-  const char* name;
-  const char* sizes;
-  const TensorView& view;
-
-  template <class Error = InvalidArgument>
-  [[noreturn]] void refuse(const std::string& found, const std::string& expected) const {
-    flashtile::refuse<Error>(function, name, found, expected);
-  }
-  [[noreturn]] void refuse_shape(const std::string& expected) const {
-    refuse("has shape " + shape_string(view), expected);
-  }
-
-  const Operand& has_rank(int rank) const {
-    if (!view.given()) refuse<InvalidType>("is missing", std::string("a tensor ") + sizes);
-    if (view.rank != rank) refuse_shape(std::to_string(rank) + " dimensions = " + sizes);
-    return *this;
-  }
-
-  const Operand& has_shape(std::initializer_list<Size> expected) const {
-    has_rank(static_cast<int>(expected.size()));
-    if (!std::equal(expected.begin(), expected.end(), view.shape.begin()))
-      refuse_shape(shape_string(expected.begin(), view.rank) + " = " + sizes);
-    return *this;
-  }
-
-  const Operand& has_dtype(DType dtype, const char* why = "") const {
-    if (view.dtype != dtype)
-      refuse<InvalidType>(std::string("has dtype ") + name_of(view.dtype), std::string(name_of(dtype)) + why);
-    return *this;
-  }
-
-  const Operand& is_on(Device device) const {
-    if (view.device != device) refuse("is on " + name_of(view.device), name_of(device) + ", as q");
-    return *this;
-  }
-
-  /// Strides of sizes up to 1 mean nothing.
-  const Operand& has_contiguous_last_dimension() const {
-    const int last = view.rank - 1;
-    if (view.shape[last] > 1 && view.strides[last] != 1 && !view.empty())
-      refuse("has stride " + std::to_string(view.strides[last]) + " in its last dimension", "1");
-    return *this;
-  }
-
-  const Operand& is_contiguous() const {
-    if (!view.contiguous())
-      refuse("has strides " + shape_string(view.strides.data(), view.rank), "a contiguous tensor");
-    return *this;
-  }
-
-  const Operand& is_aligned() const {
-    if (view.device.type != DeviceType::kCuda || view.empty()) return *this;
-    if (reinterpret_cast<std::uintptr_t>(view.data) % kAlignment != 0)
-      refuse<Misaligned>("is at an address that is not a multiple of 16 bytes", "one on CUDA");
-    for (int i = 0; i < view.rank - 1; ++i)
-      if (view.shape[i] > 1 && view.strides[i] * bytes_of(view.dtype) % kAlignment != 0)
-        refuse<Misaligned>("has strides " + shape_string(view.strides.data(), view.rank),
-                           "multiples of 16 bytes on CUDA");
-    return *this;
-  }
-
-  /// What q, k, v, the output and their gradients have in common.
-  const Operand& is_matrix_like(const TensorView& q) const {
-    return has_dtype(q.dtype, ", as q").is_on(q.device).has_contiguous_last_dimension().is_aligned();
-  }
-};
-
-/// How the sizes are called.
-struct Names {
-  const char *q, *k, *v, *out, *lse;
-};
 constexpr Names kDenseNames{"(B, S_q, H_q, D)", "(B, S_k, H_k, D)", "(B, S_k, H_k, D_v)", "(B, S_q, H_q, D_v)",
                             "(B, H_q, S_q)"};
 constexpr Names kRaggedNames{"(T_q, H_q, D)", "(T_k, H_k, D)", "(T_k, H_k, D_v)", "(T_q, H_q, D_v)", "(H_q, T_q)"};
+
+void refuse_if_given(const char* function, const char* name, const TensorView& table) {
+  if (table.given()) refuse<InvalidArgument>(function, name, "is given", "none without cu_seqlens_q and cu_seqlens_k");
+}
+
+int window_distance(const char* function, const char* side, const std::optional<Size>& distance) {
+  if (!distance) return Band::kUnbounded;
+  if (*distance < 0)
+    refuse<InvalidArgument>(function, "window", std::string("has ") + side + " = " + std::to_string(*distance),
+                            "None or a distance of at least 0");
+  return static_cast<int>(std::min<Size>(*distance, Band::kUnbounded));
+}
+
+float finite(const char* function, const char* name, double value) {
+  const auto narrowed = static_cast<float>(value);
+  if (!std::isfinite(narrowed))
+    refuse<InvalidArgument>(function, name, "is " + number_string(value), "a finite float32 number");
+  return narrowed;
+}
+
+void check_sequences(const char* function, const ForwardTensors& t, const Problem& p) {
+  check_tables({function, "cu_seqlens_q", "(B + 1)", t.cu_seqlens_q}, {function, "seqused_q", "(B)", t.seqused_q},
+               "T_q", p.seqlen_q, p.batch, p.device);
+  check_tables({function, "cu_seqlens_k", "(B + 1)", t.cu_seqlens_k}, {function, "seqused_k", "(B)", t.seqused_k},
+               "T_k", p.seqlen_k, p.batch, p.device);
+}
+
+}  // namespace
 
 const Names& names_of(const Problem& p) {
   return p.ragged ? kRaggedNames : kDenseNames;
@@ -101,6 +47,11 @@ const Names& names_of(const Problem& p) {
 
 const Operand& has_rows(const Operand& operand, const Problem& p, Size rows, Size heads, Size width) {
   return p.ragged ? operand.has_shape({rows, heads, width}) : operand.has_shape({p.batch, rows, heads, width});
+}
+
+void check_floating(const Operand& q) {
+  if (q.view.dtype == DType::kInt32 || q.view.dtype == DType::kOther)
+    q.refuse<InvalidType>(std::string("has dtype ") + name_of(q.view.dtype), "float32, float16 or bfloat16");
 }
 
 void check_head_dim(const Operand& operand, const char* size_name) {
@@ -119,26 +70,19 @@ void check_heads(const Operand& q, const Operand& k, Size heads_q, Size heads_k)
   if (heads_k < 1) k.refuse_shape("at least one head");
   if (heads_q % heads_k != 0)
     q.refuse("has H_q = " + std::to_string(heads_q) + " heads",
-             "a multiple of H_k = " + std::to_string(heads_k) + " of k");
+             "a multiple of H_k = " + std::to_string(heads_k) + " of " + k.name);
 }
 
-/// A table of a ragged batch: `count` numbers.
 const int* check_table(const Operand& operand, Size count, Device device) {
   operand.has_shape({count}).has_dtype(DType::kInt32).is_on(device).is_contiguous();
   return static_cast<const int*>(operand.view.data);
 }
 
-std::string at_index(int value, int index) {
-  return "has " + std::to_string(value) + " at index " + std::to_string(index);
-}
-
-/// Where sequences begin and how many of their rows count, on one side. What tables on a GPU hold is not known here:
-/// kernels stay inside the tensors whatever it is.
 void check_tables(const Operand& begins_operand, const Operand& used_operand, const char* rows_name, int rows,
                   int batch, Device device) {
   const int* const begins = check_table(begins_operand, Size{batch} + 1, device);
   const int* const used = used_operand.view.given() ? check_table(used_operand, batch, device) : nullptr;
-  if (device.type != DeviceType::kCpu) return;
+  if (device.type != DeviceType::kCpu) return;  // not known here: kernels stay inside the tensors whatever it is
   if (begins[0] != 0) begins_operand.refuse(at_index(begins[0], 0), "0");
   for (int b = 0; b < batch; ++b) {
     const int first = begins[b], end = begins[b + 1];
@@ -150,23 +94,11 @@ void check_tables(const Operand& begins_operand, const Operand& used_operand, co
   }
 }
 
-void check_sequences(const char* function, const ForwardTensors& t, const Problem& p) {
-  check_tables({function, "cu_seqlens_q", "(B + 1)", t.cu_seqlens_q}, {function, "seqused_q", "(B)", t.seqused_q},
-               "T_q", p.seqlen_q, p.batch, p.device);
-  check_tables({function, "cu_seqlens_k", "(B + 1)", t.cu_seqlens_k}, {function, "seqused_k", "(B)", t.seqused_k},
-               "T_k", p.seqlen_k, p.batch, p.device);
-}
-
-/// B of a ragged batch, of which only cu_seqlens_q tells.
 Size batch_of(const Operand& begins) {
   begins.has_rank(1);
   const Size count = begins.view.shape[0];
   if (count < 1 || count > kSizeLimit) begins.refuse_shape("from 1 to 2^30 numbers = (B + 1)");
   return count - 1;
-}
-
-void refuse_if_given(const char* function, const char* name, const TensorView& table) {
-  if (table.given()) refuse<InvalidArgument>(function, name, "is given", "none without cu_seqlens_q and cu_seqlens_k");
 }
 
 void check_alibi_slopes(const char* function, const TensorView& slopes, const Problem& p) {
@@ -189,28 +121,21 @@ void check_lse(const char* function, const char* name, const TensorView& lse, co
   operand.has_dtype(DType::kFloat32).is_on(p.device).is_contiguous();
 }
 
-void check_out(const char* function, const char* name, const TensorView& out, const ForwardTensors& t,
-               const Problem& p) {
+void check_out(const char* function, const char* name, const TensorView& out, const TensorView& q, const Problem& p) {
   const Operand operand{function, name, names_of(p).out, out};
-  has_rows(operand, p, p.seqlen_q, p.heads_q, p.head_dim_v).is_matrix_like(t.q);
+  has_rows(operand, p, p.seqlen_q, p.heads_q, p.head_dim_v).is_matrix_like(q);
 }
 
-int window_distance(const char* function, const char* side, const std::optional<Size>& distance) {
-  if (!distance) return Band::kUnbounded;
-  if (*distance < 0)
-    refuse<InvalidArgument>(function, "window", std::string("has ") + side + " = " + std::to_string(*distance),
-                            "None or a distance of at least 0");
-  return static_cast<int>(std::min<Size>(*distance, Band::kUnbounded));
+void check_options(const char* function, const Options& options, Problem& problem) {
+  problem.band = {window_distance(function, "left", options.window_left),
+                  window_distance(function, "right", options.window_right)};
+  if (options.causal) problem.band = problem.band.intersect(Band::causal());
+  problem.scale = options.scale ? finite(function, "scale", *options.scale)
+                                : 1.0f / std::sqrt(static_cast<float>(problem.head_dim));
+  problem.softcap = finite(function, "softcap", options.softcap);
+  if (problem.softcap < 0)
+    refuse<InvalidArgument>(function, "softcap", "is " + number_string(options.softcap), "a number of at least 0");
 }
-
-float finite(const char* function, const char* name, double value) {
-  const auto narrowed = static_cast<float>(value);
-  if (!std::isfinite(narrowed))
-    refuse<InvalidArgument>(function, name, "is " + number_string(value), "a finite float32 number");
-  return narrowed;
-}
-
-}  // namespace
 
 Problem check_forward(const char* function, const ForwardTensors& t, const Options& options) {
   Problem problem;
@@ -223,8 +148,7 @@ Problem check_forward(const char* function, const ForwardTensors& t, const Optio
   q.has_rank(rows + 3);
   k.has_rank(rows + 3);
   v.has_rank(rows + 3);
-  if (t.q.dtype == DType::kInt32 || t.q.dtype == DType::kOther)
-    q.refuse<InvalidType>(std::string("has dtype ") + name_of(t.q.dtype), "float32, float16 or bfloat16");
+  check_floating(q);
 
   const Size seqlen_q = t.q.shape[rows], seqlen_k = t.k.shape[rows];
   const Size heads_q = t.q.shape[rows + 1], heads_k = t.k.shape[rows + 1];
@@ -257,17 +181,9 @@ Problem check_forward(const char* function, const ForwardTensors& t, const Optio
   }
   if (t.alibi_slopes.given()) check_alibi_slopes(function, t.alibi_slopes, problem);
   if (t.sinks.given()) check_per_head(function, "sinks", t.sinks, problem);
-  if (t.out.given()) check_out(function, "out", t.out, t, problem);
+  if (t.out.given()) check_out(function, "out", t.out, t.q, problem);
   if (t.lse.given()) check_lse(function, "lse", t.lse, problem);
-
-  problem.band = {window_distance(function, "left", options.window_left),
-                  window_distance(function, "right", options.window_right)};
-  if (options.causal) problem.band = problem.band.intersect(Band::causal());
-  problem.scale =
-      options.scale ? finite(function, "scale", *options.scale) : 1.0f / std::sqrt(static_cast<float>(head_dim));
-  problem.softcap = finite(function, "softcap", options.softcap);
-  if (problem.softcap < 0)
-    refuse<InvalidArgument>(function, "softcap", "is " + number_string(options.softcap), "a number of at least 0");
+  check_options(function, options, problem);
   if (!(options.dropout_p >= 0 && options.dropout_p < 1))
     refuse<InvalidArgument>(function, "dropout_p", "is " + number_string(options.dropout_p),
                             "a probability of at least 0 and below 1");
@@ -282,9 +198,9 @@ Problem check_backward(const char* function, const BackwardTensors& t, const Opt
   const Problem problem = check_forward(function, t.forward, options);
   const ForwardTensors& f = t.forward;
   const Names& names = names_of(problem);
-  check_out(function, "out", f.out, f, problem);
+  check_out(function, "out", f.out, f.q, problem);
   check_lse(function, "lse", f.lse, problem);
-  check_out(function, "dout", t.dout, f, problem);
+  check_out(function, "dout", t.dout, f.q, problem);
   if (t.dlse.given()) check_lse(function, "dlse", t.dlse, problem);
 
   const auto check_gradient = [&](const char* name, const char* sizes, const TensorView& gradient,

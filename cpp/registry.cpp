@@ -12,24 +12,32 @@
 #define FLASHTILE_JOIN(a, b) FLASHTILE_JOIN_(a, b)
 #define FLASHTILE_LAUNCH_FORWARD(...) FLASHTILE_JOIN(launch_forward_, FLASHTILE_NAME(__VA_ARGS__))
 #define FLASHTILE_LAUNCH_BACKWARD(...) FLASHTILE_JOIN(launch_backward_, FLASHTILE_NAME(__VA_ARGS__))
+#define FLASHTILE_LAUNCH_KVCACHE(...) FLASHTILE_JOIN(launch_kvcache_, FLASHTILE_NAME(__VA_ARGS__))
 
 // What to declare and what to list, by the first column.
 #define FLASHTILE_DECLARE_FORWARD_cpu(...)
 #define FLASHTILE_DECLARE_BACKWARD_cpu(...)
+#define FLASHTILE_DECLARE_KVCACHE_cpu(...)
 #define FLASHTILE_FORWARD_cpu(...) &cpu::run_forward
 #define FLASHTILE_BACKWARD_cpu(...) &cpu::run_backward
+#define FLASHTILE_KVCACHE_cpu(...) &cpu::run_kvcache
 #ifdef FLASHTILE_WITH_CUDA
 #define FLASHTILE_DECLARE_FORWARD_sm80(...) \
   void FLASHTILE_LAUNCH_FORWARD(__VA_ARGS__)(const ForwardPlan&, const ForwardTensors&, void* workspace, Stream);
 #define FLASHTILE_DECLARE_BACKWARD_sm80(...) \
   void FLASHTILE_LAUNCH_BACKWARD(__VA_ARGS__)(const BackwardPlan&, const BackwardTensors&, void* workspace, Stream);
+#define FLASHTILE_DECLARE_KVCACHE_sm80(...) \
+  void FLASHTILE_LAUNCH_KVCACHE(__VA_ARGS__)(const KvcachePlan&, const KvcacheTensors&, void* workspace, Stream);
 #define FLASHTILE_FORWARD_sm80(...) &FLASHTILE_LAUNCH_FORWARD(__VA_ARGS__)
 #define FLASHTILE_BACKWARD_sm80(...) &FLASHTILE_LAUNCH_BACKWARD(__VA_ARGS__)
+#define FLASHTILE_KVCACHE_sm80(...) &FLASHTILE_LAUNCH_KVCACHE(__VA_ARGS__)
 #else
 #define FLASHTILE_DECLARE_FORWARD_sm80(...)
 #define FLASHTILE_DECLARE_BACKWARD_sm80(...)
+#define FLASHTILE_DECLARE_KVCACHE_sm80(...)
 #define FLASHTILE_FORWARD_sm80(...) nullptr
 #define FLASHTILE_BACKWARD_sm80(...) nullptr
+#define FLASHTILE_KVCACHE_sm80(...) nullptr
 #endif
 #define FLASHTILE_DECLARE_FORWARD_sm90(...) FLASHTILE_DECLARE_FORWARD_sm80(__VA_ARGS__)
 #define FLASHTILE_DECLARE_BACKWARD_sm90(...) FLASHTILE_DECLARE_BACKWARD_sm80(__VA_ARGS__)
@@ -44,6 +52,9 @@ namespace flashtile {
 #define BACKWARD(arch, ...) FLASHTILE_DECLARE_BACKWARD_##arch(arch, __VA_ARGS__)
 #include "variants/backward.def"
 #undef BACKWARD
+#define KVCACHE(arch, ...) FLASHTILE_DECLARE_KVCACHE_##arch(arch, __VA_ARGS__)
+#include "variants/kvcache.def"
+#undef KVCACHE
 
 namespace {
 
@@ -63,6 +74,13 @@ constexpr auto kBackwardRows = std::to_array<BackwardRow>({
 #undef BACKWARD
 });
 
+constexpr auto kKvcacheRows = std::to_array<KvcacheRow>({
+#define KVCACHE(arch, dtype, ...) \
+  {{table::arch, table::dtype, __VA_ARGS__}, FLASHTILE_KVCACHE_##arch(arch, dtype, __VA_ARGS__)},
+#include "variants/kvcache.def"
+#undef KVCACHE
+});
+
 }  // namespace
 
 std::span<const ForwardRow> forward_rows() {
@@ -71,6 +89,10 @@ std::span<const ForwardRow> forward_rows() {
 
 std::span<const BackwardRow> backward_rows() {
   return kBackwardRows;
+}
+
+std::span<const KvcacheRow> kvcache_rows() {
+  return kKvcacheRows;
 }
 
 }  // namespace flashtile

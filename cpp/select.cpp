@@ -54,6 +54,10 @@ int shared_memory(const BackwardRow& row) {
   return row.variant.arch == Arch::kCpu ? 0 : backward_shared_memory(row.variant);
 }
 
+int shared_memory(const KvcacheRow& row) {
+  return row.variant.arch == Arch::kCpu ? 0 : kvcache_shared_memory(row.variant);
+}
+
 /// Keys that a tile is multiplied with, on average: those that its queries see, and what its edges waste.
 double keys_per_tile(const Variant& v, const Problem& p, HeadPacking packing) {
   const double all = (p.seqlen_k + v.tile_n - 1) / v.tile_n * v.tile_n;
@@ -108,6 +112,20 @@ Estimate estimate(const BackwardRow& row, const Problem& p) {
   return {queries * (v.tile_m == 80 ? 0.945 : 1), {}};
 }
 
+/// Rows of a sequence over a cache: all heads of a group stand side by side.
+std::int64_t rows_of_sequence(const Problem& p) {
+  return std::int64_t{p.seqlen_q} * p.group();
+}
+
+/// Estimated time of one KV head's tiles, in tiles of 16 rows, which take as long as their keys take to read. Of 64
+/// rows each takes longer, of matmuls (docs/performance.md).
+Estimate estimate(const KvcacheRow& row, const Problem& p) {
+  const Variant& v = row.variant;
+  if (v.arch == Arch::kCpu) return {};
+  const auto tiles = static_cast<double>(std::max<std::int64_t>((rows_of_sequence(p) + v.tile_m - 1) / v.tile_m, 1));
+  return {tiles * (v.tile_m == 16 ? 1 : 2.2), {}};
+}
+
 template <class Row>
 struct Choice {
   const Row* row = nullptr;
@@ -126,6 +144,10 @@ bool asks_for_more(const BackwardRow& row, const Problem& p) {
          (v.arch == Arch::kSm90 && !v.two_passes() && p.softcap > 0);
 }
 
+bool asks_for_more(const KvcacheRow&, const Problem&) {
+  return false;
+}
+
 template <class Row>
 bool serves(const Row& row, const Problem& p) {
   const Variant& v = row.variant;
@@ -139,8 +161,11 @@ Arch gpu_arch(std::span<const Row> rows, const DeviceInfo& device, const Problem
   return device.compute_capability == 90 && std::ranges::any_of(rows, on_hopper) ? Arch::kSm90 : Arch::kSm80;
 }
 
-template <class Row>
-Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<const Row> rows) {
+/// Of the rows that `suits` lets pass.
+template <class Row, class Suits = bool (*)(const Row&)>
+Choice<Row> choose(
+    const Problem& problem, const DeviceInfo& device, std::span<const Row> rows,
+    const Suits& suits = [](const Row&) { return true; }) {
   const Problem estimated = problem.dense();
   const bool on_cpu = problem.device.type == DeviceType::kCpu;
   if (!on_cpu && device.compute_capability < kOldestComputeCapability) refuse_device(device);
@@ -148,7 +173,7 @@ Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<c
   Choice<Row> best{.why = kNarrowest};
   for (const Row& row : rows) {
     const Variant& v = row.variant;
-    if (v.arch != arch || v.dtype != problem.dtype || !serves(row, problem)) continue;
+    if (v.arch != arch || v.dtype != problem.dtype || !serves(row, problem) || !suits(row)) continue;
     if (best.row && (v.head_dim != best.row->variant.head_dim || v.head_dim_v != best.row->variant.head_dim_v)) break;
     if (shared_memory(row) > device.max_shared_memory) {
       best.why = kSmallerTile;
@@ -246,6 +271,75 @@ int blocks_of_section(const Problem& p, const Variant& v, const DeviceInfo& devi
   return at_a_time * (v.one_pass() ? 1 : p.group());
 }
 
+/// A dense batch about as large, of caches that are full.
+Problem full_caches(const Problem& problem) {
+  Problem p = problem.dense();
+  p.seqlen_k = problem.seqlen_k;
+  return p;
+}
+
+void select_on_cpu(KvcachePlan& plan, const DeviceInfo& device) {
+  const Problem& p = plan.problem;
+  plan.tiles = p.heads_q * p.places_q(plan.variant.tile_m);
+  plan.grid = threads_for(plan.tiles, forward_cost(full_caches(p)), device);
+  plan.workspace_bytes = cpu::kvcache_workspace_bytes(plan.cache, plan.variant, plan.grid);
+}
+
+/// Tiles of rows of all sequences, at the most.
+std::int64_t tiles_of_cache(const Problem& p, const Variant& v) {
+  const std::int64_t rows = rows_of_sequence(p);
+  if (p.ragged) return rows / v.tile_m + std::max(p.batch, 1);
+  return p.batch * ((rows + v.tile_m - 1) / v.tile_m);
+}
+
+/// Thread blocks for as many teams as fit on the GPU at a time; fewer where each would have too little to do.
+void select_on_gpu(KvcachePlan& plan, const DeviceInfo& device) {
+  constexpr int kKeysOfSplit = 1024;
+  constexpr std::int64_t kRoomForSplits = 256 << 20;  // bytes
+  constexpr std::int64_t kSmallCache = 200 << 20;     // bytes
+  constexpr int kRowsOfFewTiles = 16, kFewestKeys = 512;
+  const Problem& p = plan.problem;
+  const Variant& v = plan.variant;
+  const auto parts = [](std::int64_t keys, std::int64_t of) { return (keys + of - 1) / of; };
+  const int keys_of_item = groups_of(v) * v.tile_n;
+  const std::int64_t tiles = tiles_of_cache(p, v);
+  const std::int64_t items = tiles * std::max<std::int64_t>(parts(p.seqlen_k, keys_of_item), 1);
+  countable("q", items, "items (tiles of rows × blocks of keys)");
+  countable("q", parts(rows_of_sequence(p), v.tile_m) * v.tile_m, "rows (queries × heads of a group, in whole tiles)");
+  const std::int64_t new_rows = p.ragged ? plan.cache.seqlen_new : std::int64_t{p.batch} * plan.cache.seqlen_new;
+  countable("k_new", new_rows + plan.cache.queries(), "rows, with those of q");
+  const std::int64_t place_bytes = kvcache_place_bytes(v) * p.heads_k;
+
+  plan.num_splits = static_cast<int>(std::min(std::int64_t{plan.cache.num_splits}, parts(p.seqlen_k, keys_of_item)));
+  plan.keys_of_split = plan.cache.batch_invariant ? kKeysOfSplit : 0;
+  const std::int64_t splits = plan.num_splits > 0          ? plan.num_splits
+                              : plan.cache.batch_invariant ? parts(p.seqlen_k, kKeysOfSplit)
+                                                           : 0;
+  plan.splits_apart = splits > 1 && tiles * splits * place_bytes <= kRoomForSplits;
+
+  const int at_a_time =
+      device.multiprocessors * std::clamp((device.max_shared_memory + 1024) / (plan.shared_memory + 1024), 1, 2);
+  const std::int64_t shares = plan.splits_apart ? tiles * splits
+                              : splits > 0      ? tiles
+                              : v.tile_m <= kRowsOfFewTiles
+                                  ? items
+                                  : tiles * std::max<std::int64_t>(parts(p.seqlen_k, kFewestKeys), 1);
+  plan.teams =
+      static_cast<int>(std::clamp<std::int64_t>(std::min<std::int64_t>(at_a_time / p.heads_k, shares), 1, at_a_time));
+  plan.partials = plan.splits_apart ? static_cast<int>(tiles * splits)
+                  : splits > 0      ? (splits > 1 ? plan.teams : 0)  // what a team has so far
+                                    : 2 * plan.teams;                // what it begins with, and what it ends with
+  // 3 to 7 % faster where a cache is small, 2 to 4 % slower where it is large (docs/performance.md).
+  const std::int64_t row_bytes = std::int64_t{p.heads_k} * (p.head_dim + p.head_dim_v) * bytes_of(p.dtype);
+  plan.passes_by = tiles <= p.batch && std::int64_t{p.batch} * p.seqlen_k * row_bytes <= kSmallCache;
+  plan.tiles = p.heads_k * tiles;
+  plan.grid = plan.cache.queries() == 0 ? 0 : plan.teams * p.heads_k;
+  plan.rotated_at = parts(plan.partials * place_bytes, 16) * 16;
+  plan.workspace_bytes = plan.rotated_at;
+  if (plan.cache.rotary_dim > 0)
+    plan.workspace_bytes += plan.cache.queries() * p.heads_q * p.head_dim * bytes_of(p.dtype);
+}
+
 constexpr const char* kTiles = "tiles (batch × heads × blocks of rows)";
 
 }  // namespace
@@ -305,6 +399,24 @@ BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
   }
   plan.why = choice.why;
   plan.run = row.run;
+  return plan;
+}
+
+KvcachePlan select_kvcache(const KvcacheProblem& problem, const DeviceInfo& device) {
+  // Only where warps go through keys of their own can one block have several splits.
+  const bool splits = problem.num_splits > 0 || problem.batch_invariant;
+  const auto suits = [&](const KvcacheRow& row) {
+    return !splits || row.variant.arch == Arch::kCpu || groups_of(row.variant) > 1;
+  };
+  const auto choice = choose(problem.problem, device, kvcache_rows(), suits);
+  KvcachePlan plan;
+  plan.problem = problem.problem;
+  plan.cache = problem;
+  plan.variant = choice.row->variant;
+  plan.shared_memory = shared_memory(*choice.row);
+  plan.why = choice.why;
+  plan.run = choice.row->run;
+  problem.problem.device.type == DeviceType::kCpu ? select_on_cpu(plan, device) : select_on_gpu(plan, device);
   return plan;
 }
 

@@ -5,16 +5,19 @@
 #include <cstdint>
 #include <span>
 
+#include "flashtile/kvcache.h"
 #include "flashtile/plan.h"
 
 namespace flashtile::cpu {
 
 void run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace, Stream stream);
 void run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace, Stream stream);
+void run_kvcache(const KvcachePlan& plan, const KvcacheTensors& tensors, void* workspace, Stream stream);
 
 /// Memory that a run on `threads` threads needs, in all.
 std::int64_t forward_workspace_bytes(const Problem& problem, const Variant& variant, int threads);
 std::int64_t backward_workspace_bytes(const Problem& problem, const Variant& variant, int threads);
+std::int64_t kvcache_workspace_bytes(const KvcacheProblem& problem, const Variant& variant, int threads);
 
 enum class InstructionSet : std::uint8_t { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
 

@@ -2,6 +2,7 @@
 // that hands it out.
 #include "backward_tile.h"
 #include "forward_tile.h"
+#include "rotate.h"
 
 namespace flashtile::cpu {
 namespace {
@@ -10,6 +11,7 @@ template <class T>
 constexpr Kernels kKernels{.forward_begin = forward_begin<T>,
                            .forward_tile = forward_tile<T>,
                            .forward_end = forward_end<T>,
+                           .rotate = rotate<T>,
                            .load_queries = load_queries<T>,
                            .load_keys = load_keys<T>,
                            .backward_tile = backward_tile<T>,

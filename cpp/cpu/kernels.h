@@ -19,6 +19,8 @@ inline constexpr int kLanePadding = 16;
 struct HeadRows {
   void* data;
   std::int64_t stride;  // from row to row, in elements
+  // Of keys and values that lie apart, where each row begins, in elements: instead of the stride.
+  const std::int64_t* starts = nullptr;
 };
 
 /// How a raw score becomes a logit in the log2 domain: ScoreMap as plain data, and one head's ALiBi slope.
@@ -114,11 +116,23 @@ struct BackwardTile {
   BackwardBuffers buffers;
 };
 
+/// Rotary embedding (RoFormer, Su et al. 2021) at one position.
+struct Rotation {
+  const void* cos;  // (pairs)
+  const void* sin;
+  int pairs;         // at most kMostPairs
+  bool interleaved;  // pairs are neighbours; else element i and element i + pairs
+};
+inline constexpr int kMostPairs = 128;
+
 /// The tile arithmetic for one dtype on one instruction set.
 struct Kernels {
   void (*forward_begin)(const ForwardBlock&);
   void (*forward_tile)(const ForwardBlock&, const Tile&, HeadRows k, HeadRows v);
   void (*forward_end)(const ForwardBlock&);
+
+  /// The elements of `pairs` pairs, in float32 and rounded once; `target` may be `source`.
+  void (*rotate)(void* target, const void* source, const Rotation&);
 
   void (*load_queries)(const Sizes&, const BackwardBuffers&, int queries, HeadRows q, HeadRows dout);
   void (*load_keys)(const Sizes&, const BackwardBuffers&, int keys, HeadRows k, HeadRows v);

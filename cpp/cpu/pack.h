@@ -90,7 +90,8 @@ void load_rows(float* target, HeadRows source, int rows, int width, int padded_r
   for (int row = 0; row < padded_rows; ++row, target += stride) {
     const bool real = row < rows;
     if (real) {
-      const T* const from = static_cast<const T*>(source.data) + row * source.stride;
+      const T* const from =
+          static_cast<const T*>(source.data) + (source.starts == nullptr ? row * source.stride : source.starts[row]);
       if constexpr (kProduct == Product::kPairs) {
         std::memcpy(target, from, static_cast<std::size_t>(width) * sizeof(T));
       } else {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "flashtile/error.h"
+#include "flashtile/kvcache.h"
 #include "flashtile/plan.h"
 #include "flashtile/problem.h"
 #include "flashtile/registry.h"

@@ -3,6 +3,7 @@
 
 #include <span>
 
+#include "flashtile/kvcache.h"
 #include "flashtile/plan.h"
 
 namespace flashtile {
@@ -15,8 +16,13 @@ struct BackwardRow {
   Variant variant;
   BackwardKernel run;
 };
+struct KvcacheRow {
+  Variant variant;
+  KvcacheKernel run;
+};
 
 std::span<const ForwardRow> forward_rows();
 std::span<const BackwardRow> backward_rows();
+std::span<const KvcacheRow> kvcache_rows();
 
 }  // namespace flashtile

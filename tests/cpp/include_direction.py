@@ -14,7 +14,8 @@ from pathlib import Path
 # include/flashtile or one of its headers.
 LEVELS = [
     {"macros", "error", "cuda_error", "driver", "tensor_view"},
-    {"variant", "sequence", "barrier"},
+    {"divisor"},
+    {"variant", "sequence", "cache", "barrier"},
     {"math"},
     {"scheduler"},
     {"tensor_map"},
@@ -22,8 +23,10 @@ LEVELS = [
     {"problem"},
     {"workspace"},
     {"plan"},
-    {"registry", "order_tiles", "launch"},
+    {"kvcache"},
+    {"registry", "order_tiles", "launch", "append"},
     {"flashtile", "params"},
+    {"kvcache_params"},
     {"mainloop", "epilogue"},
     {"kernel"},
 ]
@@ -32,7 +35,7 @@ LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 NEIGHBOURS = {("cuda_error", "error"), ("driver", "cuda_error")}
 # Who besides the library itself may include what: (folder, pattern of allowed project includes).
 USERS = [
-    ("python/bindings", r"flashtile/(flashtile|error|plan|problem|registry|tensor_view|variant)\.h"),
+    ("python/bindings", r"flashtile/(flashtile|error|kvcache|plan|problem|registry|tensor_view|variant)\.h"),
     ("cpp/cpu", r"flashtile/(?!kernel/|mainloop/|epilogue/|scheduler/).*"),
 ]
 

@@ -112,6 +112,8 @@ TEST(Registry, KernelsAreThereAsTheBuildSays) {
     EXPECT_EQ(row.run != nullptr, row.variant.arch == Arch::kCpu || built_with_cuda()) << name_of(row.variant);
   for (const BackwardRow& row : backward_rows())
     EXPECT_EQ(row.run != nullptr, row.variant.arch == Arch::kCpu || built_with_cuda()) << name_of(row.variant);
+  for (const KvcacheRow& row : kvcache_rows())
+    EXPECT_EQ(row.run != nullptr, row.variant.arch == Arch::kCpu || built_with_cuda()) << name_of(row.variant);
 }
 
 TEST(Registry, NamesSayEveryField) {
@@ -239,6 +241,24 @@ TEST(Select, SmallWorkWakesFewThreads) {
   EXPECT_EQ(tiny.grid, 1);
   const ForwardPlan large = select_forward(problem_on(device, DType::kFloat32, 128, 128, 4096), device);
   EXPECT_EQ(large.grid, 64);
+}
+
+TEST(Select, CachesOnTheCpuCountAsFull) {
+  KvcacheProblem cache;
+  cache.problem = problem_on(cpu(), DType::kFloat32, 64, 64, 1);
+  const auto grid = [&](int capacity) {
+    cache.problem.seqlen_k = capacity;
+    const KvcachePlan plan = select_kvcache(cache, cpu());
+    EXPECT_EQ(plan.tiles, 2 * 8);
+    EXPECT_NE(plan.run, nullptr);
+    return plan.grid;
+  };
+  EXPECT_EQ(grid(16), 1);
+  EXPECT_EQ(grid(8192), 4);
+  cache.problem.ragged = true;
+  cache.problem.batch = 500;
+  cache.problem.seqlen_q = 500;
+  EXPECT_EQ(select_kvcache(cache, cpu()).grid, 4);
 }
 
 TEST(Select, RaggedBatchesOnTheCpuHavePlacesForEveryTile) {

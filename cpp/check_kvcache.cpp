@@ -1,0 +1,228 @@
+// Is a call on a cache legal? The rules that it has of its own; those of every attention are in check.cpp.
+#include <vector>
+
+#include "flashtile/kvcache.h"
+#include "operand.h"
+
+namespace flashtile {
+namespace {
+
+constexpr Size kRotaryStep = 16;  // of R: 16 bytes of each table's row
+
+const int* data_of(const TensorView& table) {
+  return static_cast<const int*>(table.data);
+}
+
+/// Sizes of the cache; the number of pages that a sequence has is the block table's.
+void check_cache(const Operand& k, const Operand& block_table, const Operand& cache_batch_idx, KvcacheProblem& cache) {
+  const Problem& p = cache.problem;
+  const bool paged = block_table.view.given(), indexed = cache_batch_idx.view.given();
+  if (paged && indexed) cache_batch_idx.refuse("is given", "none with a block_table");
+  const Size pages = k.view.shape[0], page_size = k.view.shape[1];
+  Size of_sequence = 1;
+  if (paged) {
+    block_table.has_rank(2);
+    of_sequence = block_table.view.shape[1];
+    block_table.has_shape({p.batch, of_sequence}).has_dtype(DType::kInt32).is_on(p.device);
+    block_table.has_contiguous_last_dimension();
+    if (page_size < 1) k.refuse_shape("pages of at least one row");
+    if (of_sequence >= kSizeLimit || of_sequence * page_size >= kSizeLimit)
+      block_table.refuse_shape("fewer than 2^30 rows in the pages of a sequence, of " + std::to_string(page_size));
+  } else if (indexed) {
+    check_table(cache_batch_idx, p.batch, p.device);
+  } else if (pages < p.batch) {
+    k.refuse_shape("B_cache of at least B = " + std::to_string(p.batch) + " without cache_batch_idx");
+  }
+  cache.pages = static_cast<int>(pages);
+  cache.page_size = static_cast<int>(page_size);
+  cache.of_sequence = static_cast<int>(of_sequence);
+  cache.problem.seqlen_k = pages == 0 ? 0 : static_cast<int>(of_sequence * page_size);  // no page: room for nothing
+}
+
+void check_new_rows(const Operand& k, const Operand& v, const TensorView& q, KvcacheProblem& cache) {
+  if (!k.view.given() && !v.view.given()) return;
+  if (!v.view.given()) v.refuse("is missing", "a tensor, as k_new is given");
+  if (!k.view.given()) k.refuse("is missing", "a tensor, as v_new is given");
+  const Problem& p = cache.problem;
+  k.has_rank(p.ragged ? 3 : 4);
+  const Size rows = p.ragged ? p.seqlen_q : k.view.shape[1];
+  has_rows(k, p, rows, p.heads_k, p.head_dim).is_matrix_like(q);
+  has_rows(v, p, rows, p.heads_k, p.head_dim_v).is_matrix_like(q);
+  check_sizes(k);
+  cache.appends = true;
+  cache.seqlen_new = static_cast<int>(rows);
+}
+
+void check_rotary(const Operand& cos, const Operand& sin, const TensorView& q, KvcacheProblem& cache) {
+  if (!cos.view.given() && !sin.view.given()) return;
+  if (!sin.view.given()) sin.refuse("is missing", "a tensor, as rotary_cos is given");
+  if (!cos.view.given()) cos.refuse("is missing", "a tensor, as rotary_sin is given");
+  cos.has_rank(2).is_matrix_like(q);
+  const Size positions = cos.view.shape[0], dim = 2 * cos.view.shape[1];
+  if (dim % kRotaryStep != 0 || dim < kRotaryStep || dim > cache.problem.head_dim)
+    cos.refuse_shape("R to be a multiple of 16 from 16 to D = " + std::to_string(cache.problem.head_dim));
+  if (positions < 1) cos.refuse_shape("at least one position");
+  check_sizes(cos);
+  sin.has_shape({positions, dim / 2}).is_matrix_like(q);
+  cache.rotary_dim = static_cast<int>(dim);
+  cache.rotary_rows = static_cast<int>(positions);
+}
+
+/// What tables on the CPU hold. On a GPU it is not known here: kernels stay inside the tensors whatever it is.
+class Values {
+ public:
+  Values(const char* function, const KvcacheTensors& tensors, const KvcacheProblem& cache)
+      : function_(function), t_(tensors), cache_(cache), queries_(cache.queries(tensors)), rows_(cache.rows(tensors)) {}
+
+  void check() const {
+    for (int b = 0; b < cache_.problem.batch; ++b) {
+      check_lengths(b);
+      if (t_.block_table.given()) check_pages(b);
+      if (cache_.rotary_dim > 0) check_positions(b);
+    }
+    if (t_.cache_batch_idx.given()) check_entries();
+  }
+
+ private:
+  Operand operand(const char* name, const TensorView& view) const { return {function_, name, "", view}; }
+
+  int added_to(int b) const {
+    if (!cache_.appends) return 0;
+    return cache_.problem.ragged ? queries_.at(b).used : cache_.seqlen_new;
+  }
+
+  void check_lengths(int b) const {
+    const int held = data_of(t_.cache_seqlens)[b], added = added_to(b), capacity = cache_.problem.seqlen_k;
+    if (held < 0 || held > capacity)
+      operand("cache_seqlens", t_.cache_seqlens)
+          .refuse(at_index(held, b), "from 0 to " + std::to_string(capacity) + ", what a sequence has room for");
+    if (added > capacity - held)
+      operand("k_new", t_.k_new)
+          .refuse("has " + std::to_string(added) + " rows for the sequence at index " + std::to_string(b),
+                  "at most " + std::to_string(capacity - held) + ", what cache_seqlens = " + std::to_string(held) +
+                      " leaves of room for " + std::to_string(capacity));
+    if (!t_.leftpad.given()) return;
+    const int skipped = data_of(t_.leftpad)[b];
+    if (skipped < 0 || skipped > held + added)
+      operand("leftpad", t_.leftpad)
+          .refuse(at_index(skipped, b), "from 0 to the sequence's length " + std::to_string(held + added));
+  }
+
+  /// Those that hold rows that count.
+  void check_pages(int b) const {
+    const CachedRows::Rows rows = rows_.at(b);
+    const int* const table = data_of(t_.block_table) + b * t_.block_table.strides[0];
+    const int first = std::min(rows.begin, rows.held);
+    if (rows.end == first) return;
+    for (int i = first / cache_.page_size; i <= (rows.end - 1) / cache_.page_size; ++i)
+      if (table[i] < 0 || table[i] >= cache_.pages)
+        operand("block_table", t_.block_table)
+            .refuse(
+                "has " + std::to_string(table[i]) + " at index (" + std::to_string(b) + ", " + std::to_string(i) + ")",
+                "from 0 to " + std::to_string(cache_.pages - 1) + ", a page of k_cache");
+  }
+
+  /// Of rows that are rotated the last is the sequence's last. A query before its first sees no key under a causal
+  /// mask, and may have any position.
+  void check_positions(int b) const {
+    const int queries = queries_.at(b).used, end = rows_.at(b).end;
+    if (queries == 0 && added_to(b) == 0) return;
+    if (end > cache_.rotary_rows)
+      operand("rotary_cos", t_.rotary_cos)
+          .refuse_shape("at least " + std::to_string(end) + " positions, as the sequence at index " +
+                        std::to_string(b) + " has");
+    if (queries > end && cache_.problem.band.right > 0)
+      operand("q", t_.q).refuse(
+          "has " + std::to_string(queries) + " rows for the sequence at index " + std::to_string(b),
+          "at most " + std::to_string(end) + ", its keys, to rotate them without causal");
+  }
+
+  void check_entries() const {
+    const Operand entries = operand("cache_batch_idx", t_.cache_batch_idx);
+    std::vector<bool> taken(static_cast<std::size_t>(cache_.pages));
+    for (int b = 0; b < cache_.problem.batch; ++b) {
+      const int entry = data_of(t_.cache_batch_idx)[b];
+      if (entry < 0 || entry >= cache_.pages)
+        entries.refuse(at_index(entry, b), "from 0 to " + std::to_string(cache_.pages - 1) + ", an entry of k_cache");
+      if (taken[entry] && cache_.appends)
+        entries.refuse(at_index(entry, b), "another entry for each sequence where k_new is written");
+      taken[entry] = true;
+    }
+  }
+
+  const char* function_;
+  const KvcacheTensors& t_;
+  const KvcacheProblem& cache_;
+  Spans queries_;
+  CachedRows rows_;
+};
+
+}  // namespace
+
+KvcacheProblem check_kvcache(const char* function, const KvcacheTensors& t, const KvcacheOptions& options) {
+  KvcacheProblem cache;
+  Problem& p = cache.problem;
+  p.ragged = t.cu_seqlens_q.given();
+  const bool paged = t.block_table.given();
+  const Operand q{function, "q", names_of(p).q, t.q};
+  const Operand k{function, "k_cache", paged ? "(pages, page_size, H_k, D)" : "(B_cache, S_cache, H_k, D)", t.k_cache};
+  const Operand v{function, "v_cache", paged ? "(pages, page_size, H_k, D_v)" : "(B_cache, S_cache, H_k, D_v)",
+                  t.v_cache};
+  const int rows = p.ragged ? 0 : 1;  // the dimension, behind which stand heads and width
+  q.has_rank(rows + 3);
+  k.has_rank(4);
+  v.has_rank(4);
+  check_floating(q);
+  check_sizes(q);
+  const Size heads_k = t.k_cache.shape[2];
+  p.batch = static_cast<int>(p.ragged ? batch_of({function, "cu_seqlens_q", "(B + 1)", t.cu_seqlens_q}) : t.q.shape[0]);
+  k.has_shape({t.k_cache.shape[0], t.k_cache.shape[1], heads_k, t.q.shape[rows + 2]});
+  v.has_shape({t.k_cache.shape[0], t.k_cache.shape[1], heads_k, t.v_cache.shape[3]});
+  check_sizes(k);
+  check_heads(q, k, t.q.shape[rows + 1], heads_k);
+  check_head_dim(q, "D");
+  check_head_dim(v, "D_v");
+  for (const Operand* operand : {&q, &k, &v}) operand->is_matrix_like(t.q);
+  p.seqlen_q = static_cast<int>(t.q.shape[rows]);
+  p.heads_q = static_cast<int>(t.q.shape[rows + 1]);
+  p.heads_k = static_cast<int>(heads_k);
+  p.head_dim = static_cast<int>(t.q.shape[rows + 2]);
+  p.head_dim_v = static_cast<int>(t.v_cache.shape[3]);
+  p.dtype = t.q.dtype;
+  p.device = t.q.device;
+
+  check_cache(k, {function, "block_table", "(B, pages of a sequence)", t.block_table},
+              {function, "cache_batch_idx", "(B)", t.cache_batch_idx}, cache);
+  check_new_rows({function, "k_new", p.ragged ? "(T_q, H_k, D)" : "(B, S_new, H_k, D)", t.k_new},
+                 {function, "v_new", p.ragged ? "(T_q, H_k, D_v)" : "(B, S_new, H_k, D_v)", t.v_new}, t.q, cache);
+  check_rotary({function, "rotary_cos", "(positions, R / 2)", t.rotary_cos},
+               {function, "rotary_sin", "(positions, R / 2)", t.rotary_sin}, t.q, cache);
+  check_table({function, "cache_seqlens", "(B)", t.cache_seqlens}, p.batch, p.device);
+  if (t.leftpad.given()) check_table({function, "leftpad", "(B)", t.leftpad}, p.batch, p.device);
+  if (p.ragged) {
+    const TensorView none;
+    check_tables({function, "cu_seqlens_q", "(B + 1)", t.cu_seqlens_q}, {function, "seqused_q", "(B)", none}, "T_q",
+                 p.seqlen_q, p.batch, p.device);
+  }
+  if (t.alibi_slopes.given()) check_alibi_slopes(function, t.alibi_slopes, p);
+  if (t.sinks.given()) check_per_head(function, "sinks", t.sinks, p);
+  if (t.out.given()) check_out(function, "out", t.out, t.q, p);
+  if (t.lse.given()) check_lse(function, "lse", t.lse, p);
+
+  check_options(function, options.attention, p);
+  p.alibi = t.alibi_slopes.given();
+  p.sinks = t.sinks.given();
+  cache.rotary_interleaved = options.rotary_interleaved;
+  if (options.num_splits < 0)
+    refuse<InvalidArgument>(function, "num_splits", "is " + std::to_string(options.num_splits), "at least 0");
+  if (options.num_splits > 0 && options.batch_invariant)
+    refuse<InvalidArgument>(function, "num_splits", "is " + std::to_string(options.num_splits),
+                            "0 with batch_invariant, which has splits of its own");
+  // No more parts than keys: the others would be empty.
+  cache.num_splits = static_cast<int>(std::min<Size>(options.num_splits, std::max(p.seqlen_k, 1)));
+  cache.batch_invariant = options.batch_invariant;
+  if (p.device.type == DeviceType::kCpu) Values(function, t, cache).check();
+  return cache;
+}
+
+}  // namespace flashtile

@@ -1,0 +1,198 @@
+// Attention over a cache: new rows are written to it, then items are attended to as in the forward. The keys of a tile
+// need not lie side by side, but tiles are the same wherever they lie, and so is the result, bit for bit.
+#include "attend.h"
+#include "cpu.h"
+#include "parallel.h"
+
+namespace flashtile::cpu {
+namespace {
+
+/// One thread's.
+struct ThreadMemory {
+  AttendMemory attend;
+  std::byte* queries;          // (M, D), rotated, of the caller's dtype
+  std::int64_t* key_starts;    // (N)
+  std::int64_t* value_starts;  // (N)
+};
+
+ThreadMemory divide(Arena& arena, const Sizes& s, const KvcacheProblem& cache) {
+  const bool rotates = cache.rotary_dim > 0;
+  return {.attend = take_attend_memory(arena, s, false),
+          .queries = arena.take<std::byte>(rotates ? s.tile_m * s.head_dim * bytes_of(cache.problem.dtype) : 0),
+          .key_starts = arena.take<std::int64_t>(s.tile_n),
+          .value_starts = arena.take<std::int64_t>(s.tile_n)};
+}
+
+std::int64_t thread_bytes(const Sizes& sizes, const KvcacheProblem& cache) {
+  Arena arena;
+  divide(arena, sizes, cache);
+  return arena.bytes();
+}
+
+/// What all threads share.
+struct Tables {
+  Items::Entry* items;
+  int* counting;  // (entries): keys of each sequence
+};
+
+Tables take_tables(Arena& arena, const Problem& problem) {
+  return {arena.take<Items::Entry>(Items::table_size(problem)), arena.take<int>(std::max(problem.batch, 1))};
+}
+
+class Call {
+ public:
+  Call(const KvcachePlan& plan, const KvcacheTensors& tensors)
+      : cache_(plan.cache),
+        problem_(plan.problem),
+        t_(tensors),
+        sizes_(tile_sizes(plan.problem, plan.variant)),
+        queries_(cache_.queries(tensors)),
+        cached_(cache_.rows(tensors)),
+        pages_(cache_.layout(tensors)) {}
+
+  void append(int threads) const {
+    if (!cache_.appends) return;
+    const std::int64_t heads = problem_.heads_k;
+    parallel_for(threads, problem_.batch * heads, [&](int, std::int64_t item) {
+      append_head(static_cast<int>(item / heads), static_cast<int>(item % heads));
+    });
+  }
+
+  void attend_all(int threads, void* workspace) const {
+    const std::int64_t bytes = thread_bytes(sizes_, cache_);
+    Arena shared(workspace);
+    const Tables tables = take_tables(shared, problem_);
+    const ForwardTensors queries = query_tensors(tables.counting);
+    const Items items(problem_, entries_of(problem_, &queries), tables.items, problem_.heads_q,
+                      [&](const Sequence& rows) { return Spans::tiles(rows.q.size, sizes_.tile_m); });
+    parallel_for(threads, items.count(), [&](int thread, std::int64_t index) {
+      Arena arena(static_cast<std::byte*>(workspace) + shared.bytes() + thread * bytes);
+      const ThreadMemory memory = divide(arena, sizes_, cache_);
+      const Item item = items.at(index);
+      attend(problem_, queries, sizes_, memory.attend, item, Rows{*this, memory, item});
+    });
+  }
+
+ private:
+  /// The call as a forward, but for keys and values: of each sequence's capacity, what counts is its used part, which
+  /// `counting` has room for.
+  ForwardTensors query_tensors(int* counting) const {
+    for (int b = 0; b < problem_.batch; ++b) {
+      const CachedRows::Rows rows = cached_.at(b);
+      counting[b] = rows.end - rows.begin;
+    }
+    ForwardTensors t{.q = t_.q,
+                     .alibi_slopes = t_.alibi_slopes,
+                     .sinks = t_.sinks,
+                     .out = t_.out,
+                     .lse = t_.lse,
+                     .cu_seqlens_q = t_.cu_seqlens_q};
+    t.seqused_k.data = counting;
+    return t;
+  }
+
+  HeadRows cached_row(const TensorView& cache, int b, int row, int head) const {
+    const Pages::Place place = pages_.at(b, row);
+    return head_rows(cache, place.page, head, place.row);
+  }
+
+  /// One row, its first R elements rotated to a position.
+  void copy_rotated(void* target, const void* source, int position) const {
+    const int at = std::clamp(position, 0, cache_.rotary_rows - 1), pairs = cache_.rotary_dim / 2;
+    const auto angles = [&](const TensorView& table) {
+      return static_cast<const std::byte*>(table.data) + at * table.strides[0] * bytes_of(problem_.dtype);
+    };
+    std::memcpy(target, source, static_cast<std::size_t>(problem_.head_dim * bytes_of(problem_.dtype)));
+    kernels(problem_.dtype)
+        .rotate(target, source, {angles(t_.rotary_cos), angles(t_.rotary_sin), pairs, cache_.rotary_interleaved});
+  }
+
+  void append_head(int b, int head) const {
+    const CachedRows::Rows rows = cached_.at(b);
+    const int first = problem_.ragged ? queries_.at(b).first : 0;
+    const std::size_t key_bytes = problem_.head_dim * bytes_of(problem_.dtype);
+    const std::size_t value_bytes = problem_.head_dim_v * bytes_of(problem_.dtype);
+    for (int row = rows.held; row < rows.end; ++row) {
+      const int added = first + row - rows.held;
+      const void* const key = head_rows(t_.k_new, b, head, added).data;
+      void* const target = cached_row(t_.k_cache, b, row, head).data;
+      if (cache_.rotary_dim > 0) {
+        copy_rotated(target, key, row);
+      } else {
+        std::memcpy(target, key, key_bytes);
+      }
+      std::memcpy(cached_row(t_.v_cache, b, row, head).data, head_rows(t_.v_new, b, head, added).data, value_bytes);
+    }
+  }
+
+  /// The rows of an item: those of q, rotated if need be, and its keys, counted from the first that counts.
+  class Rows {
+   public:
+    Rows(const Call& call, const ThreadMemory& memory, const Item& item)
+        : call_(call),
+          memory_(memory),
+          item_(item),
+          head_k_(item.head / call.problem_.group()),
+          cached_(call.cached_.at(item.batch)) {}
+
+    HeadRows queries(Range range) const {
+      const HeadRows rows = head_rows(call_.t_.q, item_.batch, item_.head, item_.rows.q.first + range.begin);
+      if (call_.cache_.rotary_dim == 0) return rows;
+      const int width = call_.problem_.head_dim, size = bytes_of(call_.problem_.dtype);
+      for (int i = range.begin; i < range.end; ++i) {
+        const std::int64_t at = i - range.begin;
+        call_.copy_rotated(memory_.queries + at * width * size,
+                           static_cast<const std::byte*>(rows.data) + at * rows.stride * size,
+                           cached_.begin + item_.rows.lengths().diagonal(i));
+      }
+      return {memory_.queries, width};
+    }
+
+    KeyRows keys(Range range) const {
+      const KvcacheTensors& t = call_.t_;
+      const int b = item_.batch, first = cached_.begin + range.begin, last = cached_.begin + range.end - 1;
+      const Pages::Place place = call_.pages_.at(b, first);
+      if (place.row + last - first < call_.pages_.size.value)
+        return {head_rows(t.k_cache, place.page, head_k_, place.row),
+                head_rows(t.v_cache, place.page, head_k_, place.row)};
+      for (int row = first; row <= last; ++row) {
+        const auto [page, of_page] = call_.pages_.at(b, row);
+        memory_.key_starts[row - first] = page * t.k_cache.strides[0] + of_page * t.k_cache.strides[1];
+        memory_.value_starts[row - first] = page * t.v_cache.strides[0] + of_page * t.v_cache.strides[1];
+      }
+      return {{head_rows(t.k_cache, 0, head_k_, 0).data, 0, memory_.key_starts},
+              {head_rows(t.v_cache, 0, head_k_, 0).data, 0, memory_.value_starts}};
+    }
+
+   private:
+    const Call& call_;
+    const ThreadMemory& memory_;
+    const Item& item_;
+    int head_k_;
+    CachedRows::Rows cached_;
+  };
+
+  const KvcacheProblem& cache_;
+  const Problem& problem_;
+  const KvcacheTensors& t_;
+  Sizes sizes_;
+  Spans queries_;
+  CachedRows cached_;
+  Pages pages_;
+};
+
+}  // namespace
+
+std::int64_t kvcache_workspace_bytes(const KvcacheProblem& cache, const Variant& variant, int threads) {
+  Arena shared;
+  take_tables(shared, cache.problem);
+  return shared.bytes() + threads * thread_bytes(tile_sizes(cache.problem, variant), cache);
+}
+
+void run_kvcache(const KvcachePlan& plan, const KvcacheTensors& tensors, void* workspace, Stream) {
+  const Call call(plan, tensors);
+  call.append(plan.grid);
+  call.attend_all(plan.grid, workspace);
+}
+
+}  // namespace flashtile::cpu

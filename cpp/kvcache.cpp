@@ -1,0 +1,62 @@
+#include "flashtile/kvcache.h"
+
+#include "device.h"
+#include "flashtile/error.h"
+
+namespace flashtile {
+namespace {
+
+const int* data_of(const TensorView& table) {
+  return static_cast<const int*>(table.data);
+}
+
+}  // namespace
+
+KvcacheTensors KvcacheTensors::with_batch() const {
+  KvcacheTensors t = *this;
+  for (TensorView* view : {&t.q, &t.out, &t.k_new, &t.v_new}) *view = view->with_batch();
+  return t;
+}
+
+Spans KvcacheProblem::queries(const KvcacheTensors& t) const {
+  return {problem.batch, problem.seqlen_q, data_of(t.cu_seqlens_q), nullptr};
+}
+
+CachedRows KvcacheProblem::rows(const KvcacheTensors& t) const {
+  return {.batch = problem.batch,
+          .capacity = problem.seqlen_k,
+          .held = data_of(t.cache_seqlens),
+          .skipped = data_of(t.leftpad),
+          .added = seqlen_new,
+          .added_begins = appends ? data_of(t.cu_seqlens_q) : nullptr};
+}
+
+Pages KvcacheProblem::layout(const KvcacheTensors& t) const {
+  const bool paged = t.block_table.given();
+  return {.table = data_of(paged ? t.block_table : t.cache_batch_idx),
+          .table_stride = paged ? t.block_table.strides[0] : 1,
+          .of_sequence = of_sequence,
+          .pages = pages,
+          .size = Divisor::of(page_size)};
+}
+
+KvcachePlan plan_kvcache(const char* function, const KvcacheTensors& tensors, const KvcacheOptions& options,
+                         const DeviceInfo& device) {
+  const KvcacheProblem problem = check_kvcache(function, tensors, options);
+  try {
+    return select_kvcache(problem, device);
+  } catch (const Unsupported& error) {
+    throw Unsupported(std::string(function) + ": " + error.what());
+  }
+}
+
+void run_kvcache(const KvcachePlan& plan, const KvcacheTensors& tensors, void* workspace, Stream stream) {
+  const bool adds_rows = tensors.k_new.given() && !tensors.k_new.empty();
+  if (tensors.out.empty() && !adds_rows) return;
+  if (plan.run == nullptr) throw Unsupported(name_of(plan.variant) + " is not in this build: built without CUDA");
+  const DeviceGuard guard(plan.problem.device);
+  if (plan.problem.ragged) return plan.run(plan, tensors.with_batch(), workspace, stream);
+  plan.run(plan, tensors, workspace, stream);
+}
+
+}  // namespace flashtile

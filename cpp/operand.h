@@ -1,0 +1,126 @@
+// What check.cpp and check_kvcache.cpp share: an argument with its name, which knows how to refuse itself.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+#include "flashtile/error.h"
+#include "flashtile/problem.h"
+#include "message.h"
+
+namespace flashtile {
+
+using Size = std::int64_t;
+
+inline constexpr Size kSizeLimit = Size{1} << 30;  // what mask.h can add up in an int
+inline constexpr Size kHeadDimStep = 8;            // 16 bytes of the narrowest dtype
+inline constexpr Size kHeadDimLimit = 256;
+inline constexpr int kAlignment = 16;  // bytes that CUDA kernels read at a time
+
+/// A tensor with its name and the names of its sizes: enough to refuse it.
+struct Operand {
+  const char* function;
+  const char* name;
+  const char* sizes;
+  const TensorView& view;
+
+  template <class Error = InvalidArgument>
+  [[noreturn]] void refuse(const std::string& found, const std::string& expected) const {
+    flashtile::refuse<Error>(function, name, found, expected);
+  }
+  [[noreturn]] void refuse_shape(const std::string& expected) const {
+    refuse("has shape " + shape_string(view), expected);
+  }
+
+  const Operand& has_rank(int rank) const {
+    if (!view.given()) refuse<InvalidType>("is missing", std::string("a tensor ") + sizes);
+    if (view.rank != rank) refuse_shape(std::to_string(rank) + " dimensions = " + sizes);
+    return *this;
+  }
+
+  const Operand& has_shape(std::initializer_list<Size> expected) const {
+    has_rank(static_cast<int>(expected.size()));
+    if (!std::equal(expected.begin(), expected.end(), view.shape.begin()))
+      refuse_shape(shape_string(expected.begin(), view.rank) + " = " + sizes);
+    return *this;
+  }
+
+  const Operand& has_dtype(DType dtype, const char* why = "") const {
+    if (view.dtype != dtype)
+      refuse<InvalidType>(std::string("has dtype ") + name_of(view.dtype), std::string(name_of(dtype)) + why);
+    return *this;
+  }
+
+  const Operand& is_on(Device device) const {
+    if (view.device != device) refuse("is on " + name_of(view.device), name_of(device) + ", as q");
+    return *this;
+  }
+
+  /// Strides of sizes up to 1 mean nothing.
+  const Operand& has_contiguous_last_dimension() const {
+    const int last = view.rank - 1;
+    if (view.shape[last] > 1 && view.strides[last] != 1 && !view.empty())
+      refuse("has stride " + std::to_string(view.strides[last]) + " in its last dimension", "1");
+    return *this;
+  }
+
+  const Operand& is_contiguous() const {
+    if (!view.contiguous())
+      refuse("has strides " + shape_string(view.strides.data(), view.rank), "a contiguous tensor");
+    return *this;
+  }
+
+  const Operand& is_aligned() const {
+    if (view.device.type != DeviceType::kCuda || view.empty()) return *this;
+    if (reinterpret_cast<std::uintptr_t>(view.data) % kAlignment != 0)
+      refuse<Misaligned>("is at an address that is not a multiple of 16 bytes", "one on CUDA");
+    for (int i = 0; i < view.rank - 1; ++i)
+      if (view.shape[i] > 1 && view.strides[i] * bytes_of(view.dtype) % kAlignment != 0)
+        refuse<Misaligned>("has strides " + shape_string(view.strides.data(), view.rank),
+                           "multiples of 16 bytes on CUDA");
+    return *this;
+  }
+
+  /// What q, k, v, the output and their gradients have in common.
+  const Operand& is_matrix_like(const TensorView& q) const {
+    return has_dtype(q.dtype, ", as q").is_on(q.device).has_contiguous_last_dimension().is_aligned();
+  }
+};
+
+/// How the sizes are called.
+struct Names {
+  const char *q, *k, *v, *out, *lse;
+};
+const Names& names_of(const Problem& problem);
+
+inline std::string at_index(int value, int index) {
+  return "has " + std::to_string(value) + " at index " + std::to_string(index);
+}
+
+/// Checks that calls have in common (check.cpp).
+void check_floating(const Operand& q);
+void check_head_dim(const Operand& operand, const char* size_name);
+void check_sizes(const Operand& operand);
+void check_heads(const Operand& q, const Operand& k, Size heads_q, Size heads_k);
+void check_alibi_slopes(const char* function, const TensorView& slopes, const Problem& p);
+void check_per_head(const char* function, const char* name, const TensorView& values, const Problem& p);
+void check_lse(const char* function, const char* name, const TensorView& lse, const Problem& p);
+void check_out(const char* function, const char* name, const TensorView& out, const TensorView& q, const Problem& p);
+
+/// (T, heads, width) where p is ragged, (B, rows, heads, width) otherwise.
+const Operand& has_rows(const Operand& operand, const Problem& p, Size rows, Size heads, Size width);
+
+/// B of a ragged batch, of which only cu_seqlens_q tells.
+Size batch_of(const Operand& begins);
+/// `count` numbers.
+const int* check_table(const Operand& operand, Size count, Device device);
+/// Where sequences begin and how many of their rows count, on one side.
+void check_tables(const Operand& begins, const Operand& used, const char* rows_name, int rows, int batch,
+                  Device device);
+
+/// Band, scale and softcap of a problem whose head_dim is known.
+void check_options(const char* function, const Options& options, Problem& problem);
+
+}  // namespace flashtile

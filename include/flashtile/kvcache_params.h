@@ -1,0 +1,112 @@
+// What the kernel over a cache is launched with, flattened from plan and tensors.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <random>
+
+#include "flashtile/kvcache.h"
+#include "flashtile/math/softmax.h"
+#include "flashtile/math/state.h"
+#include "flashtile/params.h"
+#include "flashtile/scheduler/split_keys.h"
+
+namespace flashtile {
+
+/// Results over some of a tile's keys, in the workspace, for whoever joins them.
+struct Partials {
+  float* out = nullptr;       // (place, KV head, M, D)
+  RowState* state = nullptr;  // (place, KV head, M)
+  // (place, KV head), that of a tile's first part: kArrivals · mark + how many of its parts are written. No other run
+  // has this mark, so that memory need not be cleared before; whoever joins the parts clears it after, for a captured
+  // graph, whose runs share a mark.
+  std::uint64_t* arrivals = nullptr;
+  std::uint64_t mark = 0;
+
+  static constexpr std::uint64_t kArrivals = 1 << 20;
+};
+
+/// No other run's: numbers from a random one on.
+inline std::uint64_t new_mark() {
+  static std::atomic<std::uint64_t> next = [] {
+    std::random_device random;
+    return std::uint64_t{random()} << 32 | random();
+  }();
+  return next++ % (~std::uint64_t{0} / Partials::kArrivals) + 1;
+}
+
+struct KvcacheParams {
+  const void* q;              // (B, S_q, H_q, D)
+  const void* k;              // (page, row, H_k, D)
+  const void* v;              // (page, row, H_k, D_v)
+  void* out;                  // (B, S_q, H_q, D_v)
+  float* lse;                 // (B, H_q, S_q) contiguous, or null
+  const float* alibi_slopes;  // one per (batch, query head), or null
+  const float* sinks;         // one per query head, or null
+  Strides q_strides, k_strides, v_strides, out_strides;
+  RowStrides lse_strides;
+  std::int64_t alibi_batch_stride, alibi_head_stride;
+  Pages pages;
+  Band band;
+  ScoreMap score_map;
+  GroupPacking packing;
+  Divisor heads_k;
+  int head_dim;
+  int head_dim_v;
+  SplitKeys schedule;
+  Partials partials;
+  bool passes_by;  // see CachePolicy
+
+  static KvcacheParams of(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, std::uint64_t mark) {
+    const Problem& p = plan.problem;
+    const KvcacheProblem& cache = plan.cache;
+    const TensorView& slopes = t.alibi_slopes;
+    KvcacheParams params = {
+        .q = t.q.data,
+        .k = t.k_cache.data,
+        .v = t.v_cache.data,
+        .out = t.out.data,
+        .lse = t.lse.given() ? static_cast<float*>(t.lse.data) : nullptr,
+        .alibi_slopes = slopes.given() ? static_cast<const float*>(slopes.data) : nullptr,
+        .sinks = t.sinks.given() ? static_cast<const float*>(t.sinks.data) : nullptr,
+        .q_strides = Strides::of(t.q),
+        .k_strides = Strides::of(t.k_cache),
+        .v_strides = Strides::of(t.v_cache),
+        .out_strides = Strides::of(t.out),
+        .lse_strides = RowStrides::of(p),
+        .alibi_batch_stride = slopes.rank == 2 ? slopes.strides[0] : 0,
+        .alibi_head_stride = slopes.given() ? slopes.strides[slopes.rank - 1] : 0,
+        .pages = cache.layout(t),
+        .band = p.band,
+        .score_map = ScoreMap::of(p.scale, p.softcap),
+        .packing = {Divisor::of(p.group())},
+        .heads_k = Divisor::of(p.heads_k),
+        .head_dim = p.head_dim,
+        .head_dim_v = p.head_dim_v,
+        .schedule = {.queries = cache.queries(t),
+                     .rows = cache.rows(t),
+                     .band = p.band,
+                     .packing = {Divisor::of(p.group())},
+                     .teams = Divisor::of(plan.teams),
+                     .keys_of_split = plan.keys_of_split,
+                     .num_splits = plan.num_splits,
+                     .apart = plan.splits_apart},
+        .partials = {},
+        .passes_by = plan.passes_by,
+    };
+    if (cache.rotary_dim > 0) {
+      params.q = static_cast<const char*>(memory) + plan.rotated_at;
+      const std::int64_t row = std::int64_t{p.heads_q} * p.head_dim;
+      params.q_strides = {p.ragged ? 0 : p.seqlen_q * row, row, p.head_dim};
+    }
+    const std::int64_t places = std::int64_t{plan.partials} * p.heads_k;
+    const std::int64_t rows = places * plan.variant.tile_m;
+    params.partials.out = static_cast<float*>(memory);  // first: it is read and written 16 bytes at a time
+    params.partials.state = reinterpret_cast<RowState*>(params.partials.out + rows * plan.variant.head_dim);
+    params.partials.arrivals = reinterpret_cast<std::uint64_t*>(params.partials.state + rows);
+    params.partials.mark = mark;
+    return params;
+  }
+};
+
+}  // namespace flashtile

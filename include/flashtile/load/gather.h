@@ -1,0 +1,53 @@
+// Rows that need not be neighbours, by cp.async (Ampere and later).
+#pragma once
+
+#include <cute/tensor.hpp>
+
+namespace flashtile {
+
+/// How the L2 cache keeps what is read once: as ever, or so that its lines make room for each other, and what others
+/// have left there need not be written back to memory meanwhile.
+class CachePolicy {
+ public:
+  CUTE_DEVICE explicit CachePolicy(bool passes_by) {
+    if (passes_by)
+      asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(bits_));
+    else  // by measurement the same as no policy; evict_normal is not
+      asm("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(bits_));
+  }
+
+  /// 16 bytes, or as many zeros.
+  CUTE_DEVICE void copy(const void* from, void* to, bool exists) const {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
+                     cute::cast_smem_ptr_to_uint(to)),
+                 "l"(from), "r"(exists ? 16 : 0), "l"(bits_));
+  }
+
+ private:
+  std::uint64_t bits_;
+};
+
+/// Copies a (rows, head_dim) tile, whose row r lies at `row_at(r)`, as Load, a CpAsyncTile, would. What is behind
+/// `rows` and `columns` becomes zero, and is not read.
+template <class Load, class RowAt, class Shared>
+CUTE_DEVICE void gather(CachePolicy const& policy, RowAt&& row_at, Shared const& sX, int rows, int columns,
+                        int thread) {
+  using namespace cute;
+  auto copy_thread = typename Load::TiledCopy{}.get_slice(thread);
+  Tensor tXsX = copy_thread.partition_D(sX);                                             // (vector, row, column)
+  Tensor tXcX = copy_thread.partition_S(make_identity_tensor(product_each(shape(sX))));  // (vector, row, column)
+  CUTE_UNROLL
+  for (int r = 0; r < size<1>(tXsX); ++r) {
+    const int row = get<0>(tXcX(0, r, 0));
+    const bool row_exists = row < rows;
+    const auto* const from = row_at(row_exists ? row : 0);
+    CUTE_UNROLL
+    for (int c = 0; c < size<2>(tXsX); ++c) {
+      const int column = get<1>(tXcX(0, 0, c));
+      const bool exists = row_exists && column < columns;
+      policy.copy(from + (exists ? column : 0), raw_pointer_cast(&tXsX(0, r, c)), exists);
+    }
+  }
+}
+
+}  // namespace flashtile

@@ -1,0 +1,118 @@
+// Which keys of which tile a thread block goes through, where few rows meet many keys (Flash-Decoding, Dao et al.
+// 2023).
+#pragma once
+
+#include <cstdint>
+
+#include "flashtile/cache.h"
+#include "flashtile/macros.h"
+#include "flashtile/math/group_packing.h"
+#include "flashtile/math/mask.h"
+#include "flashtile/sequence.h"
+
+namespace flashtile {
+
+/// The keys of each tile of rows are cut into items, and items of all tiles stand in one line: tile after tile,
+/// sequence after sequence. Teams of thread blocks, a block for each KV head, share the line out evenly, wherever that
+/// cuts a tile's keys (Lean Attention, Sanovar et al. 2024). So blocks of a team read neighbouring heads of the same
+/// rows, and the grid is the same whatever the lengths are: a captured graph serves all of them.
+///
+/// An item is kItem keys; or a split, where the caller says how many there are, or how long they are, so that
+/// results do not depend on what else there is. Splits are items of their own only if they lie `apart`; otherwise all
+/// of a tile's are one item.
+struct SplitKeys {
+  Spans queries;
+  CachedRows rows;
+  Band band;
+  GroupPacking packing;
+  Divisor teams;
+  int keys_of_split = 0;  // a multiple of kItem; 0: see num_splits
+  int num_splits = 0;     // 0: none
+  bool apart = false;
+
+  struct Tile {
+    Lengths lengths;
+    Range queries;  // of the tile, that count
+    Range keys;     // from the first split's or item's beginning to the last key that is seen
+    int split = 1;  // keys of a split, or of an item
+    int items;      // at least one
+  };
+
+  template <int kM>
+  FLASHTILE_HOST_DEVICE int tiles_of(Span span) const {
+    return (span.size * packing.heads.value + kM - 1) / kM;
+  }
+
+  template <int kM, int kItem>
+  FLASHTILE_HOST_DEVICE Tile tile(Span span, CachedRows::Rows counting, int m_block) const {
+    Tile tile{
+        .lengths = {span.used, counting.end - counting.begin}, .queries = {}, .keys = {}, .split = kItem, .items = 1};
+    const int end = packing.query(m_block * kM + kM - 1) + 1;
+    tile.queries = {packing.query(m_block * kM), end < span.used ? end : span.used};
+    if (tile.queries.empty()) return tile;
+    tile.keys = {band.columns(tile.queries.begin, tile.lengths).begin,
+                 band.columns(tile.queries.end - 1, tile.lengths).end};
+    if (tile.keys.empty()) {
+      tile.keys = {};
+      return tile;
+    }
+    // Divisions take long, and this is on the way to the first key: only where splits need them.
+    if (!splits()) {
+      tile.keys.begin = tile.keys.begin / kItem * kItem;
+      tile.items = parts(tile.keys.end - tile.keys.begin, kItem);
+      return tile;
+    }
+    if (keys_of_split > 0) tile.split = keys_of_split;
+    tile.keys.begin = tile.keys.begin / tile.split * tile.split;
+    const int keys = tile.keys.end - tile.keys.begin;
+    if (num_splits > 0) tile.split = parts(parts(keys, num_splits), kItem) * kItem;
+    if (apart) tile.items = parts(keys, tile.split);
+    return tile;
+  }
+
+  /// Whether items are splits that somebody asked for.
+  FLASHTILE_HOST_DEVICE bool splits() const { return keys_of_split > 0 || num_splits > 0; }
+
+  template <int kM, int kItem>
+  FLASHTILE_HOST_DEVICE int items_of(int b) const {
+    const Span span = queries.at(b);
+    const CachedRows::Rows counting = rows_of(b);
+    int items = 0;
+    for (int m = 0; m < tiles_of<kM>(span); ++m) items += tile<kM, kItem>(span, counting, m).items;
+    return items;
+  }
+
+  /// Whether a sequence of queries begins where the one before ends, or behind it. Where one does not, sequences may
+  /// have more tiles in all than select has counted: then nothing is computed.
+  FLASHTILE_HOST_DEVICE bool sorted(int b) const {
+    return !queries.ragged() || queries.begins[b] <= queries.begins[b + 1];
+  }
+
+  /// Where there are no sequences, rows of q are those of an empty one.
+  FLASHTILE_HOST_DEVICE CachedRows::Rows rows_of(int b) const {
+    return b < rows.batch ? rows.at(b) : CachedRows::Rows{};
+  }
+
+ private:
+  FLASHTILE_HOST_DEVICE static int parts(int keys, int of) { return (keys + of - 1) / of; }
+};
+
+/// How teams share the line of all items: the first `rest` have one more than `each`.
+struct TeamShares {
+  int each;
+  int rest;
+  float teams_per_item;
+
+  FLASHTILE_HOST_DEVICE static TeamShares of(int items, Divisor teams) {
+    return {teams.quotient(items), teams.remainder(items), float(teams.value) / float(items)};
+  }
+  FLASHTILE_HOST_DEVICE int first_item(int team) const { return each * team + (team < rest ? team : rest); }
+  FLASHTILE_HOST_DEVICE int team_of(int item) const {
+    int team = int(float(item) * teams_per_item);  // or a neighbour of it
+    while (first_item(team) > item) --team;
+    while (first_item(team + 1) <= item) ++team;
+    return team;
+  }
+};
+
+}  // namespace flashtile

@@ -1,0 +1,253 @@
+// Keys of tiles in items, and items among teams: every key that is seen in one item, every item with one team.
+#include "flashtile/scheduler/split_keys.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace flashtile {
+namespace {
+
+constexpr int kMin = std::numeric_limits<int>::min(), kMax = std::numeric_limits<int>::max();
+
+/// Tables of a batch, and what is asked of it.
+struct Case {
+  int batch = 1, seqlen_q = 1, capacity = 100, added = 0, group = 1;
+  Band band;
+  std::vector<int> held, skipped, begins;  // begins: empty where dense
+  bool appends_ragged = false;
+
+  SplitKeys schedule() const {
+    const int* const table = begins.empty() ? nullptr : begins.data();
+    return {.queries = {batch, seqlen_q, table},
+            .rows = {batch, capacity, held.data(), skipped.empty() ? nullptr : skipped.data(), added,
+                     appends_ragged ? table : nullptr},
+            .band = band,
+            .packing = {Divisor::of(group)},
+            .teams = {}};
+  }
+};
+
+int pick(std::mt19937& random, std::initializer_list<int> of) {
+  return of.begin()[random() % of.size()];
+}
+
+int below(std::mt19937& random, int end) {
+  return static_cast<int>(random() % static_cast<unsigned>(end));
+}
+
+/// Every kind of batch: dense and ragged, empty sequences, an unused tail, padding; in `garbage`, tables that hold
+/// anything.
+Case random_case(std::mt19937& random, bool garbage) {
+  Case c;
+  c.batch = below(random, 6);
+  c.capacity = pick(random, {0, 1, 63, 64, 700, 2500});
+  c.group = pick(random, {1, 3, 4, 16});
+  const int side = pick(random, {0, 1, 40, 300});
+  const Band bands[] = {Band::full(), Band::causal(), {side, 0}, {0, side}, {side, below(random, 70)}};
+  c.band = bands[random() % std::size(bands)];
+  const bool ragged = c.batch == 0 || random() % 2 == 0;
+  c.seqlen_q = pick(random, {0, 1, 2, 7, 40, 130});
+  if (random() % 2 == 0) c.added = below(random, 20);
+  const auto entry = [&](int legal, int size) {
+    return garbage ? pick(random, {kMin, kMax, -1, 0, legal, size, size + 1}) : legal;
+  };
+  if (ragged) {
+    for (int b = 0; b <= c.batch; ++b) c.begins.push_back(below(random, c.seqlen_q + 1));
+    std::ranges::sort(c.begins);  // neighbours may be equal, and what is behind the last is unused
+    for (int& begin : c.begins) begin = entry(begin, c.seqlen_q);
+    c.appends_ragged = random() % 2 == 0;
+    if (c.appends_ragged) c.added = c.seqlen_q;
+  }
+  for (int b = 0; b < c.batch; ++b) c.held.push_back(entry(below(random, c.capacity + 1), c.capacity));
+  if (random() % 2 == 0)
+    for (int b = 0; b < c.batch; ++b) c.skipped.push_back(entry(below(random, c.held[b] / 2 + 1), c.capacity));
+  return c;
+}
+
+/// What the rows of a tile see, by the contract: query i and key j with -left <= j - diagonal <= right.
+template <int kM>
+Range seen(const SplitKeys& schedule, Span span, int keys, int m_block) {
+  Range seen{kMax, 0};
+  const int heads = schedule.packing.heads.value;
+  for (int query = m_block * kM / heads; query < std::min(span.used, ((m_block + 1) * kM - 1) / heads + 1); ++query) {
+    const std::int64_t diagonal = std::int64_t{query} + keys - span.used;
+    for (int j = 0; j < keys; ++j) {
+      if (j - diagonal < -schedule.band.left || j - diagonal > schedule.band.right) continue;
+      seen.begin = std::min(seen.begin, j);
+      seen.end = std::max(seen.end, j + 1);
+    }
+  }
+  return seen.empty() ? Range{} : seen;
+}
+
+/// Tiles have every row, and items every key, once.
+template <int kM, int kItem>
+void expect_all_keys_once(const SplitKeys& schedule) {
+  for (int b = 0; b < schedule.queries.entries(); ++b) {
+    const Span span = schedule.queries.at(b);
+    const CachedRows::Rows counting = schedule.rows_of(b);
+    const int keys = counting.end - counting.begin;
+    const int heads = schedule.packing.heads.value;
+    const int tiles = schedule.tiles_of<kM>(span);
+    ASSERT_GE(tiles * kM, span.size * heads);
+    ASSERT_LT((tiles - 1) * kM, span.size * heads);
+    int items = 0;
+    for (int m = 0; m < tiles; ++m) {
+      const SplitKeys::Tile tile = schedule.tile<kM, kItem>(span, counting, m);
+      SCOPED_TRACE("sequence " + std::to_string(b) + ", tile " + std::to_string(m));
+      ASSERT_EQ(tile.lengths, (Lengths{span.used, keys}));
+      const int first = m * kM, end = std::min(first + kM, span.used * heads);
+      ASSERT_EQ(tile.queries.empty(), end <= first);
+      if (end > first) {
+        ASSERT_EQ(tile.queries, (Range{first / heads, (end - 1) / heads + 1}));
+      }
+      items += tile.items;
+      ASSERT_GE(tile.items, 1);
+      const Range expected = seen<kM>(schedule, span, keys, m);
+      if (expected.empty()) {
+        ASSERT_EQ(tile.keys, Range{});
+        ASSERT_EQ(tile.items, 1);
+        continue;
+      }
+      // Items stand one behind the other: they hold all keys if the first begins, and the last ends, with them.
+      const int unit = schedule.keys_of_split > 0 ? schedule.keys_of_split : kItem;
+      ASSERT_EQ(tile.keys, (Range{expected.begin / unit * unit, expected.end}));
+      ASSERT_EQ(tile.split % kItem, 0);
+      ASSERT_GT(tile.split, 0);
+      const int parts = Spans::tiles(tile.keys.end - tile.keys.begin, tile.split);
+      ASSERT_EQ(tile.items, schedule.splits() && !schedule.apart ? 1 : parts);
+      if (schedule.num_splits == 0) {
+        ASSERT_EQ(tile.split, unit);
+      } else {
+        ASSERT_LE(parts, schedule.num_splits);
+        // The shortest splits that do.
+        ASSERT_GT(tile.keys.end - tile.keys.begin, (tile.split - kItem) * schedule.num_splits);
+      }
+    }
+    ASSERT_EQ((schedule.items_of<kM, kItem>(b)), items);
+  }
+}
+
+template <int kM, int kItem>
+void expect_all_keys_once_however_split(SplitKeys schedule, std::mt19937& random) {
+  expect_all_keys_once<kM, kItem>(schedule);
+  for (const bool apart : {false, true}) {
+    schedule.apart = apart;
+    schedule.num_splits = 0;
+    schedule.keys_of_split = pick(random, {1, 2, 8}) * kItem;
+    expect_all_keys_once<kM, kItem>(schedule);
+    schedule.keys_of_split = 0;
+    schedule.num_splits = pick(random, {1, 2, 3, 7, 200});
+    expect_all_keys_once<kM, kItem>(schedule);
+  }
+}
+
+TEST(SplitKeys, ItemsHoldEveryKeyThatIsSeenOnce) {
+  std::mt19937 random(1);
+  for (int run = 0; run < 2000 && !testing::Test::HasFatalFailure(); ++run) {
+    SCOPED_TRACE("run " + std::to_string(run));
+    const Case c = random_case(random, run % 4 == 0);
+    expect_all_keys_once_however_split<16, 64>(c.schedule(), random);
+    expect_all_keys_once_however_split<16, 256>(c.schedule(), random);
+    expect_all_keys_once_however_split<64, 64>(c.schedule(), random);
+  }
+}
+
+TEST(SplitKeys, OfRowsThatDoNotCountAreOneItem) {
+  const std::vector<int> held = {500, 500}, begins = {0, 3, 5};
+  SplitKeys schedule{.queries = {2, 60, begins.data()}, .rows = {2, 1000, held.data()}, .packing = {Divisor::of(4)}};
+  EXPECT_EQ((schedule.items_of<16, 64>(0)), 8);
+  EXPECT_EQ((schedule.items_of<16, 64>(1)), 8 + 14);  // 57 rows of four heads, of which two rows count
+  schedule.rows.batch = schedule.queries.batch = 0;
+  EXPECT_EQ((schedule.items_of<16, 64>(0)), 15);
+}
+
+/// What a row's result depends on, apart from keys and values.
+void expect_same(const SplitKeys::Tile& a, const SplitKeys::Tile& b) {
+  EXPECT_EQ(a.lengths, b.lengths);
+  EXPECT_EQ(a.queries, b.queries);
+  EXPECT_EQ(a.keys, b.keys);
+  EXPECT_EQ(a.split, b.split);
+}
+
+TEST(SplitKeys, SplitsAreTheSameWhateverElseThereIs) {
+  constexpr int kM = 16, kItem = 128, kSplit = 1024;
+  for (const Band band : {Band::full(), Band::causal(), Band{1500, 0}, Band{3000, 20}}) {
+    for (const int length : {0, 1, 900, 1024, 1025, 2049, 5000}) {
+      const std::vector<int> alone = {length}, neighbours = {4000, 17, length, 0, 5000},
+                             begins = {3, 40, 41, 74, 74, 90};
+      SplitKeys schedule{.queries = {1, 33, nullptr},
+                         .rows = {1, 5000, alone.data()},
+                         .band = band,
+                         .packing = {Divisor::of(3)},
+                         .keys_of_split = kSplit,
+                         .apart = true};
+      SplitKeys among{.queries = {5, 100, begins.data()},
+                      .rows = {5, 9000, neighbours.data()},
+                      .band = band,
+                      .packing = {Divisor::of(3)},
+                      .keys_of_split = kSplit,
+                      .apart = false};
+      for (int m = 0; m < 7; ++m) {
+        const auto tile = schedule.tile<kM, kItem>(schedule.queries.at(0), schedule.rows_of(0), m);
+        EXPECT_EQ(tile.keys.begin % kSplit, 0);
+        EXPECT_TRUE(tile.keys.empty() || tile.split == kSplit);
+        expect_same(among.tile<kM, kItem>(among.queries.at(2), among.rows_of(2), m), tile);
+      }
+      // As many splits as are asked for are of the sequence too.
+      for (SplitKeys* s : {&schedule, &among}) s->keys_of_split = 0, s->num_splits = 3;
+      for (int m = 0; m < 7; ++m)
+        expect_same(among.tile<kM, kItem>(among.queries.at(2), among.rows_of(2), m),
+                    schedule.tile<kM, kItem>(schedule.queries.at(0), schedule.rows_of(0), m));
+    }
+  }
+}
+
+TEST(SplitKeys, SplitsStayWhereTheyAreAsASequenceGrows) {
+  std::vector<int> held = {0};
+  SplitKeys schedule{.queries = {1, 1, nullptr},
+                     .rows = {1, 10000, held.data()},
+                     .band = Band::causal(),
+                     .packing = {Divisor::of(4)},
+                     .keys_of_split = 512,
+                     .apart = true};
+  for (int length = 1; length <= 3000; ++length) {
+    held[0] = length;
+    const auto tile = schedule.tile<16, 64>(schedule.queries.at(0), schedule.rows_of(0), 0);
+    ASSERT_EQ(tile.keys, (Range{0, length}));
+    ASSERT_EQ(tile.split, 512);
+    ASSERT_EQ(tile.items, (length + 511) / 512);
+  }
+}
+
+void expect_shares(int items, int teams) {
+  SCOPED_TRACE(std::to_string(items) + " items, " + std::to_string(teams) + " teams");
+  const TeamShares shares = TeamShares::of(items, Divisor::of(teams));
+  ASSERT_EQ(shares.first_item(0), 0);
+  ASSERT_EQ(shares.first_item(teams), items);
+  for (int team = 0; team < teams; ++team) {
+    const int begin = shares.first_item(team), end = shares.first_item(team + 1);
+    ASSERT_TRUE(end - begin == items / teams || end - begin == items / teams + 1) << team;
+    const bool large = end - begin > 1000;  // then its ends
+    for (int n = 0; n < (large ? 100 : end - begin); ++n) {
+      ASSERT_EQ(shares.team_of(begin + n), team) << begin + n;
+      ASSERT_EQ(shares.team_of(end - 1 - n), team) << end - 1 - n;
+    }
+  }
+}
+
+TEST(TeamShares, AreAllItemsOnce) {
+  for (int items = 0; items <= 300; ++items)
+    for (const int teams : {1, 2, 3, 7, 31, 132, 264}) expect_shares(items, teams);
+  for (int items = kMax - 3; items > 0; items /= 7)
+    for (const int teams : {1, 2, 3, 108, 131, 132, 264}) expect_shares(items, teams);
+  for (const int teams : {2, 132, 264}) expect_shares(kMax, teams);
+}
+
+}  // namespace
+}  // namespace flashtile
