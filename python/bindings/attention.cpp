@@ -1,11 +1,8 @@
 // Forward, backward and explain of attention, dense and ragged.
-#include <algorithm>
-#include <cstdlib>
-#include <memory>
-#include <new>
 #include <string>
 
 #include "bindings.h"
+#include "call.h"
 #include "flashtile/flashtile.h"
 #include "options.h"
 #include "tensor.h"
@@ -14,7 +11,6 @@ namespace flashtile::bindings {
 namespace {
 
 using nb::handle;
-using namespace nb::literals;
 
 /// What messages call a function.
 struct Names {
@@ -31,63 +27,6 @@ const Names& names_of(const nb::tuple& options) {
   return ragged ? kRagged : kDense;
 }
 
-/// Names and values that every call needs; they live as long as the process.
-struct Interned {
-  handle new_empty = nb::str("new_empty").release();
-  handle save_for_backward = nb::str("save_for_backward").release();
-  handle unsaved = nb::str("unsaved").release();
-  handle empty_like = nb::object(nb::module_::import_("torch").attr("empty_like")).release();
-  handle float32 = nb::object(nb::module_::import_("torch").attr("float32")).release();
-  handle get_num_threads = nb::object(nb::module_::import_("torch").attr("get_num_threads")).release();
-};
-
-const Interned& interned() {
-  static const Interned values;
-  return values;
-}
-
-int compute_capability_limit = 1000;
-
-/// What select may use: the device as the core knows it, with as many CPU threads as PyTorch may take.
-DeviceInfo device_for(const char* function, Device device) try {
-  DeviceInfo info = device_info(device);
-  if (device.type == DeviceType::kCpu) info.threads = nb::cast<int>(interned().get_num_threads());
-  info.compute_capability = std::min(info.compute_capability, compute_capability_limit);
-  return info;
-} catch (const Unsupported& error) {
-  throw Unsupported(std::string(function) + ": " + error.what());
-}
-
-struct Free {
-  void operator()(void* memory) const { std::free(memory); }
-};
-
-/// A plan's workspace: host memory, or the framework's on the device, which it may give to whoever comes later on the
-/// current stream.
-class Workspace {
- public:
-  Workspace(const char* function, const Plan& plan, handle like) {
-    const std::int64_t bytes = plan.workspace_bytes;
-    if (bytes == 0) return;
-    if (plan.problem.device.type == DeviceType::kCpu) {
-      constexpr std::int64_t kAlignment = 64;
-      host_.reset(std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment));
-      if (!host_) throw std::bad_alloc();
-    } else {
-      const std::int64_t floats = (bytes + 3) / 4;
-      device_ = hidden_memory(like, plan.problem.device, {floats});
-      if (device_.is_none()) device_ = like.attr(interned().new_empty)(floats, "dtype"_a = interned().float32);
-      pointer_ = tensor_view(function, "workspace", device_).data;
-    }
-  }
-  void* get() const { return host_ ? host_.get() : pointer_; }
-
- private:
-  std::unique_ptr<void, Free> host_;
-  nb::object device_;
-  void* pointer_ = nullptr;
-};
-
 /// What every call is given.
 struct Given {
   ForwardTensors tensors;
@@ -95,8 +34,7 @@ struct Given {
 };
 
 void view_sequences(const char* function, handle sequences, ForwardTensors& tensors) {
-  if (!PyTuple_Check(sequences.ptr()) || nb::len(sequences) != 4)
-    throw InvalidType(std::string(function) + ": expected 4 tables of sequences");
+  check_count(function, sequences, 4, "tables of sequences");
   const nb::tuple tables = nb::borrow<nb::tuple>(sequences);
   tensors.cu_seqlens_q = tensor_view(function, "cu_seqlens_q", tables[0], kInts);
   tensors.cu_seqlens_k = tensor_view(function, "cu_seqlens_k", tables[1], kInts);
@@ -105,8 +43,7 @@ void view_sequences(const char* function, handle sequences, ForwardTensors& tens
 }
 
 Given to_given(const char* function, handle q, handle k, handle v, const nb::tuple& options) {
-  if (nb::len(options) != kOptionCount)
-    throw InvalidType(std::string(function) + ": expected " + std::to_string(kOptionCount) + " options");
+  check_count(function, options, kOptionCount, "options");
   Given given;
   given.tensors.q = tensor_view(function, "q", q);
   given.tensors.k = tensor_view(function, "k", k);
@@ -117,18 +54,6 @@ Given to_given(const char* function, handle q, handle k, handle v, const nb::tup
   if (!sequences.is_none()) view_sequences(function, sequences, given.tensors);
   given.options = to_options(function, options);
   return given;
-}
-
-/// Contiguous. Like q where that is the answer: it takes a quarter of a microsecond less than a shape.
-nb::object new_out(handle q, const TensorView& view, const Problem& p) {
-  if (p.head_dim_v == p.head_dim && view.contiguous()) return interned().empty_like(q);
-  if (p.ragged) return q.attr(interned().new_empty)(p.seqlen_q, p.heads_q, p.head_dim_v);
-  return q.attr(interned().new_empty)(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v);
-}
-
-nb::object new_lse(handle q, const Problem& p) {
-  if (p.ragged) return q.attr(interned().new_empty)(p.heads_q, p.seqlen_q, "dtype"_a = interned().float32);
-  return q.attr(interned().new_empty)(p.batch, p.heads_q, p.seqlen_q, "dtype"_a = interned().float32);
 }
 
 /// The same in memory that no tensor shows, at half the price; a tensor where the framework has no such memory.
@@ -227,7 +152,7 @@ void bind_attention(nb::module_& module) {
   });
   bind_forward("explain", explain);
   // For tests of an older GPU's kernels on a newer one.
-  module.def("_limit_compute_capability", [](int limit) { compute_capability_limit = limit; }, nb::arg("limit"));
+  module.def("_limit_compute_capability", &limit_compute_capability, nb::arg("limit"));
   module.def("saving_forward", &saving_forward, nb::arg("ctx"), any("q"), any("k"), any("v"), nb::arg("options"),
              nb::arg("sinks") = nb::none());
   module.def("backward", &backward, any("dout"), any("dlse"), any("q"), any("k"), any("v"), any("out"), any("lse"),

@@ -4,5 +4,6 @@ NB_MODULE(_C, module) {
   flashtile::bindings::bind_errors(module);
   flashtile::bindings::bind_tensor(module);
   flashtile::bindings::bind_attention(module);
+  flashtile::bindings::bind_kvcache(module);
   flashtile::bindings::bind_info(module);
 }

@@ -26,13 +26,14 @@ double to_double(const char* function, const char* name, nb::handle object, cons
 }
 
 /// Integers beyond 64 bits become the nearest one: as a distance they all mean "unbounded".
-std::optional<std::int64_t> to_distance(const char* function, const char* name, nb::handle object) {
+std::optional<std::int64_t> to_distance(const char* function, const char* name, nb::handle object,
+                                        const char* expected = "an int or None") {
   if (object.is_none()) return std::nullopt;
   int overflow = 0;
   const long long value = PyLong_AsLongLongAndOverflow(object.ptr(), &overflow);
   if (overflow > 0) return std::numeric_limits<std::int64_t>::max();
   if (overflow < 0) return std::numeric_limits<std::int64_t>::min();
-  if (value == -1 && PyErr_Occurred()) wrong_type(function, name, object, "an int or None");
+  if (value == -1 && PyErr_Occurred()) wrong_type(function, name, object, expected);
   return value;
 }
 
@@ -53,20 +54,49 @@ void to_window(const char* function, nb::handle window, Options& options) {
   options.window_right = to_distance(function, "window[1]", nb::object(window[1]));
 }
 
-}  // namespace
+/// Integers beyond 64 bits become the nearest one, which no call takes either.
+std::int64_t to_count(const char* function, const char* name, nb::handle object) {
+  if (object.is_none()) wrong_type(function, name, object, "an int of at least 0");
+  return *to_distance(function, name, object, "an int of at least 0");
+}
 
-Options to_options(const char* function, const nb::tuple& given) {
+/// What attention over a cache has as well.
+Options to_score_options(const char* function, const nb::tuple& given) {
   const auto at = [&](Option option) { return option_of(given, option); };
   Options options;
   options.causal = to_bool(function, "causal", at(kCausal), "True or False");
   to_window(function, at(kWindow), options);
   if (!at(kScale).is_none()) options.scale = to_double(function, "scale", at(kScale), "a number or None");
   options.softcap = to_double(function, "softcap", at(kSoftcap), "a number");
+  return options;
+}
+
+}  // namespace
+
+Options to_options(const char* function, const nb::tuple& given) {
+  const auto at = [&](Option option) { return option_of(given, option); };
+  Options options = to_score_options(function, given);
   options.dropout_p = to_double(function, "dropout_p", at(kDropoutP), "a number");
   options.seed = to_seed(function, at(kSeed));
   if (!at(kDeterministic).is_none())
     options.deterministic = to_bool(function, "deterministic", at(kDeterministic), "True, False or None");
   return options;
+}
+
+KvcacheOptions to_cache_options(const char* function, const nb::tuple& given) {
+  const auto to_choice = [&](const char* name, Option option) {
+    return to_bool(function, name, option_of(given, option), "True or False");
+  };
+  return {
+      .attention = to_score_options(function, given),
+      .rotary_interleaved = to_choice("rotary_interleaved", kRotaryInterleaved),
+      .num_splits = to_count(function, "num_splits", option_of(given, kNumSplits)),
+      .batch_invariant = to_choice("batch_invariant", kBatchInvariant),
+  };
+}
+
+bool returns_lse(const char* function, const nb::tuple& given) {
+  return to_bool(function, "return_lse", option_of(given, kReturnLse), "True or False");
 }
 
 }  // namespace flashtile::bindings

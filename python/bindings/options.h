@@ -2,11 +2,11 @@
 #pragma once
 
 #include "bindings.h"
-#include "flashtile/problem.h"
+#include "flashtile/kvcache.h"
 
 namespace flashtile::bindings {
 
-/// Where each option stands in the tuple; the first two are tensors, the last one is a tuple of them, or None: dense.
+/// Where each option stands in the tuple; the first two are tensors. kSequences is a tuple of them, or None: dense.
 enum Option : std::size_t {
   kAlibiSlopes,
   kSinks,
@@ -18,7 +18,14 @@ enum Option : std::size_t {
   kSeed,
   kDeterministic,
   kSequences,
-  kOptionCount
+  kOptionCount,
+
+  // Of a cache, behind kSoftcap.
+  kRotaryInterleaved = kSoftcap + 1,
+  kNumSplits,
+  kBatchInvariant,
+  kReturnLse,
+  kCacheOptionCount
 };
 
 inline nb::handle option_of(const nb::tuple& options, Option option) {
@@ -27,5 +34,7 @@ inline nb::handle option_of(const nb::tuple& options, Option option) {
 
 /// Those that are scalars. Throws InvalidType naming the option that is not of its type.
 Options to_options(const char* function, const nb::tuple& options);
+KvcacheOptions to_cache_options(const char* function, const nb::tuple& options);
+bool returns_lse(const char* function, const nb::tuple& cache_options);
 
 }  // namespace flashtile::bindings

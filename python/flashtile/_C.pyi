@@ -19,6 +19,29 @@ _Options = tuple[
     bool | None,  # deterministic
     _Sequences | None,  # None: dense
 ]
+_CacheTensors = tuple[
+    Tensor | None,  # k_new
+    Tensor | None,  # v_new
+    Tensor | None,  # rotary_cos
+    Tensor | None,  # rotary_sin
+    Tensor,  # cache_seqlens
+    Tensor | None,  # block_table
+    Tensor | None,  # cache_batch_idx
+    Tensor | None,  # leftpad
+    Tensor | None,  # cu_seqlens_q
+]
+_CacheOptions = tuple[
+    Tensor | None,  # alibi_slopes
+    Tensor | None,  # sinks
+    bool,  # causal
+    _Window,
+    SupportsFloat | None,  # scale
+    SupportsFloat,  # softcap
+    bool,  # rotary_interleaved
+    SupportsIndex,  # num_splits
+    bool,  # batch_invariant
+    bool,  # return_lse
+]
 
 class Misaligned(NotImplementedError):
     """A CUDA kernel reads 16 bytes at a time, and an operand's address or stride is no multiple of 16 bytes."""
@@ -42,6 +65,9 @@ def backward(
     dsinks: Tensor | None,
     options: _Options,
 ) -> None: ...
+def kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: _CacheTensors, options: _CacheOptions
+) -> tuple[Tensor, Tensor | None]: ...
 def explain(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> str: ...
 def info() -> dict[str, Any]: ...
 def _enable_exchange(enabled: bool) -> None: ...

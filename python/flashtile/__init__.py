@@ -5,7 +5,9 @@ from importlib.metadata import version as _version
 __version__ = _version("flashtile")
 
 from .attention import attention, explain
+from .combine import combine
 from .info import info
+from .kvcache import attention_kvcache
 from .varlen import attention_varlen
 
-__all__ = ["__version__", "attention", "attention_varlen", "explain", "info"]
+__all__ = ["__version__", "attention", "attention_kvcache", "attention_varlen", "combine", "explain", "info"]

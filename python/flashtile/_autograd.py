@@ -18,7 +18,7 @@ def attend(function, q, k, v, options, return_lse):
     """Out, or with `return_lse` (out, lse), of the options as the caller gave them; messages name `function`."""
     sinks = options[_SINKS]
     if forward_ad._current_level >= 0:
-        _refuse_tangents(function, q=q, k=k, v=v, sinks=sinks)
+        refuse_tangents(function, q=q, k=k, v=v, sinks=sinks)
     if options[_ALIBI_SLOPES] is not None:
         _refuse_gradient(function, options[_ALIBI_SLOPES])
     if sinks is not None:
@@ -122,7 +122,7 @@ def _refuse_gradient(function, alibi_slopes):
         )
 
 
-def _refuse_tangents(function, **tensors):
+def refuse_tangents(function, **tensors):
     for name, x in tensors.items():
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(

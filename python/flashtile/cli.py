@@ -37,8 +37,9 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="time flashtile against PyTorch's attention")
     bench.add_argument(
         "--suite",
-        choices=("forward", "backward", "varlen", "host", "cpu"),
-        help="varlen: ragged batches, forward and backward (default: forward, or cpu without CUDA)",
+        choices=("forward", "backward", "varlen", "decode", "host", "cpu"),
+        help="varlen: ragged batches, forward and backward; decode: one new token over a cache (default: forward, or "
+        "cpu without CUDA)",
     )
     bench.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16"), help="of the GPU suites")
     bench.add_argument("--full", action="store_true", help="also the lengths between 512, 2048 and 16384")
@@ -48,15 +49,16 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=MODULE:FUNCTION",
-        help="suites forward, backward and varlen: also time FUNCTION(q, k, v, causal), imported from MODULE; it takes "
-        "tensors (B, S, H, D) and returns out, or a tuple with out first, which suite backward differentiates; suite "
-        "varlen calls it with tensors (T, H, D) and the keywords cu_seqlens_q, cu_seqlens_k, max_seqlen_q, "
-        "max_seqlen_k, causal and scale; may be given more than once",
+        help="suites forward, backward, varlen and decode: also time FUNCTION(q, k, v, causal), imported from MODULE; "
+        "it takes tensors (B, S, H, D) and returns out, or a tuple with out first, which suite backward "
+        "differentiates; suite varlen calls it with tensors (T, H, D) and the keywords cu_seqlens_q, cu_seqlens_k, "
+        "max_seqlen_q, max_seqlen_k, causal and scale, suite decode with q (B, 1, H, D), caches (B, S, H, D) and the "
+        "keywords cache_seqlens and causal; may be given more than once",
     )
     bench.add_argument(
         "--flex",
         action="store_true",
-        help="suites forward and backward: also time FlexAttention; compiling it for each case takes long",
+        help="suites forward, backward and decode: also time FlexAttention; compiling it for each case takes long",
     )
     bench.add_argument("--json", type=Path, metavar="FILE", help="store the results")
     bench.add_argument("--markdown", type=Path, nargs="+", metavar="FILE", help="measure nothing; print stored results")

@@ -72,6 +72,12 @@ def attention_varlen():
 
 
 @pytest.fixture
+def attention_kvcache():
+    """flashtile.attention_kvcache with poisoned outputs."""
+    return _poisoned(flashtile.attention_kvcache)
+
+
+@pytest.fixture
 def gradients():
     """Gradients of q, k, v through torch.autograd.grad, with poisoned outputs."""
     return _poisoned(torch.autograd.grad)

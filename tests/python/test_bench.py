@@ -171,7 +171,9 @@ def test_every_suite_has_a_quick_form():
 
 
 def test_an_unknown_suite_is_named():
-    with pytest.raises(ValueError, match=r"suite is 'speed', expected one of forward, backward, varlen, host, cpu"):
+    with pytest.raises(
+        ValueError, match=r"suite is 'speed', expected one of forward, backward, varlen, decode, host, cpu"
+    ):
         suites.cases("speed")
 
 

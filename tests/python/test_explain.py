@@ -50,7 +50,7 @@ def test_info_prints_what_it_holds():
 
 
 def test_docstring_examples_run():
-    for name in ("attention", "info", "varlen"):
+    for name in ("attention", "combine", "info", "kvcache", "varlen"):
         # flashtile.attention is the function; the module of that name stands in sys.modules.
         results = doctest.testmod(importlib.import_module(f"flashtile.{name}"), raise_on_error=False)
         assert results.failed == 0
@@ -58,5 +58,6 @@ def test_docstring_examples_run():
 
 
 def test_exports():
-    assert sorted(flashtile.__all__) == ["__version__", "attention", "attention_varlen", "explain", "info"]
+    functions = ["attention", "attention_kvcache", "attention_varlen", "combine", "explain", "info"]
+    assert sorted(flashtile.__all__) == ["__version__", *functions]
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", flashtile.__version__)

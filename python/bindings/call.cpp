@@ -1,0 +1,71 @@
+#include "call.h"
+
+#include <algorithm>
+#include <new>
+#include <string>
+
+#include "flashtile/error.h"
+#include "flashtile/flashtile.h"
+#include "tensor.h"
+
+namespace flashtile::bindings {
+namespace {
+
+using nb::handle;
+using namespace nb::literals;
+
+int compute_capability_limit = 1000;
+
+}  // namespace
+
+const Interned& interned() {
+  static const Interned values;
+  return values;
+}
+
+void check_count(const char* function, handle tuple, std::size_t count, const char* what) {
+  if (!PyTuple_Check(tuple.ptr()) || nb::len(tuple) != count)
+    throw InvalidType(std::string(function) + ": expected " + std::to_string(count) + " " + what);
+}
+
+DeviceInfo device_for(const char* function, Device device) try {
+  DeviceInfo info = device_info(device);
+  if (device.type == DeviceType::kCpu) info.threads = nb::cast<int>(interned().get_num_threads());
+  info.compute_capability = std::min(info.compute_capability, compute_capability_limit);
+  return info;
+} catch (const Unsupported& error) {
+  throw Unsupported(std::string(function) + ": " + error.what());
+}
+
+void limit_compute_capability(int limit) {
+  compute_capability_limit = limit;
+}
+
+/// Like q where that is the answer: it takes a quarter of a microsecond less than a shape.
+nb::object new_out(handle q, const TensorView& view, const Problem& p) {
+  if (p.head_dim_v == p.head_dim && view.contiguous()) return interned().empty_like(q);
+  if (p.ragged) return q.attr(interned().new_empty)(p.seqlen_q, p.heads_q, p.head_dim_v);
+  return q.attr(interned().new_empty)(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v);
+}
+
+nb::object new_lse(handle q, const Problem& p) {
+  if (p.ragged) return q.attr(interned().new_empty)(p.heads_q, p.seqlen_q, "dtype"_a = interned().float32);
+  return q.attr(interned().new_empty)(p.batch, p.heads_q, p.seqlen_q, "dtype"_a = interned().float32);
+}
+
+Workspace::Workspace(const char* function, const Plan& plan, handle like) {
+  const std::int64_t bytes = plan.workspace_bytes;
+  if (bytes == 0) return;
+  if (plan.problem.device.type == DeviceType::kCpu) {
+    constexpr std::int64_t kAlignment = 64;
+    host_.reset(std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment));
+    if (!host_) throw std::bad_alloc();
+  } else {
+    const std::int64_t floats = (bytes + 3) / 4;
+    device_ = hidden_memory(like, plan.problem.device, {floats});
+    if (device_.is_none()) device_ = like.attr(interned().new_empty)(floats, "dtype"_a = interned().float32);
+    pointer_ = tensor_view(function, "workspace", device_).data;
+  }
+}
+
+}  // namespace flashtile::bindings

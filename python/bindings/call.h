@@ -1,0 +1,54 @@
+// What every call needs beside its tensors: the device as select knows it, results, and a workspace.
+#pragma once
+
+#include <cstdlib>
+#include <memory>
+
+#include "bindings.h"
+#include "flashtile/plan.h"
+
+namespace flashtile::bindings {
+
+/// Names and values that live as long as the process.
+struct Interned {
+  nb::handle new_empty = nb::str("new_empty").release();
+  nb::handle save_for_backward = nb::str("save_for_backward").release();
+  nb::handle unsaved = nb::str("unsaved").release();
+  nb::handle empty_like = nb::object(nb::module_::import_("torch").attr("empty_like")).release();
+  nb::handle float32 = nb::object(nb::module_::import_("torch").attr("float32")).release();
+  nb::handle get_num_threads = nb::object(nb::module_::import_("torch").attr("get_num_threads")).release();
+};
+
+const Interned& interned();
+
+/// Throws InvalidType unless `tuple` is one of `count` elements, which are called `what`.
+void check_count(const char* function, nb::handle tuple, std::size_t count, const char* what);
+
+/// What select may use: the device as the core knows it, with as many CPU threads as PyTorch may take.
+DeviceInfo device_for(const char* function, Device device);
+
+/// Of the GPUs that device_for tells of from now on.
+void limit_compute_capability(int limit);
+
+/// Contiguous. `view` is that of q.
+nb::object new_out(nb::handle q, const TensorView& view, const Problem& problem);
+nb::object new_lse(nb::handle q, const Problem& problem);
+
+/// A plan's workspace: host memory, or the framework's on the device, which it may give to whoever comes later on the
+/// current stream.
+class Workspace {
+ public:
+  Workspace(const char* function, const Plan& plan, nb::handle like);
+  void* get() const { return host_ ? host_.get() : pointer_; }
+
+ private:
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+
+  std::unique_ptr<void, Free> host_;
+  nb::object device_;
+  void* pointer_ = nullptr;
+};
+
+}  // namespace flashtile::bindings

@@ -1,0 +1,193 @@
+"""Attention over a cache of keys and values, contiguous or in pages: decoding and prefill."""
+
+import operator
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
+
+from . import _C
+from ._autograd import aligned, as_float32, refuse_tangents
+from .attention import Window
+
+
+def attention_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | int,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    cu_seqlens_q: Tensor | None = None,
+    causal: bool = True,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of new queries over a cache of keys and values, which may be given new rows first.
+
+    Sequence b has the rows 0, 1, 2, ... of a cache. It holds cache_seqlens[b] of them. If ``k_new`` and ``v_new`` are
+    given, their rows are written into the cache behind those, in place. Then all rows from leftpad[b] (or 0) up to the
+    last one written are the sequence's keys and values, and its queries attend to them as in :func:`attention`::
+
+        held, end     = cache_seqlens[b], cache_seqlens[b] + S_new
+        cache[held + i] = rotated(k_new[b, i], position=held + i), v_new[b, i]       if they are given
+        keys, values  = cache[leftpad[b] : end]
+        queries[i]    = rotated(q[b, i], position=end - S_q + i)
+        out[b]        = attention(queries, keys, values, causal=True, ...)
+
+    So masks are aligned at the bottom right: the last query of a sequence meets its last key. S_q may be 1 (decoding),
+    a few (speculative decoding), or many (prefill, whole or in chunks). There is no backward.
+
+    Args:
+        q: (B, S_q, H_q, D). float16 or bfloat16; on the CPU also float32. D is a multiple of 8, at most 256. Not
+            changed, also where it is rotated. With ``cu_seqlens_q`` ragged: (T_q, H_q, D).
+        k_cache: (B_cache, S_cache, H_k, D), of q's dtype and device: a contiguous cache, in which sequence b has the
+            entry b. With ``block_table`` a paged one: (pages, page_size, H_k, D), of any page size from 1 on. H_q is a
+            multiple of H_k.
+        v_cache: (B_cache, S_cache, H_k, D_v), or (pages, page_size, H_k, D_v). D_v may differ from D.
+            q, the caches, k_new and v_new take any strides with a contiguous last dimension. CUDA kernels read 16 bytes
+            at a time: operands whose addresses or strides are no multiples of 16 bytes are copied first; but caches,
+            which are written in place, are refused then. Nothing is cast under torch.autocast.
+        cache_seqlens: (B), int32, contiguous, on q's device: how many rows of each sequence the cache holds before
+            k_new. An int is the same for all.
+        k_new: (B, S_new, H_k, D), of q's dtype and device: keys to append. S_new need not be S_q. Where q is
+            ragged: (T_q, H_k, D), with q's ``cu_seqlens_q``. Rows that find no room behind the held ones are not
+            written and do not count.
+        v_new: (B, S_new, H_k, D_v), or (T_q, H_k, D_v): their values. Given if and only if k_new is.
+        block_table: (B, pages of a sequence), int32, last dimension contiguous, on q's device: row r of sequence b lies
+            in page block_table[b, r // page_size], in row r % page_size of it. Sequences may share pages that
+            nothing is appended to. Entries behind a sequence's last row are not looked at.
+        cache_batch_idx: (B), int32, contiguous, on q's device: the entry of a contiguous cache that each sequence has,
+            instead of b. Not with block_table.
+        leftpad: (B), int32, contiguous, on q's device: rows at the beginning of each sequence that do not count, but
+            have positions.
+        rotary_cos: (positions, R / 2), of q's dtype, on q's device: cosines by which the first R elements of queries
+            and new keys are rotated, in float32, rounded once. R is a multiple of 16, at most D. A row's position
+            is its number in the sequence, from 0 on, leftpad's rows included; a query's is that of the key it meets on
+            the diagonal. Where a sequence has more queries than rows, causal must hide all keys from the first ones.
+        rotary_sin: (positions, R / 2): the sines. Given if and only if rotary_cos is. Without k_new only queries are
+            rotated.
+        rotary_interleaved: rotate the pairs of elements (2i, 2i + 1), as in RoFormer and GPT-J; False: (i, i + R / 2),
+            as in GPT-NeoX and Llama.
+        cu_seqlens_q: (B + 1), int32, contiguous, on q's device: q is ragged, and sequence b has its rows
+            cu_seqlens_q[b] up to cu_seqlens_q[b + 1]. Starts at 0, never decreases, ends at T_q or before.
+        causal: hide columns right of the diagonal. Unlike in :func:`attention`, this is the default.
+        window: (left, right), inclusive distances from the diagonal, in tokens; None on a side: unbounded.
+        scale: factor of the scores, any finite number; by default 1/√D.
+        softcap: bound of the scores, in units of scaled scores; 0: none.
+        alibi_slopes: float32, (H_q) or (B, H_q).
+        sinks: (H_q), any floating dtype, summed in float32: a logit for each query head that no value belongs to.
+        num_splits: parts that the keys of a sequence are divided into, which may be computed at the same time; 0: as
+            many as fill the GPU. Results differ in their last bits. Nothing depends on it on the CPU.
+        batch_invariant: a row's result depends, to the bit, on its query and its sequence's keys alone: not on the
+            other sequences of the batch, nor on how many queries come at a time, nor on where the cache's pages lie.
+            Only with num_splits=0. On the CPU it always holds.
+        return_lse: also return lse.
+
+    Returns:
+        out, (B, S_q, H_q, D_v), or (T_q, H_q, D_v), contiguous, of q's dtype; with ``return_lse`` the pair (out, lse),
+        where lse is the natural logarithm, float32, (B, H_q, S_q), or (H_q, T_q). Runs repeat to the bit. A row that
+        sees no column has out = 0, lse = -inf (or the sink). Rows of a ragged q behind the last sequence are not
+        looked at: out = 0, lse = -inf. So it is with cache rows that do not count: they may hold anything.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype, such as tables of int64.
+        ValueError: shapes, strides, devices or option values break the rules above; on the CPU also what the tables
+            hold (cache_seqlens, block_table where it is needed, cache_batch_idx, which must not name an entry twice
+            where k_new is given, leftpad, cu_seqlens_q), rows that find no room, and positions that rotary_cos lacks.
+            On CUDA the host does not read them, so that it need not wait and calls can be captured in a graph, whose
+            replays go by what the tables hold then: values that break the rules are taken as the nearest ones that do
+            not, and nothing outside the tensors is read or written.
+        NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, misaligned caches
+            on CUDA), or an input requires a gradient where gradients are enabled.
+        RuntimeError: the CUDA runtime failed.
+
+    Example:
+        >>> import torch, flashtile
+        >>> k_cache, v_cache = torch.zeros(2, 10, 16, 2, 64)                       # 10 pages of 16 rows
+        >>> block_table = torch.tensor([[7, 2, 0], [4, 9, 1]], dtype=torch.int32)  # three for each of 2 sequences
+        >>> held = torch.tensor([20, 0], dtype=torch.int32)
+        >>> q = torch.randn(2, 5, 8, 64)
+        >>> k_new, v_new = torch.randn(2, 2, 5, 2, 64)
+        >>> out = flashtile.attention_kvcache(
+        ...     q, k_cache, v_cache, cache_seqlens=held, k_new=k_new, v_new=v_new, block_table=block_table
+        ... )
+        >>> out.shape
+        torch.Size([2, 5, 8, 64])
+        >>> torch.equal(k_cache[2, 4:9], k_new[0])  # rows 20 to 24 of the first sequence
+        True
+        >>> torch.equal(out[1:], flashtile.attention(q[1:], k_new[1:], v_new[1:], causal=True))
+        True
+
+    Sources: those of :func:`attention`; caches in pages, PagedAttention (Kwon et al. 2023, arXiv:2309.06180); keys in
+    parts that fill the GPU, Flash-Decoding (Dao et al. 2023) and Lean Attention (Sanovar et al. 2024,
+    arXiv:2405.10480); rotary embedding, RoFormer (Su et al. 2021, arXiv:2104.09864).
+    """
+    inputs = dict(q=q, k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, rotary_cos=rotary_cos)
+    inputs |= dict(rotary_sin=rotary_sin, alibi_slopes=alibi_slopes, sinks=sinks)
+    if forward_ad._current_level >= 0:
+        refuse_tangents("attention_kvcache", **inputs)
+    if is_grad_enabled():
+        _refuse_gradients(inputs)
+    if not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = _for_all_sequences(cache_seqlens, q, cu_seqlens_q)
+    if sinks is not None:
+        sinks = as_float32(sinks)
+    tables = (cache_seqlens, block_table, cache_batch_idx, leftpad, cu_seqlens_q)
+    readable = (q, k_new, v_new, rotary_cos, rotary_sin)
+    options = (alibi_slopes, sinks, causal, window, scale, softcap)
+    options += (rotary_interleaved, num_splits, batch_invariant, return_lse)
+    try:
+        out, lse = _call(k_cache, v_cache, *readable, tables, options)
+    except _C.Misaligned:  # of a cache: raised again
+        out, lse = _call(k_cache, v_cache, *(None if x is None else aligned(x) for x in readable), tables, options)
+    if k_new is not None:  # autograd notices when a cache has changed that it keeps
+        increment_version(k_cache)
+        increment_version(v_cache)
+    return (out, lse) if return_lse else out
+
+
+def _call(k_cache, v_cache, q, k_new, v_new, rotary_cos, rotary_sin, tables, options):
+    return _C.kvcache(q, k_cache, v_cache, (k_new, v_new, rotary_cos, rotary_sin, *tables), options)
+
+
+def _for_all_sequences(length, q, cu_seqlens_q):
+    """cache_seqlens, of an int."""
+    try:
+        length = operator.index(length)
+    except TypeError:
+        message = f"attention_kvcache: cache_seqlens is {length!r}, expected a torch.Tensor or an int"
+        raise TypeError(message) from None
+    if not 0 <= length < 2**31:
+        raise ValueError(f"attention_kvcache: cache_seqlens is {length}, expected an int from 0 to 2^31 - 1")
+    if not isinstance(q, Tensor):
+        return length  # the module says what is wrong with q
+    count = _rows(q) if cu_seqlens_q is None else max(_rows(cu_seqlens_q) - 1, 0)
+    return torch.full((count,), length, dtype=torch.int32, device=q.device)
+
+
+def _rows(x):
+    return x.shape[0] if isinstance(x, Tensor) and x.dim() > 0 else 0
+
+
+def _refuse_gradients(inputs):
+    for name, x in inputs.items():
+        if x is not None and getattr(x, "requires_grad", False):
+            raise NotImplementedError(
+                f"attention_kvcache: {name} requires grad, expected inputs that do not: there is no backward; "
+                "nearest supported: torch.no_grad()"
+            )

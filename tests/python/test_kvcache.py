@@ -1,0 +1,658 @@
+"""attention_kvcache: accuracy over the cases of caches, laws that tie it to attention, and what it refuses."""
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import cached
+import pytest
+import torch
+from cached import Cached, ints
+from cases import BF16, DEVICE_PARAMS, F16, F32, LAYOUTS, on_devices
+from compare import assert_accurate, assert_bitwise, score_rounding
+from hypothesis import given as hypothesis_given
+from hypothesis import settings
+from hypothesis import strategies as st
+from test_kvcache_errors import REMOVED, arguments, misaligned, numbers
+from test_properties import options_and_sizes, random_problems
+
+import flashtile
+from flashtile import _C
+
+
+def with_own_caches(given):
+    """The same arguments, with caches that a call may write."""
+    return given | {name: copy_of(given[name]) for name in ("k_cache", "v_cache")}
+
+
+def copy_of(x):
+    """With its strides, and what lies between."""
+    memory = x.untyped_storage().clone()
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(memory, x.storage_offset(), x.shape, x.stride())
+
+
+def results(given, function=flashtile.attention_kvcache):
+    """out, lse and the caches after a call, which leaves those of `given` alone."""
+    given = with_own_caches(given)
+    out, lse = function(**given, return_lse=True)
+    return dict(out=out, lse=lse, k_cache=given["k_cache"], v_cache=given["v_cache"])
+
+
+def assert_same(found, expected):
+    for what, x in expected.items():
+        assert_bitwise(found[what], x, what)
+
+
+def assert_close(found, expected):
+    """To the bit on the CPU; elsewhere another kernel may serve it, or other splits."""
+    for what, x in expected.items():
+        if x.is_cuda and what in ("out", "lse"):
+            eps = torch.finfo(F32 if what == "lse" else x.dtype).eps
+            torch.testing.assert_close(found[what], x, rtol=0, atol=8 * eps * max(largest_of(x), 1))
+        else:
+            assert_bitwise(found[what], x, what)
+
+
+def check(case, device, attention_kvcache):
+    given = case.arguments(device)
+    copies = {name: x.clone() for name, x in given.items() if isinstance(x, torch.Tensor)}
+    exact_out, exact_lse = cached.attention(given)
+    rough_out, _ = cached.attention(given, dtype=case.dtype)
+    _, rough_lse = cached.attention(given, dtype=F32)  # statistics are float32 for every dtype
+    found = results(given, attention_kvcache)
+
+    out, lse = found["out"], found["lse"]
+    assert out.dtype is case.dtype and lse.dtype is F32
+    assert out.is_contiguous() and lse.is_contiguous()
+    rotation = rotation_rounding(case, given)
+    largest = largest_of(exact_out)
+    assert_accurate(out, exact_out, rough_out, "out", 2 * score_rounding(exact_lse, exact_out) + 2 * rotation * largest)
+    assert_accurate(lse, exact_lse, rough_lse, "lse", 2 * score_rounding(exact_lse) + rotation)
+    check_caches(case, found, given)
+    for name, x in copies.items():
+        assert_bitwise(given[name], x, name)
+    assert_bitwise(attention_kvcache(**with_own_caches(given)), out)
+
+
+eps32 = torch.finfo(F32).eps
+
+
+def rotation_rounding(case, given):
+    """Of a score: an element of a rotated query may be rounded to the other side than the formula's."""
+    if not case.rotary:
+        return 0.0
+    scale = case.head_dim**-0.5 if case.scale is None else abs(case.scale)
+    k_cache, _ = cached.appended(given)
+    return torch.finfo(case.dtype).eps * scale * largest_of(given["q"]) * largest_of(k_cache)
+
+
+def largest_of(x):
+    return x.where(x.isfinite(), 0).abs().max().item() if x.numel() else 0.0
+
+
+def check_caches(case, found, given):
+    """Appended rows are k_new and v_new; all others have their bits, NaN where nothing counts."""
+    expected = dict(zip(("k_cache", "v_cache"), cached.appended(given), strict=True))
+    assert_bitwise(found["v_cache"], expected["v_cache"], "v_cache")
+    if not case.rotary:
+        assert_bitwise(found["k_cache"], expected["k_cache"], "k_cache")
+        return
+    eps = torch.finfo(case.dtype).eps
+    torch.testing.assert_close(found["k_cache"], expected["k_cache"], rtol=eps, atol=8 * eps32, equal_nan=True)
+    for b, (held, end) in enumerate(cached.counted(given)):
+        for x in (found["k_cache"], expected["k_cache"]):
+            x[cached.place_of(given, b, held, end)] = 0
+    assert_bitwise(found["k_cache"], expected["k_cache"], "k_cache")
+
+
+@pytest.mark.parametrize("case, device", on_devices(cached.CASES))
+def test_each_case(case, device, attention_kvcache):
+    check(case, device, attention_kvcache)
+
+
+SPLIT = [
+    dataclasses.replace(case, num_splits=1 + i % 7)
+    for i, case in enumerate(cached.CASES)
+    if case.name.startswith(("D", "group", "long", "ragged", "everything", "rotary", "no_", "padded", "sinks"))
+]
+INVARIANT = [dataclasses.replace(case, batch_invariant=True) for case in cached.CASES]
+
+
+@pytest.mark.parametrize("case, device", on_devices(SPLIT, ["cuda"]))
+def test_split_cases(case, device, attention_kvcache):
+    check(case, device, attention_kvcache)
+
+
+@pytest.mark.parametrize("case, device", on_devices(INVARIANT, ["cuda"]))
+def test_batch_invariant_cases(case, device, attention_kvcache):
+    check(case, device, attention_kvcache)
+
+
+# ---- laws
+
+RAGGED = dict(lengths_q=(1, 0, 70, 17, 5), held=(90, 40, 0, 130, 600), new=0)
+LAWS = [
+    Cached("decode", dtype=BF16, held=(700, 40, 0, 1300), new=1, head_dim=128, heads_q=8),
+    Cached("full", dtype=F32, seqlen_q=5, causal=False, leftpad=(50, 0, 0, 130)),
+    Cached("prefill", dtype=F16, seqlen_q=70, new=70, page_size=16, rotary=32, leftpad=(50, 40, 0, 9)),
+    Cached("window", dtype=BF16, seqlen_q=17, new=20, window=(30, 4), page_size=64, head_dim=72, head_dim_v=40),
+    Cached("ragged", dtype=BF16, page_size=3, rotary=64, interleaved=False, heads_q=6, tail=9, **RAGGED),
+    Cached("ragged_window", dtype=F16, window=(100, 0), indexed=True, alibi="per head", softcap=9.0, **RAGGED),
+    Cached("everything", dtype=F16, seqlen_q=3, new=3, alibi="per head", sinks=0.0, softcap=8.0, scale=0.2, rotary=16),
+    Cached("wide", dtype=BF16, seqlen_q=9, new=9, head_dim=256, heads_q=16, page_size=16, held=(300, 90, 1)),
+]
+each_law = pytest.mark.parametrize("case, device", on_devices(LAWS))
+FIXED = [dict(batch_invariant=True), dict(num_splits=1), dict(num_splits=3)]  # what fixes the order of sums
+each_fixed = pytest.mark.parametrize("fixed", FIXED, ids=str)
+
+
+@each_fixed
+@each_law
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])
+def test_pages_are_a_contiguous_cache(case, device, page_size, fixed):
+    """Whatever the pages' size and order."""
+    contiguous = dataclasses.replace(case, page_size=None, **fixed)
+    found = results(dataclasses.replace(case, page_size=page_size, **fixed).arguments(device))
+    expected = results(contiguous.arguments(device))
+    assert_same({what: found[what] for what in ("out", "lse")}, {what: expected[what] for what in ("out", "lse")})
+
+
+@each_fixed
+@each_law
+def test_a_sequence_is_as_alone(case, device, fixed):
+    given = case.arguments(device) | fixed
+    together = results(given)
+    queries = cached.spans(case.batch, case.seqlen_q, given.get("cu_seqlens_q"))
+    for b, rows in enumerate(queries):
+        found = results(sequence(given, b))
+        if "cu_seqlens_q" in given:
+            expected = dict(out=together["out"][rows], lse=together["lse"][:, rows])
+        else:
+            expected = dict(out=together["out"][b : b + 1], lse=together["lse"][b : b + 1])
+        assert_same({what: found[what] for what in expected}, expected)
+
+
+def sequence(given, b):
+    """Arguments of sequence b alone."""
+    one = slice(b, b + 1)
+    alone = dict(given)
+    for name in ("q", "k_new", "v_new"):
+        if name in given:
+            alone[name] = cached.rows_of(given, name)[b] if "cu_seqlens_q" in given else given[name][one]
+    if "cu_seqlens_q" in given:
+        alone["cu_seqlens_q"] = ints([0, len(alone["q"])], alone["q"].device)
+    for name in ("cache_seqlens", "leftpad", "block_table", "cache_batch_idx"):
+        if name in given:
+            alone[name] = given[name][one]
+    if "block_table" not in given and "cache_batch_idx" not in given:
+        alone["cache_batch_idx"] = ints([b], given["q"].device)
+    if given.get("alibi_slopes") is not None and given["alibi_slopes"].dim() == 2:
+        alone["alibi_slopes"] = given["alibi_slopes"][one]
+    return alone
+
+
+CHUNKED = [
+    Cached("causal", dtype=BF16, seqlen_q=200, new=200, head_dim=128, heads_q=8, held=(300, 1, 0)),
+    Cached("rotary", dtype=F16, seqlen_q=200, new=200, rotary=64, page_size=16, leftpad=(50, 40, 0, 9), sinks=0.0),
+    Cached("window", dtype=F32, seqlen_q=200, new=200, window=(70, 0), page_size=3, heads_q=6, head_dim=72),
+    Cached("alibi", dtype=BF16, seqlen_q=200, new=200, alibi="per head", softcap=9.0, indexed=True, head_dim=256),
+]
+
+
+@pytest.mark.parametrize("chunks", [(1,) * 3 + (197,), (64, 64, 72), (130, 70), (2, 17, 5, 100, 76)], ids=str)
+@pytest.mark.parametrize("case, device", on_devices(CHUNKED))
+def test_chunks_of_a_prefill(case, device, chunks):
+    """To the bit where that is asked for: a row does not know with which others it comes."""
+    whole = results(case.arguments(device) | dict(batch_invariant=True))
+    given = with_own_caches(case.arguments(device) | dict(batch_invariant=True))
+    first, parts = 0, []
+    for length in chunks:
+        rows = slice(first, first + length)
+        part = {name: given[name][:, rows] for name in ("q", "k_new", "v_new")}
+        part["cache_seqlens"] = given["cache_seqlens"] + first
+        parts.append(flashtile.attention_kvcache(**given | part, return_lse=True))
+        first += length
+    outs, lses = zip(*parts, strict=True)
+    found = dict(out=torch.cat(outs, dim=1), lse=torch.cat(lses, dim=2))
+    assert_same(found | {name: given[name] for name in ("k_cache", "v_cache")}, whole)
+
+
+@pytest.mark.parametrize("case, device", on_devices(LAWS))
+def test_ragged_queries_are_dense_ones(case, device):
+    if case.lengths_q is not None or (case.new is not None and case.new != case.seqlen_q):
+        case = dataclasses.replace(case, lengths_q=None, tail=0, seqlen_q=17, new=17)
+    given = case.arguments(device) | dict(batch_invariant=True)
+    expected = results(given)
+    flat = {name: given[name].flatten(0, 1) for name in ("q", "k_new", "v_new") if name in given}
+    begins = ints([b * case.seqlen_q for b in range(case.batch + 1)], device)
+    found = results(given | flat | dict(cu_seqlens_q=begins))
+    found["out"] = found["out"].view_as(expected["out"])
+    found["lse"] = found["lse"].unflatten(1, (case.batch, case.seqlen_q)).transpose(0, 1)
+    assert_same(found, expected)
+
+
+@each_law
+def test_appending_first_is_the_same(case, device):
+    """Rows that the cache held already, and those that a call has brought along."""
+    given = case.arguments(device) | dict(batch_invariant=True)
+    if "k_new" not in given:
+        return
+    expected = results(given)
+    after = {name: x for name, x in given.items() if name not in ("k_new", "v_new")}
+    after |= {name: expected[name] for name in ("k_cache", "v_cache")}
+    after["cache_seqlens"] = ints([end for _, end in cached.counted(given)], device)
+    assert_same(results(after), expected)
+
+
+@pytest.mark.parametrize("case, device", on_devices([case for case in LAWS if not case.lengths_q and not case.leftpad]))
+def test_a_full_cache_is_attention(case, device):
+    case = dataclasses.replace(case, held=(150,) * 3, page_size=None, new=None, rotary=0, room=0, seqlen_q=40)
+    given = case.arguments(device)
+    dense = {
+        name: given[name] for name in ("causal", "window", "scale", "softcap", "alibi_slopes", "sinks") if name in given
+    }
+    out, lse = flashtile.attention(given["q"], given["k_cache"], given["v_cache"], return_lse=True, **dense)
+    assert_close(results(given), dict(out=out, lse=lse))
+
+
+@pytest.mark.parametrize("case, device", on_devices(LAWS))
+def test_splits_agree(case, device):
+    given = case.arguments(device)
+    automatic = results(given)
+    for num_splits in range(1, 8):
+        assert_close(results(given | dict(num_splits=num_splits)), automatic)
+    assert_close(results(given | dict(batch_invariant=True)), automatic)
+
+
+@each_law
+def test_what_does_not_count_may_hold_anything(case, device):
+    given = case.arguments(device)
+    expected = results(given)
+    unused = {name: given[name].isnan() for name in ("q", "k_cache", "v_cache")}
+    for junk in (0.0, math.inf, -1e4):
+        changed = {name: torch.where(rows, junk, given[name]) for name, rows in unused.items()}
+        found = results(given | changed)
+        written = {
+            name: torch.where(unused[name] & (found[name] == junk), math.nan, found[name])
+            for name in unused
+            if name != "q"
+        }
+        assert_same(found | written, expected)
+
+
+@each_law
+def test_runs_agree_bitwise(case, device):
+    given = case.arguments(device)
+    first = results(given)
+    for _ in range(10):
+        assert_same(results(given), first)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+@pytest.mark.parametrize("case", LAWS, ids=str)
+def test_thread_counts_agree_bitwise(case, threads):
+    given = case.arguments()
+    expected = results(given)
+    try:
+        torch.set_num_threads(threads)
+        assert_same(results(given), expected)
+    finally:
+        torch.set_num_threads(1)
+
+
+@each_law
+def test_both_ways_into_the_module_agree(case, device):
+    """By the exchange table, and by Python attributes as with a PyTorch older than 2.10."""
+    given = case.arguments(device)
+    expected = results(given)
+    _C._enable_exchange(False)
+    try:
+        assert_same(results(given), expected)
+    finally:
+        _C._enable_exchange(True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+@pytest.mark.parametrize("case, device", on_devices([LAWS[2], LAWS[4]]))
+def test_layouts_agree_bitwise(case, device, layout, attention_kvcache):
+    expected = results(case.arguments(device))
+    found = results(dataclasses.replace(case, layout=layout).arguments(device), attention_kvcache)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_one_length_for_all(device):
+    for more in ({}, dict(lengths_q=(1, 1, 1))):
+        given = Cached("even", dtype=F16, held=(40, 40, 40), new=1, **more).arguments(device)
+        assert_same(results(given | dict(cache_seqlens=40)), results(given))
+
+
+# ---- rotation
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype, device", [(F32, "cpu"), *((d, p) for d in (F16, BF16) for p in DEVICE_PARAMS[:1])])
+def test_rotated_keys_are_rounded_once(dtype, device, interleaved):
+    check_rotated_keys(dtype, device, interleaved)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_rotated_keys_are_rounded_once_on_gpus(dtype, interleaved):
+    check_rotated_keys(dtype, "cuda", interleaved)
+
+
+def check_rotated_keys(dtype, device, interleaved):
+    case = Cached("keys", dtype=dtype, held=(3000, 0, 7), new=33, rotary=96, head_dim=128, interleaved=interleaved)
+    given = case.arguments(device)
+    found = results(given)["k_cache"]
+    for b, (held, end) in enumerate(cached.counted(given)):
+        rows = found[cached.place_of(given, b, held, end)].double()
+        exact_given = given | {name: given[name].double() for name in ("k_new", "rotary_cos", "rotary_sin")}
+        exact = cached.rotated_by(exact_given, exact_given["k_new"][b], held)
+        # Half a spacing of the dtype, and the roundings of float32 products of numbers up to 5.
+        bar = torch.finfo(dtype).eps / 2 * exact.abs() + 8 * eps32 + torch.finfo(dtype).smallest_normal
+        assert ((rows - exact).abs() <= bar).all()
+        assert torch.equal(rows[..., 96:], exact[..., 96:]), "what is behind R elements changes"
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_only_distances_count(device, interleaved):
+    """All that a rotation is for: scores of rotated queries and keys, moved together, are the same."""
+    dtype = F32 if device == "cpu" else F16
+    case = Cached("moved", dtype=dtype, held=(0,), new=60, seqlen_q=60, rotary=64, interleaved=interleaved, room=2000)
+    given = case.arguments(device)
+    angles = torch.outer(torch.arange(cached.POSITIONS), 10.0 ** -torch.linspace(0, 3, 32))
+    given |= {f"rotary_{f}": getattr(angles, f)().to(device, dtype) for f in ("cos", "sin")}
+    lses = [
+        flashtile.attention_kvcache(
+            **with_own_caches(given) | dict(cache_seqlens=first, leftpad=ints([first], device), return_lse=True)
+        )[1]
+        for first in (0, 1, 1500)
+    ]
+    for lse in lses[1:]:
+        torch.testing.assert_close(lse, lses[0], rtol=0, atol=5e-5 if dtype is F32 else 2e-2)
+
+
+# ---- autograd
+
+
+def test_inputs_that_require_a_gradient_are_refused():
+    case = Cached("gradients", dtype=F32, new=1, rotary=16, sinks=0.0, alibi="per head")
+    floats = ("q", "k_cache", "v_cache", "k_new", "v_new", "rotary_cos", "rotary_sin", "alibi_slopes", "sinks")
+    for name in floats:
+        given = case.arguments()
+        given[name].requires_grad_()
+        with pytest.raises(NotImplementedError, match=rf"^attention_kvcache: {name} requires grad, expected .*no_grad"):
+            flashtile.attention_kvcache(**given)
+        with torch.no_grad():
+            assert not flashtile.attention_kvcache(**given).requires_grad
+    given = case.arguments()
+    with torch.autograd.forward_ad.dual_level():
+        given["q"] = torch.autograd.forward_ad.make_dual(given["q"], given["q"])
+        with pytest.raises(NotImplementedError, match=r"^attention_kvcache: q carries a forward-mode tangent"):
+            flashtile.attention_kvcache(**given)
+
+
+def test_autograd_notices_a_cache_that_has_changed():
+    given = Cached("changed", dtype=F32, held=(40,), new=1).arguments()
+    for name in ("k_cache", "v_cache"):
+        x = torch.ones_like(given[name], requires_grad=True)
+        total = (x * given[name]).sum()
+        flashtile.attention_kvcache(**given)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            total.backward()
+    unchanged = {name: x for name, x in given.items() if name not in ("k_new", "v_new")}
+    total = (x * given["v_cache"]).sum()
+    flashtile.attention_kvcache(**unchanged)
+    total.backward()
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_inference_mode(device):
+    case = Cached("inference", dtype=F16, new=1)
+    expected = results(case.arguments(device))
+    with torch.inference_mode():
+        assert_same(results(case.arguments(device)), expected)
+
+
+# ---- random problems
+
+
+@st.composite
+def cached_cases(draw):
+    fields = draw(options_and_sizes())
+    fields.pop("dropout_p")
+    lengths = st.integers(0, 40)
+    count = draw(st.integers(0, 4))
+    held = tuple(draw(st.lists(st.integers(0, 150), min_size=count, max_size=count)))
+    ragged = draw(st.booleans())
+    fields["new"] = draw(st.none() | lengths)
+    if ragged:
+        fields["lengths_q"] = tuple(draw(st.lists(lengths, min_size=count, max_size=count)))
+        fields["tail"] = draw(st.sampled_from([0, 0, 7]))
+    else:
+        fields["seqlen_q"] = draw(lengths)
+    if draw(st.booleans()):
+        fields |= dict(page_size=draw(st.integers(1, 40)), shared=draw(st.booleans()))
+    else:
+        fields["indexed"] = draw(st.booleans())
+    if draw(st.booleans()):
+        fields["leftpad"] = tuple(draw(st.integers(0, n)) for n in held)
+    queries = fields["lengths_q"] if ragged else (fields["seqlen_q"],) * count
+    added = (0,) * count if fields["new"] is None else queries if ragged else (fields["new"],) * count
+    if any(n > m + a for n, m, a in zip(queries, held, added, strict=True)):
+        fields["causal"] = True  # else a query that is rotated may see keys, and have no position
+    fields["rotary"] = 16 * draw(st.integers(0, fields["head_dim"] // 16))
+    return Cached("random", held=held, interleaved=draw(st.booleans()), room=draw(lengths), **fields)
+
+
+@settings(random_problems, max_examples=150)
+@hypothesis_given(cached_cases())
+def test_random_problems(case):
+    check(case, "cpu", flashtile.attention_kvcache)
+
+
+# ---- tables
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_what_is_not_needed_is_not_looked_at(device):
+    """Pages behind a sequence's rows or of padding alone, and entries shared by sequences that nothing is given."""
+    given = arguments("paged", {}, device)
+    expected = results(given)
+    given["block_table"][:, 4] = -1
+    assert_same(results(given), expected)
+    given["leftpad"][:] = ints([10, 20], device)
+    expected = results(given)
+    given["block_table"][0, 0], given["block_table"][1, :2] = 99, -7
+    assert_same(results(given), expected)
+    shared = arguments("indexed", dict(cache_batch_idx=numbers(2, 2), k_new=REMOVED, v_new=REMOVED), device)
+    out = flashtile.attention_kvcache(**shared)
+    assert out.shape == shared["q"].shape and out.isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_tables_may_be_parts_of_larger_ones(device):
+    given = arguments("paged", {}, device)
+    expected = results(given)
+    wide = torch.full((2, 9), 12, dtype=torch.int32, device=device)
+    wide[:, :5] = given["block_table"]
+    assert_same(results(given | dict(block_table=wide[:, :5])), expected)
+
+
+# ---- what only a GPU has
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["q", "k_new", "v_new", "rotary_cos", "rotary_sin"])
+def test_misaligned_operands_are_copied(name):
+    given = arguments("dense", {}, "cuda")
+    assert_same(results(given | {name: misaligned(given[name])}), results(given))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case, device", on_devices(LAWS, ["cuda"]))
+def test_the_host_never_waits(case, device):
+    given = case.arguments(device)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        flashtile.attention_kvcache(**given, return_lse=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, *FIXED], ids=str)
+@pytest.mark.parametrize(
+    "shape", [dict(seqlen_q=1, new=1), dict(seqlen_q=5, new=5, rotary=32), dict(lengths_q=(3, 0, 9), new=0)], ids=str
+)
+def test_a_captured_graph(shape, options):
+    """Replays go by what the tables and the caches hold then."""
+    sizes = dict(dtype=BF16, heads_q=8, page_size=16, head_dim=128, leftpad=(0, 0, 0)) | shape
+    steps = [
+        Cached("first", held=(700, 40, 0), room=500, **sizes),
+        Cached("even", held=(300, 300, 300), room=900, **sizes),
+        Cached("empty", held=(0, 0, 0), room=1200, **sizes),
+        Cached("long", held=(1, 1190, 2), room=10, **sizes | dict(leftpad=(1, 500, 0))),
+    ]
+    if "lengths_q" in shape:
+        steps.append(Cached("others", held=(100, 600, 3), room=600, **sizes | dict(lengths_q=(0, 12, 0))))
+    pages = max(step.seqlen_k for step in steps) // 16
+    problems = [resized(step.arguments("cuda") | options, pages) for step in steps]
+    given = with_own_caches(problems[0])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # as PyTorch asks: once outside the capture, on another stream
+        flashtile.attention_kvcache(**with_own_caches(given), return_lse=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = flashtile.attention_kvcache(**given, return_lse=True)
+    for problem in problems:
+        for name, x in problem.items():
+            if isinstance(x, torch.Tensor):
+                given[name].copy_(x)
+        out.fill_(7), lse.fill_(7)
+        graph.replay()
+        found = dict(out=out, lse=lse, k_cache=given["k_cache"], v_cache=given["v_cache"])
+        assert_same(found, results(problem))
+
+
+def resized(given, pages):
+    """With as many pages for each sequence, and in all, as every problem of a graph has."""
+    table = torch.nn.functional.pad(given["block_table"], (0, pages - given["block_table"].shape[1]), value=-1)
+    total = len(table) * pages + 3
+    caches = {}
+    for name in ("k_cache", "v_cache"):
+        x = given[name]
+        caches[name] = torch.cat([x, x.new_full((total - len(x), *x.shape[1:]), math.nan)])
+    return given | caches | dict(block_table=table)
+
+
+# In a process of its own: an access out of bounds takes the whole context with it.
+GARBAGE = """
+import itertools
+import torch, flashtile
+torch.manual_seed(0)
+limits = torch.iinfo(torch.int32)
+B, T, S = 9, 70, 300
+def garbage(count):
+    return [x.int().cuda() for x in (
+        torch.randint(limits.min, limits.max, (count,)),
+        torch.randint(-2000, 2000, (count,)),
+        torch.full((count,), limits.max),
+        torch.full((count,), limits.min),
+        torch.linspace(S, 0, count),
+        torch.tensor([0, limits.max] * count)[:count],
+    )]
+for head_dim, page_size, dim_v in ((64, 16, 64), (128, 3, 128), (256, 64, 72), (72, 1, 256)):
+    floats = dict(dtype=torch.float16, device="cuda")
+    per_sequence = S // page_size
+    for paged in (False, True):
+        shape = (40, page_size, 2) if paged else (B, S, 2)
+        # Between guards, which nothing may touch.
+        caches = [torch.full((shape[0] + 2, *shape[1:], dim), 7.0, **floats) for dim in (head_dim, dim_v)]
+        k_cache, v_cache = (x[1:-1] for x in caches)
+        cos = torch.randn(50, 16, **floats)
+        for ragged, appends, splits in itertools.product((False, True), (False, True), (0, 3, -1)):
+            lead = (T,) if ragged else (B, 5)
+            q = torch.randn(*lead, 8, head_dim, **floats)
+            options = {"num_splits": splits} if splits >= 0 else {"batch_invariant": True}
+            options |= {"rotary_cos": cos, "rotary_sin": cos}
+            if appends:
+                new = [torch.randn(*lead, 2, dim, **floats) for dim in (head_dim, dim_v)]
+                options |= {"k_new": new[0], "v_new": new[1]}
+            for i, (held, skipped) in enumerate(zip(garbage(B), garbage(B)[1:] + garbage(B)[:1])):
+                options |= {"cache_seqlens": held, "leftpad": skipped}
+                if ragged:
+                    options["cu_seqlens_q"] = garbage(B + 1)[i]
+                if paged:
+                    options["block_table"] = garbage(B * per_sequence)[i].view(B, per_sequence)
+                else:
+                    options["cache_batch_idx"] = garbage(B)[-1 - i]
+                flashtile.attention_kvcache(q, k_cache, v_cache, return_lse=True, **options)
+        torch.cuda.synchronize()
+        for x in caches:
+            assert (x[0] == 7).all() and (x[-1] == 7).all(), "a guard was written"
+q = torch.randn(2, 1, 4, 64, **floats)
+k_cache = torch.randn(2, 10, 4, 64, **floats)
+assert flashtile.attention_kvcache(q, k_cache, k_cache, cache_seqlens=10).isfinite().all()
+print("alive")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [dict(num_splits=3), dict(batch_invariant=True)], ids=str)
+def test_an_odd_number_of_parts(options):
+    """They lie in memory where 16 bytes can be read at a time."""
+    q = torch.randn(1, 1, 4, 128, device="cuda", dtype=BF16)
+    k, v = torch.randn(2, 1, 3000, 1, 128, device="cuda", dtype=BF16)
+    given = dict(q=q, k_cache=k, v_cache=v, cache_seqlens=3000)
+    assert_close(results(given | options), results(given))
+
+
+@pytest.mark.gpu
+def test_garbage_in_tables_stays_inside_the_tensors():
+    run = subprocess.run([sys.executable, "-c", GARBAGE], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "alive"
+
+
+@pytest.mark.gpu
+def test_rows_without_room_are_not_written():
+    """On CUDA, where nothing can be refused: as if they had not been given."""
+    case = Cached("crowded", dtype=F16, held=(100, 60, 0), seqlen_q=3, new=8, room=0, page_size=4)
+    given = case.arguments("cuda")
+    fits = dict(zip(("k_new", "v_new"), (given[name][:, :5] for name in ("k_new", "v_new")), strict=True))
+    short = ints([103, 103, 103], "cuda")
+    given |= dict(block_table=ints(torch.arange(81).view(3, 27).tolist(), "cuda"), cache_seqlens=short)
+    given["batch_invariant"] = True  # else the number of splits may go by that of new rows
+    for name in ("k_cache", "v_cache"):
+        given[name] = torch.randn(81, *given[name].shape[1:], generator=cached.seeded(4)).to("cuda", F16)
+    assert_same(results(given), results(given | fits))
+
+
+@pytest.mark.gpu
+def test_more_than_65535_sequences():
+    """All alike, so that the first and the last have one answer."""
+    count = 70_001
+    case = Cached("many", dtype=BF16, held=(9,), new=1, page_size=16, heads_q=2, heads_k=1, room=6)
+    one = case.arguments("cuda")
+    given = {
+        name: x.repeat(count, *(1,) * (x.dim() - 1))
+        for name, x in one.items()
+        if name in ("q", "k_new", "v_new", "cache_seqlens")
+    }
+    page = int(one["block_table"][0, 0])
+    for name in ("k_cache", "v_cache"):
+        given[name] = one[name][page].repeat(count, 1, 1, 1)
+    given["block_table"] = torch.arange(count, dtype=torch.int32, device="cuda")[:, None]
+    found, alone = results(given), results(one)
+    for b in (0, 1, 35_000, 65_535, 65_536, count - 1):
+        assert_close({"out": found["out"][b : b + 1]}, {"out": alone["out"]})
+        assert_bitwise(found["k_cache"][b], alone["k_cache"][page])
