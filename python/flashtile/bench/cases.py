@@ -20,6 +20,7 @@ class Work(enum.Enum):
     FORWARD = "forward"
     FORWARD_WITH_GRAD = "forward with grad"  # the same, recorded by autograd
     BACKWARD = "backward"
+    DECODE = "decode"  # a forward of one new token, whose keys and values are in a cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,12 @@ class Case:
         """Self-attention within sequences that lie one behind the other: tensors are (T, H, D)."""
         sizes = len(lengths), sum(lengths), sum(lengths), heads_q, heads_k, head_dim, head_dim
         return cls(*sizes, lengths=tuple(lengths), **options)
+
+    @classmethod
+    def decode(cls, batch: int, seqlen: int, heads_q: int, heads_k: int, head_dim: int, **options) -> Case:
+        """The newest token of each sequence, over a cache of `seqlen` rows; it sees them all, causal or not."""
+        sizes = batch, 1, seqlen, heads_q, heads_k, head_dim, head_dim
+        return cls(*sizes, causal=True, work=Work.DECODE, **options)
 
     def sequences(self) -> list[tuple[Case, slice]]:
         """A ragged batch's sequences, each as a problem of its own with the rows that it lies in."""
@@ -89,14 +96,25 @@ class Case:
         elif self.window is not None:
             pairs = self.batch * int(visible(self, torch.device("cpu")).sum())
         else:
-            pairs = self.batch * self.seqlen_q * self.seqlen_k / (2 if self.causal else 1)
+            pairs = self.batch * self.seqlen_q * self.seqlen_k / (1 if self.is_full else 2)
         forward = 2 * self.heads_q * pairs * (self.head_dim + self.head_dim_v)
         return forward * (2.5 if self.work is Work.BACKWARD else 1)
 
     @property
+    def bytes(self) -> int:
+        """Of q, k, v and the output, each once."""
+        rows = self.seqlen_q * self.heads_q + self.seqlen_k * self.heads_k
+        return self.batch * rows * (self.head_dim + self.head_dim_v) * self.torch_dtype.itemsize
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every row sees every key; so does a causal case's only one."""
+        return self.window is None and (not self.causal or self.seqlen_q == 1)
+
+    @property
     def is_square_band(self) -> bool:
         """Whether SDPA can express the mask itself; its is_causal is aligned to the top left."""
-        return self.window is None and (not self.causal or self.seqlen_q == self.seqlen_k)
+        return self.is_full or (self.window is None and self.seqlen_q == self.seqlen_k)
 
 
 class Inputs(NamedTuple):

@@ -11,8 +11,8 @@ from rich.progress import Progress
 
 from flashtile.bench import machine, report, suites, timing
 from flashtile.bench.cases import Case
+from flashtile.bench.decode import OURS_ALL
 from flashtile.bench.further import further_peers
-from flashtile.bench.peers import OURS
 from flashtile.bench.run import Cell, run_cases, run_host_cases
 
 
@@ -30,16 +30,17 @@ def measure(
 ) -> int:
     """Runs a suite and returns the exit status: 0 where flashtile was right everywhere.
 
-    `attention` stands in for flashtile's, in suite varlen for its attention_varlen; `cases` for the suite's. `peers`
-    (NAME=MODULE:FUNCTION) run beside the usual peers of suites forward, backward and varlen, and so does by `flex`
-    FlexAttention in the first two.
+    `attention` stands in for flashtile's, in suite varlen for its attention_varlen, in suite decode for its
+    attention_kvcache; `cases` for the suite's. `peers` (NAME=MODULE:FUNCTION) run beside the usual peers of suites
+    forward, backward, varlen and decode, and so does by `flex` FlexAttention in all of these but varlen.
     """
     has_cuda = torch.cuda.is_available()
     suite = suite or ("forward" if has_cuda else "cpu")
     if attention is None:
         import flashtile
 
-        attention = flashtile.attention_varlen if suite == "varlen" else flashtile.attention
+        names = {"varlen": "attention_varlen", "decode": "attention_kvcache"}
+        attention = getattr(flashtile, names.get(suite, "attention"))
     console = wide_console()
     try:
         further = further_peers(suite, peers, flex=flex)
@@ -56,6 +57,8 @@ def measure(
         cases = choose(suite, dtype=dtype, device_type=device.type, **options)
 
     facts = machine.describe(device)
+    if suite == "decode" and device.type == "cuda":
+        facts["read_gb_s"] = machine.read_gb_s(device)
     console.print(f"{facts['device']}, torch {facts['torch']}, flashtile {facts['flashtile']} {facts['commit']}")
     effort = _effort(suite, device, quick)
     if suite == "host":
@@ -73,7 +76,7 @@ def measure(
     if json_path:
         report.write(json_path, record)
         console.print(f"stored in {json_path}")
-    return 1 if any(entry.wrong for cell in cells for entry in cell.entries if entry.name == OURS) else 0
+    return 1 if any(entry.wrong for cell in cells for entry in cell.entries if entry.name in OURS_ALL) else 0
 
 
 def show(console: Console, record: report.Record) -> None:
@@ -95,7 +98,7 @@ def show_stored(paths: Sequence[Path], page: Path | None) -> int:
 def wide_console() -> Console:
     """A console that leaves tables whole where its output is not a terminal."""
     console = Console()
-    return console if console.is_terminal else Console(width=140)
+    return console if console.is_terminal else Console(width=180)
 
 
 def _effort(suite: str, device: torch.device, quick: bool) -> timing.Effort:
@@ -103,4 +106,6 @@ def _effort(suite: str, device: torch.device, quick: bool) -> timing.Effort:
         return timing.QUICK_EFFORT
     if suite == "host":
         return timing.HOST_EFFORT
+    if suite == "decode" and device.type == "cuda":
+        return timing.DECODE_EFFORT
     return timing.CUDA_EFFORT if device.type == "cuda" else timing.CPU_EFFORT

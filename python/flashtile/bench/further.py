@@ -9,17 +9,29 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from flashtile.bench import decode, ragged
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.oracle import Attention
-from flashtile.bench.peers import OURS, Peer, cuda_settings
-from flashtile.bench.ragged import DENSE, TORCH_VARLEN, arguments
-from flashtile.bench.report import BEST_PEER, BEST_VARLEN, OF_MATMUL
+from flashtile.bench.peers import Peer, cuda_settings
+from flashtile.bench.ragged import DENSE, TORCH_VARLEN
+from flashtile.bench.report import BEST_PEER, BEST_VARLEN, FORMS, OF_MATMUL, OF_READ
 
 FLEX = "Flex"
 PEER_FORM = "NAME=MODULE:FUNCTION"
 # A column, or an entry of the summary, already has these names.
-TAKEN = (OURS, *cuda_settings(), FLEX, DENSE, TORCH_VARLEN, BEST_PEER, BEST_VARLEN, OF_MATMUL)
-FLEX_SUITES, PEER_SUITES = ("forward", "backward"), ("forward", "backward", "varlen")
+TAKEN = (
+    *decode.OURS_ALL,
+    *cuda_settings(),
+    FLEX,
+    DENSE,
+    TORCH_VARLEN,
+    BEST_PEER,
+    BEST_VARLEN,
+    OF_MATMUL,
+    OF_READ,
+    FORMS,
+)
+FLEX_SUITES, PEER_SUITES = ("forward", "backward", "decode"), ("forward", "backward", "varlen", "decode")
 
 
 def further_peers(suite: str, texts: Sequence[str] = (), *, flex: bool = False) -> list[Peer]:
@@ -39,8 +51,9 @@ def further_peers(suite: str, texts: Sequence[str] = (), *, flex: bool = False) 
 
 
 def outside_peer(text: str) -> Peer:
-    """The peer that NAME=MODULE:FUNCTION stands for; FUNCTION(q, k, v, causal), in suite varlen FUNCTION(q, k, v,
-    **ragged.arguments), returns out, or a tuple of out first. In a backward autograd differentiates it."""
+    """The peer that NAME=MODULE:FUNCTION stands for; FUNCTION(q, k, v, causal), in suites varlen and decode FUNCTION(q,
+    k, v, **arguments) of `ragged` and `decode`, returns out, or a tuple of out first. In a backward autograd
+    differentiates it."""
     name, _, target = text.partition("=")
     module_name, _, function_name = target.partition(":")
     if not (name and module_name and function_name):
@@ -70,10 +83,12 @@ def _outside_attention(function: Callable[..., Any]) -> Attention:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
         if case.window is not None:
             raise NotImplementedError("--peer: its function has no argument for a window")
-        if case.lengths is None:
+        if case.work is Work.DECODE:
+            found = function(q, k, v, **decode.arguments(case, q.device))
+        elif case.lengths is None:
             found = function(q, k, v, case.causal)
         else:
-            found = function(q, k, v, **arguments(case, q.device))
+            found = function(q, k, v, **ragged.arguments(case, q.device))
         out = found[0] if isinstance(found, tuple) and found else found
         expected = (*q.shape[:-1], v.shape[-1])
         if not isinstance(out, torch.Tensor):
@@ -130,6 +145,8 @@ class FlexAttention:
 
 def mask_function(case: Case) -> Callable[..., torch.Tensor] | None:
     """The contract's mask as FlexAttention asks for it: may this row see this column? None where all may."""
+    if case.is_full:
+        return None
     left, right = case.window or (None, None)
     if case.causal:
         right = 0 if right is None else min(right, 0)

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -51,15 +52,21 @@ def gpu_readings(device: torch.device) -> dict[str, str]:
 def matmul_tflops(device: torch.device, size: int = MATMUL_SIZE, rounds: int = 10) -> float:
     """What this GPU's tensor cores gave a large bf16 product just now: the scale for every other number of the run."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    times = []
-    for _ in range(rounds):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        a @ b
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return round(2 * size**3 / sorted(times)[rounds // 2] / 1e9, 1)
+    return round(2 * size**3 / _median_ms(lambda: a @ b, rounds) / 1e9, 1)
+
+
+def read_gb_s(device: torch.device, size: int = 2**32, rounds: int = 10) -> float:
+    """What this GPU's memory gave just now to whoever only reads: the fastest of a few of PyTorch's reductions."""
+    words = torch.ones(size // 4, device=device)
+    rows, column = words.view(torch.bfloat16).view(-1, 2**14), torch.ones(2**14, device=device, dtype=torch.bfloat16)
+    reductions = (
+        words.sum,
+        words.view(torch.int32).amax,
+        lambda: words.view(-1, 2**14).sum(dim=1),
+        lambda: words.view(-1, 2**14).amax(dim=1),
+        lambda: rows @ column,
+    )
+    return round(max(size / _median_ms(reduction, rounds) / 1e6 for reduction in reductions), 1)
 
 
 def commit() -> str:
@@ -71,6 +78,18 @@ def commit() -> str:
     revision = _output(["git", "rev-parse", "HEAD"])
     changed = _output(["git", "status", "--porcelain", "--untracked-files=no"])
     return revision + ("-dirty" if revision and changed else "")
+
+
+def _median_ms(work: Callable[[], object], rounds: int) -> float:
+    times = []
+    for _ in range(rounds):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[rounds // 2]
 
 
 def _flashtile_version() -> str:

@@ -65,7 +65,7 @@ def attention_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=keep,
-        is_causal=case.causal and keep is None,
+        is_causal=keep is None and not case.is_full,
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)

@@ -51,7 +51,7 @@ def peers_of(device_type: str, attention: Callable[..., torch.Tensor]) -> list[P
 def contestant(peer: Peer, inputs: Inputs, case: Case) -> Contestant:
     """Binds a peer to its inputs. A backward call differentiates a graph that is made here, once."""
     q, k, v, dout = inputs
-    if case.work is Work.FORWARD:
+    if case.work is not Work.BACKWARD:
         return Contestant(peer.name, lambda: peer.attention(q, k, v, case), peer.setting)
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     with peer.setting():

@@ -13,15 +13,18 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from flashtile.bench.cases import Case, Work
+from flashtile.bench.decode import GRAPH, OURS_ALL
 from flashtile.bench.machine import MATMUL_SIZE
 from flashtile.bench.peers import OURS
 from flashtile.bench.ragged import DENSE
-from flashtile.bench.run import Cell, Entry, against_the_best, summary
+from flashtile.bench.run import Cell, Entry, against_the_best, summary, totals
 
 Record = dict[str, Any]
 
 # What the summary holds beside the peers.
-BEST_PEER, BEST_VARLEN, OF_MATMUL = "best peer", "best varlen", "of matmul"
+BEST_PEER, BEST_VARLEN, OF_MATMUL, OF_READ, FORMS = "best peer", "best varlen", "of matmul", "of read", "forms"
+LARGE = 2**29  # bytes from which on a decode should be as fast as memory
 FORMAT = 1  # of the record; raise it when a field changes its meaning
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
@@ -69,17 +72,27 @@ def markdown(record: Record) -> str:
 
 
 def summary_lines(record: Record) -> list[str]:
-    totals = dict(record["summary"])
-    of_matmul = totals.pop(OF_MATMUL, {})
+    peers = dict(record["summary"])
+    of_matmul, forms, of_read = peers.pop(OF_MATMUL, {}), peers.pop(FORMS, {}), peers.pop(OF_READ, None)
     lines = [
-        f"against {'the best of all peers' if name == BEST_PEER else name}: "
-        f"geometric mean {of['geomean']:.2f}×, minimum {of['min']:.2f}×, {of['cells']} cells"
-        for name, of in totals.items()
+        f"against {'the best of all peers' if name == BEST_PEER else name}: {_totals_text(of)}"
+        for name, of in peers.items()
     ]
+    lines += [
+        f"rate of {name} over that of {'eager calls' if name == GRAPH else 'a contiguous cache'}: {_totals_text(of)}"
+        for name, of in forms.items()
+    ]
+    if of_read:
+        least = f"at least {LARGE // 2**20} MiB"
+        lines.append(f"of the {record['machine']['read_gb_s']} GB/s of reading alone, {least}: {_totals_text(of_read)}")
     for length, fractions in of_matmul.items():
         values = ", ".join(f"{head_dim} {fraction:.2f}" for head_dim, fraction in fractions.items())
         lines.append(f"of an {MATMUL_SIZE}³ matmul at {length} full: {values}")
     return lines
+
+
+def _totals_text(of: Record) -> str:
+    return f"geometric mean {of['geomean']:.2f}×, minimum {of['min']:.2f}×, {of['cells']} cells"
 
 
 def remarks(record: Record) -> list[str]:
@@ -113,24 +126,28 @@ class Grid:
     def __init__(self, record: Record) -> None:
         cells = record["cells"]
         names = list(dict.fromkeys(name for cell in cells for name in cell["results"]))
-        peers = [name for name in names if name != OURS]
+        peers = [name for name in names if name not in OURS_ALL]
         # What all cells share is said once, in the title.
         columns = [key for key in ("dtype", "work") if len({cell["case"][key] for cell in cells}) > 1]
         shared = [cells[0]["case"][key] for key in ("dtype", "work") if key not in columns] if cells else []
         measure, unit = _measure(record)
         # Beside its own dense attention, what a ragged cell is measured by is the fastest of the others.
-        others = [name for name in peers if name != DENSE] if record["suite"] == "varlen" else []
-        best = [BEST_VARLEN] if len(others) > 1 else []
+        name_of_best = {"varlen": BEST_VARLEN, "decode": BEST_PEER}.get(record["suite"])
+        others = [name for name in peers if name != DENSE] if name_of_best else []
+        best = [name_of_best] if len(others) > 1 else []
+        read = record["machine"].get("read_gb_s")
+        of_read = [OF_READ] if read else []
 
         self.title = ", ".join([f"suite {record['suite']}", *shared, f"{unit}, median ± spread"])
         self.words = 2 + len(columns)
-        self.header = ["shape", "mask", *columns, *names, *(f"/ {name}" for name in peers + best)]
+        self.header = ["shape", "mask", *columns, *names, *(f"/ {name}" for name in peers + best), *of_read]
         self.rows = [
             [cell["shape"], cell["mask"]]
             + [cell["case"][key] for key in columns]
             + [_value(cell["results"].get(name), measure) for name in names]
             + [_ratio(cell["ratios"], [name]) for name in peers]
             + [_ratio(cell["ratios"], others) for _ in best]
+            + [_part(cell["results"].get(OURS), read) for _ in of_read]
             for cell in cells
         ]
 
@@ -139,6 +156,8 @@ def _measure(record: Record) -> tuple[Any, str]:
     """How a result becomes a number, and the unit: microseconds of the host, else a rate of a readable size."""
     if record["suite"] == "host":
         return lambda result: result["median_us"], "µs of host time a call"
+    if record["suite"] == "decode":
+        return lambda result: result["gb_s"], "GB/s of K, V, Q and O"
     rates = [result["tflops"] for cell in record["cells"] for result in cell["results"].values() if "tflops" in result]
     if max(rates, default=0) >= 5:
         return lambda result: result["tflops"], "TFLOP/s"
@@ -149,6 +168,10 @@ def _ratio(ratios: dict[str, float], names: Sequence[str]) -> str:
     """The ratio to the fastest of these peers."""
     found = [ratios[name] for name in names if name in ratios]
     return f"{min(found):.2f}×" if found else "—"
+
+
+def _part(result: Record | None, whole: float) -> str:
+    return f"{result['gb_s'] / whole:.2f}" if result and "gb_s" in result else "—"
 
 
 def _value(result: Record | None, measure: Any) -> str:
@@ -164,6 +187,8 @@ def _value(result: Record | None, measure: Any) -> str:
 def _summary(suite: str, machine: dict[str, Any], cells: Sequence[Cell]) -> Record:
     if suite == "varlen":
         return _varlen_summary(cells)
+    if suite == "decode":
+        return _decode_summary(machine, cells)
     return summary(cells) | (_forward_summary(machine, cells) if suite == "forward" else {})
 
 
@@ -172,10 +197,29 @@ def _varlen_summary(cells: Sequence[Cell]) -> Record:
     found: Record = {}
     for work in dict.fromkeys(cell.case.work for cell in cells):
         of_work = [cell for cell in cells if cell.case.work is work]
-        totals: Record = summary(of_work)
-        if best := against_the_best(of_work, besides=DENSE):
-            totals[BEST_VARLEN] = best
-        found |= {f"{name}, {work.value}": of for name, of in totals.items()}
+        columns: Record = summary(of_work)
+        if best := against_the_best(of_work, besides=(DENSE,)):
+            columns[BEST_VARLEN] = best
+        found |= {f"{name}, {work.value}": of for name, of in columns.items()}
+    return found
+
+
+def _decode_summary(machine: dict[str, Any], cells: Sequence[Cell]) -> Record:
+    """The peers; flashtile's rate in its other forms over that of `flashtile`; and its part of what reading gives."""
+    found: Record = {name: of for name, of in summary(cells).items() if name not in OURS_ALL}
+    if best := against_the_best(cells, besides=OURS_ALL):
+        found[BEST_PEER] = best
+    inverses = {form: [1 / of[form] for cell in cells if form in (of := cell.ratios())] for form in OURS_ALL[1:]}
+    if forms := {form: totals(ratios) for form, ratios in inverses.items() if ratios}:
+        found[FORMS] = forms
+    rates = [
+        cell.case.bytes / entry.timing.median / 1e9
+        for cell in cells
+        for entry in cell.entries
+        if entry.name == OURS and entry.timing and cell.case.bytes >= LARGE
+    ]
+    if (read := machine.get("read_gb_s")) and rates:
+        found[OF_READ] = totals([rate / read for rate in rates])
     return found
 
 
@@ -210,12 +254,13 @@ def _cell_record(cell: Cell) -> Record:
         "mask": cell.case.mask_name,
         "case": dataclasses.asdict(cell.case) | {"work": cell.case.work.value},
         "flops": cell.case.flops,
-        "results": {entry.name: _entry_record(entry, cell.case.flops) for entry in cell.entries},
+        **({"bytes": cell.case.bytes} if cell.case.work is Work.DECODE else {}),
+        "results": {entry.name: _entry_record(entry, cell.case) for entry in cell.entries},
         "ratios": cell.ratios(),
     }
 
 
-def _entry_record(entry: Entry, flops: float) -> Record:
+def _entry_record(entry: Entry, case: Case) -> Record:
     errors = {
         verdict.name: {"found": verdict.error, "allowed": verdict.allowed, "ok": verdict.ok}
         for verdict in entry.verdicts
@@ -229,8 +274,10 @@ def _entry_record(entry: Entry, flops: float) -> Record:
             "low_us": timing.low * 1e6,
             "high_us": timing.high * 1e6,
             "rounds": timing.rounds,
-            "tflops": flops / timing.median / 1e12,
+            "tflops": case.flops / timing.median / 1e12,
         }
+        if case.work is Work.DECODE:
+            result["gb_s"] = case.bytes / timing.median / 1e9
     return result
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
 from flashtile.bench.cases import Case, Inputs, Work, make_inputs
+from flashtile.bench.decode import OURS_ALL, decode_peers_of
 from flashtile.bench.oracle import GRADIENTS, Oracle, Verdict, results
 from flashtile.bench.peers import OURS, Contestant, Peer, contestant, host_contestants, peers_of
 from flashtile.bench.ragged import ragged_peers_of
@@ -49,10 +50,12 @@ def run_cases(
     further: Sequence[Peer] = (),
 ) -> Iterator[Cell]:
     """Yields one cell per case, as it is done; `further` peers run beside the usual ones. Of ragged cases `attention`
-    is attention_varlen."""
+    is attention_varlen, of decodes attention_kvcache."""
     for case in cases:
         inputs = make_inputs(case, device)
-        if case.lengths is None:
+        if case.work is Work.DECODE:
+            usual = decode_peers_of(device.type, attention)
+        elif case.lengths is None:
             usual = peers_of(device.type, attention)
         else:
             usual = ragged_peers_of(device.type, attention, case)
@@ -75,19 +78,19 @@ def summary(cells: Sequence[Cell]) -> dict[str, dict[str, float]]:
     for cell in cells:
         for name, ratio in cell.ratios().items():
             columns.setdefault(name, []).append(ratio)
-    return {name: _totals(column) for name, column in columns.items()}
+    return {name: totals(column) for name, column in columns.items()}
 
 
-def against_the_best(cells: Sequence[Cell], besides: str | None = None) -> dict[str, float] | None:
+def against_the_best(cells: Sequence[Cell], besides: Collection[str] = ()) -> dict[str, float] | None:
     """The same numbers against each cell's fastest peer, but not `besides`; None where no cell has two that were
     timed."""
-    ratios = [[ratio for name, ratio in cell.ratios().items() if name != besides] for cell in cells]
+    ratios = [[ratio for name, ratio in cell.ratios().items() if name not in besides] for cell in cells]
     if max(map(len, ratios), default=0) < 2:
         return None
-    return _totals([min(row) for row in ratios if row])
+    return totals([min(row) for row in ratios if row])
 
 
-def _totals(ratios: Sequence[float]) -> dict[str, float]:
+def totals(ratios: Sequence[float]) -> dict[str, float]:
     return {"geomean": math.exp(sum(map(math.log, ratios)) / len(ratios)), "min": min(ratios), "cells": len(ratios)}
 
 
@@ -101,7 +104,7 @@ def _run_device_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, effort: 
                 found = results(peer.attention, inputs, case, gradients=case.work is Work.BACKWARD)
         except RuntimeError as refusal:
             # What a kernel does not serve it refuses with a RuntimeError, flashtile with the subclass below.
-            if peer.name == OURS and not isinstance(refusal, NotImplementedError):
+            if peer.name in OURS_ALL and not isinstance(refusal, NotImplementedError):
                 raise
             reason = str(refusal).strip() or type(refusal).__name__
             entries[peer.name] = Entry(peer.name, refusal=reason.splitlines()[0])

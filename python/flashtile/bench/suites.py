@@ -11,7 +11,9 @@ TOKENS = 16384
 HIDDEN = 2048
 LLAMA_HEADS, LLAMA_KV_HEADS = (32, 64), 8  # Llama 3 8B and 70B
 RAGGED_HEADS = ((16, 16), (32, 8))
-NAMES = ("forward", "backward", "varlen", "host", "cpu")
+DECODE_HEADS = ((32, 8, 128), (16, 16, 128), (64, 8, 64))  # H_q, H_k, D
+DECODE_SIZES = ((1, 8192), (1, 131072), (4, 8192), (16, 8192), (64, 4096), (128, 4096), (128, 8192))  # B, S_k
+NAMES = ("forward", "backward", "varlen", "decode", "host", "cpu")
 TRAINING = (Work.FORWARD, Work.BACKWARD)
 
 
@@ -21,6 +23,8 @@ def cases(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda", full
         return _gpu(Work(name), dtype, full)
     if name == "varlen":
         return _varlen(dtype, device_type, full)
+    if name == "decode":
+        return _decode(dtype, device_type)
     if name == "host":
         return _host(dtype, device_type)
     if name == "cpu":
@@ -39,6 +43,9 @@ def quick(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda") -> l
                 TRAINING, (((128, 128), (2, 2)), ((37, 3, 256), (2, 2)), ((37, 3, 256), (4, 1)))
             )
         ]
+    if name == "decode":
+        sizes = ((1, 512, 4, 2, 64), (3, 128, 4, 4, 64), (2, 256, 8, 1, 128))
+        return [Case.decode(*each, dtype=dtype) for each in sizes]
     if name == "cpu":
         dtype = "float32"
     works = TRAINING if name == "cpu" else (Work(name),)
@@ -103,6 +110,14 @@ def mixed(part: int = 1) -> list[int]:
     """Lengths from 1 to 2048, the same in every run."""
     source = random.Random(0)
     return [source.randint(1, 2048 // part) for _ in range(32)]
+
+
+def _decode(dtype: str, device_type: str) -> list[Case]:
+    part = 1 if device_type == "cuda" else 8
+    return [
+        Case.decode(batch, seqlen // part, heads // part, kv_heads // part, head_dim, dtype=dtype)
+        for (heads, kv_heads, head_dim), (batch, seqlen) in itertools.product(DECODE_HEADS, DECODE_SIZES)
+    ]
 
 
 def _host(dtype: str, device_type: str) -> list[Case]:

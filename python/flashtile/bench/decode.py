@@ -1,0 +1,82 @@
+"""One new token over a cache of keys and values: what a call of it takes, and who is timed on it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashtile.bench.cases import Case
+from flashtile.bench.oracle import Attention, attention_sdpa
+from flashtile.bench.peers import OURS, Peer, cuda_settings
+
+PAGE_SIZES = (16, 64)
+GRAPH = "graph"
+OURS_ALL = (OURS, *(f"page {size}" for size in PAGE_SIZES), GRAPH)  # the forms that flashtile is timed in
+
+
+def arguments(case: Case, device: torch.device) -> dict[str, Any]:
+    """What `flashtile.attention_kvcache` and every --peer of suite decode are called with beside q and the caches."""
+    return {"cache_seqlens": cache_seqlens(case.batch, case.seqlen_k, device), "causal": case.causal}
+
+
+@functools.lru_cache(maxsize=8)  # made by a case's check, so that the timed calls launch nothing for it
+def cache_seqlens(batch: int, seqlen: int, device: torch.device) -> torch.Tensor:
+    return torch.full((batch,), seqlen, dtype=torch.int32, device=device)
+
+
+def decode_peers_of(device_type: str, attention_kvcache: Callable[..., torch.Tensor]) -> list[Peer]:
+    """`attention_kvcache`, which has flashtile's signature, on a contiguous cache and on pages; PyTorch's own."""
+
+    def contiguous(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
+        return attention_kvcache(q, k, v, **arguments(case, q.device))
+
+    peers = [Peer(OURS, contiguous), *(Peer(f"page {size}", Paged(attention_kvcache, size)) for size in PAGE_SIZES)]
+    if device_type != "cuda":
+        return [*peers, Peer("SDPA", attention_sdpa)]
+    # The efficient backend takes no grouped heads, and does not divide keys among thread blocks.
+    theirs = [Peer(name, attention_sdpa, cuda_settings()[name]) for name in ("SDPA FA2", "SDPA cuDNN")]
+    return [*peers, Peer(GRAPH, Replayed(contiguous)), *theirs]
+
+
+class Paged:
+    """The same rows in pages. A case's first call, its check, lays them out; the timed calls find that."""
+
+    def __init__(self, attention_kvcache: Callable[..., torch.Tensor], page_size: int) -> None:
+        self._attention_kvcache = attention_kvcache
+        self._page_size = page_size
+        self._pages: tuple[torch.Tensor, ...] | None = None
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
+        if self._pages is None:
+            self._pages = in_pages(k, v, self._page_size)
+        k_pages, v_pages, block_table = self._pages
+        return self._attention_kvcache(q, k_pages, v_pages, block_table=block_table, **arguments(case, q.device))
+
+
+def in_pages(k: torch.Tensor, v: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """k and v as pages that lie in random order, and the table of where; every sequence fills its last page."""
+    batch, seqlen = k.shape[:2]
+    generator = torch.Generator(k.device).manual_seed(0)
+    order = torch.randperm(batch * seqlen // page_size, generator=generator, device=k.device)
+    pages = (t.unflatten(1, (-1, page_size)).flatten(0, 1)[order] for t in (k, v))
+    return *pages, order.argsort().view(batch, -1).int()  # page i went to where `order` has i
+
+
+class Replayed:
+    """An attention as a CUDA graph, captured by a case's first call, its check."""
+
+    def __init__(self, attention: Attention) -> None:
+        self._attention = attention
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
+        if self._graph is None:
+            self._attention(q, k, v, case)  # what a first call loads or makes cannot be captured
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._out = self._attention(q, k, v, case)
+        self._graph.replay()
+        return self._out
