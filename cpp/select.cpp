@@ -327,8 +327,8 @@ void select_on_gpu(KvcachePlan& plan, const DeviceInfo& device) {
   plan.teams =
       static_cast<int>(std::clamp<std::int64_t>(std::min<std::int64_t>(at_a_time / p.heads_k, shares), 1, at_a_time));
   plan.partials = plan.splits_apart ? static_cast<int>(tiles * splits)
-                  : splits > 0      ? (splits > 1 ? plan.teams : 0)  // what a team has so far
-                                    : 2 * plan.teams;                // what it begins with, and what it ends with
+                  : splits == 1     ? 0
+                                    : 2 * plan.teams;  // what each begins with and ends with; or two sums so far
   // 3 to 7 % faster where a cache is small, 2 to 4 % slower where it is large (docs/performance.md).
   const std::int64_t row_bytes = std::int64_t{p.heads_k} * (p.head_dim + p.head_dim_v) * bytes_of(p.dtype);
   plan.passes_by = tiles <= p.batch && std::int64_t{p.batch} * p.seqlen_k * row_bytes <= kSmallCache;

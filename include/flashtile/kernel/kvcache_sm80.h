@@ -17,6 +17,19 @@
 
 namespace flashtile {
 
+/// The value that a lane has; all lanes of the warp ask.
+template <class T>
+CUTE_DEVICE T of_lane(T const& value, int lane) {
+  static_assert(sizeof(T) % sizeof(int) == 0 && std::is_trivially_copyable_v<T>);
+  int words[sizeof(T) / sizeof(int)];
+  memcpy(words, &value, sizeof(T));
+  CUTE_UNROLL
+  for (int& word : words) word = __shfl_sync(0xffffffff, word, lane);
+  T result;
+  memcpy(&result, words, sizeof(T));
+  return result;
+}
+
 /// What the mainloop of one group is.
 constexpr Variant of_group(Variant v) {
   v.warps = warps_of_group(v);
@@ -126,7 +139,7 @@ struct KvcacheSource {
       }
     } else {
       load([&](int row) {
-        const Pages::Place place = pages.at(tile.batch, first + row);
+        const Pages::Place place = pages.at(tile.batch, first + min(row, rows - 1));
         return origin + strides.at(place.page, place.row);
       });
     }
@@ -321,20 +334,31 @@ struct KvcacheKernelSm80 {
     return __syncthreads_or(last);
   }
 
-  /// The sum of all parts.
-  CUTE_DEVICE Part joined(Places const& places, int row, int column) const {
+  /// Joins the parts, and finishes the rows. Two threads share a chunk: those of even number and those of odd are
+  /// joined apart, in their order, then both; so what sees no key at the end changes nothing, however many parts there
+  /// are.
+  CUTE_DEVICE void finish_joined(Segment const& s, Places const& places) const {
     constexpr int kAhead = 8;
-    Part sum;
+    const int chunks = rows(s) * kChunksOfRow, odd = threadIdx.x % 2;
     CUTE_NO_UNROLL
-    for (int n = 0; n < places.count; n += kAhead) {
-      Part some[kAhead];
-      CUTE_UNROLL
-      for (int i = 0; i < kAhead; ++i)
-        if (n + i < places.count) some[i] = load_part(places[n + i], row, column);
-      CUTE_UNROLL
-      for (int i = 0; i < kAhead; ++i) sum.join(some[i]);
+    for (int first = 0; first < chunks; first += kThreads / 2) {
+      const int chunk = first + threadIdx.x / 2;
+      const int row = chunk / kChunksOfRow, column = chunk % kChunksOfRow * 4;
+      const bool live = chunk < chunks && column < params.head_dim_v;
+      const int count = live ? places.count : 0;
+      Part sum;
+      CUTE_NO_UNROLL
+      for (int n = odd; n < count; n += 2 * kAhead) {
+        Part some[kAhead];
+        CUTE_UNROLL
+        for (int i = 0; i < kAhead; ++i)
+          if (n + 2 * i < count) some[i] = load_part(places[n + 2 * i], row, column);
+        CUTE_UNROLL
+        for (int i = 0; i < kAhead; ++i) sum.join(some[i]);
+      }
+      sum.join(of_lane(sum, threadIdx.x % 32 | 1));
+      if (live && !odd) finish(s, row, column, sum);
     }
-    return sum;
   }
 
   /// Attends, and finishes the tile's rows where nothing is missing. One call of attend() serves all: its code is most
@@ -346,30 +370,31 @@ struct KvcacheKernelSm80 {
     const int begin = s.tile.keys.begin + s.items.begin * s.tile.split;
     const int end = in_turn ? max(s.tile.keys.end, begin + 1) : s.tile.keys.begin + s.items.end * s.tile.split;
     const int step = in_turn ? s.tile.split : end - begin;
+    const bool parts = !whole || step < end - begin;
     CUTE_NO_UNROLL
-    for (int first = begin; first < end; first += step) {
+    for (int first = begin, n = 0; first < end; first += step, ++n) {
       attend(s, {first, first + step});
-      const bool last = first + step >= end;
       Places places{};
       std::uint64_t found = 0;
-      if (whole) {
-        places.first = team;
-      } else {
+      if (in_turn) {
+        places = {min(n + 1, 2), n % 2, 2 * team, 2 * team + 1, 1};  // a sum of the even ones, one of the odd
+      } else if (parts) {
         places = this->places(s);
         if (threadIdx.x == 0) found = *static_cast<volatile std::uint64_t*>(arrivals(places));
       }
-      const auto so_far = [&](int row, int column) {
-        if (first == begin) return joined(row, column);
-        Part sum = load_part(places.first, row, column);
-        sum.join(joined(row, column));
-        return sum;
-      };
-      if (!whole || !last)
-        for_chunks(s, [&](int row, int column) { store_part(places[places.own], row, column, so_far(row, column)); });
-      if (whole ? last : hand_in(places, found))
-        for_chunks(s, [&](int row, int column) {
-          finish(s, row, column, whole ? so_far(row, column) : joined(places, row, column));
-        });
+      for_chunks(s, [&](int row, int column) {
+        Part part;
+        if (n >= 2) part = load_part(places[places.own], row, column);
+        part.join(joined(row, column));
+        if (parts)
+          store_part(places[places.own], row, column, part);
+        else
+          finish(s, row, column, part);
+      });
+      if (parts && (in_turn ? first + step >= end : hand_in(places, found))) {
+        __syncthreads();  // all that this block has written can be seen
+        finish_joined(s, places);
+      }
       __syncthreads();  // nobody still reads what the groups have found
     }
   }
@@ -383,16 +408,35 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) kvcache_sm80(const __
   SplitKeys const& schedule = params.schedule;
   constexpr int kM = Kernel::kM, kItem = Kernel::kItem;
 
-  // Each warp finds its thread block's share by itself.
+  // Each warp finds its thread block's share by itself, a lane looking at one sequence of 32: from one tile to the next
+  // it is on the way to the first key.
+  struct Sequence {
+    Span queries;
+    CachedRows::Rows rows;
+    int tiles = 0;
+    SplitKeys::Tile tile;  // the first
+    int items = 0;         // of all tiles
+  };
   const int lane = threadIdx.x % 32;
   const int entries = schedule.queries.entries();
+  const auto look_at = [&](int b) {
+    Sequence sequence;
+    if (b >= entries) return sequence;
+    sequence.queries = schedule.queries.at(b);
+    sequence.rows = schedule.rows_of(b);
+    sequence.tiles = schedule.tiles_of<kM>(sequence.queries);
+    sequence.tile = schedule.tile<kM, kItem>(sequence.queries, sequence.rows, 0);
+    sequence.items = sequence.tiles == 0 ? 0 : sequence.tile.items;
+    for (int m = 1; m < sequence.tiles; ++m)
+      sequence.items += schedule.tile<kM, kItem>(sequence.queries, sequence.rows, m).items;
+    return sequence;
+  };
   bool sorted = true;
   for (int b = lane; b < schedule.queries.batch; b += 32) sorted &= schedule.sorted(b);
   if (!__all_sync(0xffffffff, sorted)) return;
-  const auto items_of = [&](int b) { return b < entries ? schedule.items_of<kM, kItem>(b) : 0; };
-  const int items_of_first = items_of(lane);
-  int all = items_of_first;
-  for (int b = 32 + lane; b < entries; b += 32) all += items_of(b);
+  Sequence own = look_at(lane);
+  int all = own.items;
+  for (int b = 32 + lane; b < entries; b += 32) all += schedule.items_of<kM, kItem>(b);
   all = __reduce_add_sync(0xffffffff, all);
   const int team = params.heads_k.quotient(blockIdx.x);
   const TeamShares shares = TeamShares::of(all, schedule.teams);
@@ -402,9 +446,9 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) kvcache_sm80(const __
 
   typename Kernel::Segment s;
   s.first_item = 0;
-  for (s.batch = 0;; s.batch += 32) {
-    const int items = s.batch == 0 ? items_of_first : items_of(s.batch + lane);
-    int end = items;
+  int first = 0;  // of the sequences that the warp looks at
+  while (true) {
+    int end = own.items;
     CUTE_UNROLL
     for (int distance = 1; distance < 32; distance *= 2) {
       const int other = __shfl_up_sync(0xffffffff, end, distance);
@@ -413,21 +457,23 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) kvcache_sm80(const __
     end += s.first_item;
     if (const unsigned behind = __ballot_sync(0xffffffff, end > item)) {
       const int found = __ffs(behind) - 1;
-      s.batch += found;
-      s.first_item = __shfl_sync(0xffffffff, end - items, found);
+      s.batch = first + found;
+      s.first_item = __shfl_sync(0xffffffff, end - own.items, found);
       break;
     }
     s.first_item = __shfl_sync(0xffffffff, end, 31);
+    own = look_at((first += 32) + lane);
   }
 
   const Kernel kernel{params, shared, team, params.heads_k.remainder(blockIdx.x), shares};
   for (; item < items_end; ++s.batch) {
-    s.queries = schedule.queries.at(s.batch);
-    const CachedRows::Rows counting = schedule.rows_of(s.batch);
-    s.first_row = counting.begin;
-    const int tiles = schedule.tiles_of<kM>(s.queries);
-    for (s.m_block = 0; s.m_block < tiles && item < items_end; ++s.m_block, s.first_item += s.tile.items) {
-      s.tile = schedule.tile<kM, kItem>(s.queries, counting, s.m_block);
+    if (s.batch - first == 32) own = look_at((first += 32) + lane);
+    const Sequence sequence = of_lane(own, s.batch - first);
+    s.queries = sequence.queries;
+    s.first_row = sequence.rows.begin;
+    s.tile = sequence.tile;
+    for (s.m_block = 0; s.m_block < sequence.tiles && item < items_end; ++s.m_block, s.first_item += s.tile.items) {
+      if (s.m_block > 0) s.tile = schedule.tile<kM, kItem>(s.queries, sequence.rows, s.m_block);
       while (item < items_end && item < s.first_item + s.tile.items) {
         const int begin = item - s.first_item;
         s.items = {begin, schedule.splits() ? begin + 1 : min(s.tile.items, items_end - s.first_item)};

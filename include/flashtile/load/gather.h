@@ -28,7 +28,7 @@ class CachePolicy {
 };
 
 /// Copies a (rows, head_dim) tile, whose row r lies at `row_at(r)`, as Load, a CpAsyncTile, would. What is behind
-/// `rows` and `columns` becomes zero, and is not read.
+/// `rows` and `columns` becomes zero and is not read, wherever row_at() says that it lies.
 template <class Load, class RowAt, class Shared>
 CUTE_DEVICE void gather(CachePolicy const& policy, RowAt&& row_at, Shared const& sX, int rows, int columns,
                         int thread) {
@@ -39,13 +39,11 @@ CUTE_DEVICE void gather(CachePolicy const& policy, RowAt&& row_at, Shared const&
   CUTE_UNROLL
   for (int r = 0; r < size<1>(tXsX); ++r) {
     const int row = get<0>(tXcX(0, r, 0));
-    const bool row_exists = row < rows;
-    const auto* const from = row_at(row_exists ? row : 0);
+    const auto* const from = row_at(row);
     CUTE_UNROLL
     for (int c = 0; c < size<2>(tXsX); ++c) {
       const int column = get<1>(tXcX(0, 0, c));
-      const bool exists = row_exists && column < columns;
-      policy.copy(from + (exists ? column : 0), raw_pointer_cast(&tXsX(0, r, c)), exists);
+      policy.copy(from + column, raw_pointer_cast(&tXsX(0, r, c)), row < rows && column < columns);
     }
   }
 }

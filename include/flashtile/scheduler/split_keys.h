@@ -35,7 +35,7 @@ struct SplitKeys {
     Range queries;  // of the tile, that count
     Range keys;     // from the first split's or item's beginning to the last key that is seen
     int split = 1;  // keys of a split, or of an item
-    int items;      // at least one
+    int items = 1;
   };
 
   template <int kM>
