@@ -52,7 +52,7 @@ TEST(Pages, ExistWhateverTheTableHolds) {
     const int of_sequence = 1 + static_cast<int>(random() % 5), pages = 1 + static_cast<int>(random() % 9);
     const int size = 1 + static_cast<int>(random() % 4);
     const std::vector<int> table = garbage(random, 2 * of_sequence, pages);
-    const Pages cache{table.data(), of_sequence, of_sequence, pages, size};
+    const Pages cache{table.data(), of_sequence, of_sequence, pages, Divisor::of(size)};
     for (int b = 0; b < 2; ++b) {
       for (int row = 0; row < of_sequence * size; ++row) {
         const Pages::Place place = cache.at(b, row);
