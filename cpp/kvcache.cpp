@@ -37,7 +37,7 @@ Pages KvcacheProblem::layout(const KvcacheTensors& t) const {
           .table_stride = paged ? t.block_table.strides[0] : 1,
           .of_sequence = of_sequence,
           .pages = pages,
-          .size = Divisor::of(page_size)};
+          .size = Divisor(page_size)};
 }
 
 KvcachePlan plan_kvcache(const char* function, const KvcacheTensors& tensors, const KvcacheOptions& options,

@@ -15,12 +15,16 @@ struct Divisor {
   std::uint32_t multiplier = 0;  // 0: of 1
   int shift = 0;
 
-  static Divisor of(int value) {
-    if (value <= 1) return {};
-    const int log2 = std::bit_width(static_cast<unsigned>(value - 1));
+  Divisor() = default;
+  /// Of what is below 1: of 1.
+  explicit Divisor(int of) {
+    if (of <= 1) return;
+    const int log2 = std::bit_width(static_cast<unsigned>(of - 1));
     const std::uint64_t power = std::uint64_t{1} << (31 + log2);
-    const auto divisor = static_cast<std::uint64_t>(value);
-    return {value, static_cast<std::uint32_t>((power + divisor - 1) / divisor), log2 - 1};
+    const auto divisor = static_cast<std::uint64_t>(of);
+    value = of;
+    multiplier = static_cast<std::uint32_t>((power + divisor - 1) / divisor);
+    shift = log2 - 1;
   }
 
   FLASHTILE_HOST_DEVICE int quotient(int x) const {

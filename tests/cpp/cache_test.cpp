@@ -31,18 +31,18 @@ void expect_place(const Pages::Place& found, int page, int row) {
 
 TEST(Pages, OfAContiguousCacheAreItsEntries) {
   const int entries[] = {2, 0};
-  expect_place(Pages{.pages = 3, .size = Divisor::of(10)}.at(1, 7), 1, 7);
-  expect_place(Pages{.table = entries, .table_stride = 1, .pages = 3, .size = Divisor::of(10)}.at(0, 9), 2, 9);
+  expect_place(Pages{.pages = 3, .size = Divisor(10)}.at(1, 7), 1, 7);
+  expect_place(Pages{.table = entries, .table_stride = 1, .pages = 3, .size = Divisor(10)}.at(0, 9), 2, 9);
 }
 
 TEST(Pages, OfASequenceAreThoseOfItsTable) {
   const std::array table{5, 1, 4, -9, 0, 2, 3, -9};  // rows of three, four apart
-  const Pages pages{.table = table.data(), .table_stride = 4, .of_sequence = 3, .pages = 6, .size = Divisor::of(16)};
+  const Pages pages{.table = table.data(), .table_stride = 4, .of_sequence = 3, .pages = 6, .size = Divisor(16)};
   expect_place(pages.at(0, 0), 5, 0);
   expect_place(pages.at(0, 15), 5, 15);
   expect_place(pages.at(0, 16), 1, 0);
   expect_place(pages.at(1, 47), 3, 15);
-  const Pages single{.table = table.data(), .table_stride = 4, .of_sequence = 3, .pages = 6, .size = Divisor::of(1)};
+  const Pages single{.table = table.data(), .table_stride = 4, .of_sequence = 3, .pages = 6, .size = Divisor(1)};
   expect_place(single.at(0, 2), 4, 0);
 }
 
@@ -52,7 +52,7 @@ TEST(Pages, ExistWhateverTheTableHolds) {
     const int of_sequence = 1 + static_cast<int>(random() % 5), pages = 1 + static_cast<int>(random() % 9);
     const int size = 1 + static_cast<int>(random() % 4);
     const std::vector<int> table = garbage(random, 2 * of_sequence, pages);
-    const Pages cache{table.data(), of_sequence, of_sequence, pages, Divisor::of(size)};
+    const Pages cache{table.data(), of_sequence, of_sequence, pages, Divisor(size)};
     for (int b = 0; b < 2; ++b) {
       for (int row = 0; row < of_sequence * size; ++row) {
         const Pages::Place place = cache.at(b, row);

@@ -14,7 +14,7 @@ constexpr int kMax = std::numeric_limits<int>::max();
 
 /// Against / and %, for dividends where the quotient changes, as far out as they go, and in between.
 void expect_exact(int value, std::mt19937& random) {
-  const Divisor divisor = Divisor::of(value);
+  const Divisor divisor = Divisor(value);
   EXPECT_EQ(divisor.value, value);
   const auto expect = [&](int x) {
     ASSERT_EQ(divisor.quotient(x), x / value) << x << " / " << value;
@@ -48,18 +48,18 @@ TEST(Divisor, IsExactForLargeValues) {
 
 TEST(Divisor, IsExactForEveryDividendOfAFewBits) {
   for (const int value : {1, 2, 3, 5, 7, 12, 16, 132, 641, 1000})
-    for (int x = 0; x < 1 << 18; ++x) ASSERT_EQ(Divisor::of(value).quotient(x), x / value) << x << " / " << value;
+    for (int x = 0; x < 1 << 18; ++x) ASSERT_EQ(Divisor(value).quotient(x), x / value) << x << " / " << value;
 }
 
 TEST(Divisor, OfNothingIsOne) {
   EXPECT_EQ(Divisor{}.quotient(kMax), kMax);
   EXPECT_EQ(Divisor{}.remainder(kMax), 0);
-  EXPECT_EQ(Divisor::of(0).quotient(7), 7);
+  EXPECT_EQ(Divisor(0).quotient(7), 7);
 }
 
 TEST(GroupPacking, EveryHeadOfEveryQueryIsOneRow) {
   for (const int group : {1, 2, 3, 4, 6, 7, 16, 71, 128}) {
-    const GroupPacking packing{Divisor::of(group)};
+    const GroupPacking packing{Divisor(group)};
     int row = 0;
     for (int query = 0; query < 40; ++query) {
       for (int head = 0; head < group; ++head, ++row) {

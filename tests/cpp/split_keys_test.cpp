@@ -27,7 +27,7 @@ struct Case {
             .rows = {batch, capacity, held.data(), skipped.empty() ? nullptr : skipped.data(), added,
                      appends_ragged ? table : nullptr},
             .band = band,
-            .packing = {Divisor::of(group)},
+            .packing = {Divisor(group)},
             .teams = {}};
   }
 };
@@ -160,7 +160,7 @@ TEST(SplitKeys, ItemsHoldEveryKeyThatIsSeenOnce) {
 
 TEST(SplitKeys, OfRowsThatDoNotCountAreOneItem) {
   const std::vector<int> held = {500, 500}, begins = {0, 3, 5};
-  SplitKeys schedule{.queries = {2, 60, begins.data()}, .rows = {2, 1000, held.data()}, .packing = {Divisor::of(4)}};
+  SplitKeys schedule{.queries = {2, 60, begins.data()}, .rows = {2, 1000, held.data()}, .packing = {Divisor(4)}};
   EXPECT_EQ((schedule.items_of<16, 64>(0)), 8);
   EXPECT_EQ((schedule.items_of<16, 64>(1)), 8 + 14);  // 57 rows of four heads, of which two rows count
   schedule.rows.batch = schedule.queries.batch = 0;
@@ -184,13 +184,13 @@ TEST(SplitKeys, SplitsAreTheSameWhateverElseThereIs) {
       SplitKeys schedule{.queries = {1, 33, nullptr},
                          .rows = {1, 5000, alone.data()},
                          .band = band,
-                         .packing = {Divisor::of(3)},
+                         .packing = {Divisor(3)},
                          .keys_of_split = kSplit,
                          .apart = true};
       SplitKeys among{.queries = {5, 100, begins.data()},
                       .rows = {5, 9000, neighbours.data()},
                       .band = band,
-                      .packing = {Divisor::of(3)},
+                      .packing = {Divisor(3)},
                       .keys_of_split = kSplit,
                       .apart = false};
       for (int m = 0; m < 7; ++m) {
@@ -213,7 +213,7 @@ TEST(SplitKeys, SplitsStayWhereTheyAreAsASequenceGrows) {
   SplitKeys schedule{.queries = {1, 1, nullptr},
                      .rows = {1, 10000, held.data()},
                      .band = Band::causal(),
-                     .packing = {Divisor::of(4)},
+                     .packing = {Divisor(4)},
                      .keys_of_split = 512,
                      .apart = true};
   for (int length = 1; length <= 3000; ++length) {
@@ -227,7 +227,7 @@ TEST(SplitKeys, SplitsStayWhereTheyAreAsASequenceGrows) {
 
 void expect_shares(int items, int teams) {
   SCOPED_TRACE(std::to_string(items) + " items, " + std::to_string(teams) + " teams");
-  const TeamShares shares = TeamShares::of(items, Divisor::of(teams));
+  const TeamShares shares = TeamShares::of(items, Divisor(teams));
   ASSERT_EQ(shares.first_item(0), 0);
   ASSERT_EQ(shares.first_item(teams), items);
   for (int team = 0; team < teams; ++team) {

@@ -88,7 +88,9 @@ struct KvcacheSource {
   int first_row;  // of the cache: that of key 0 of the part
   int end_row;
   int group;
+  int thread;
   CachePolicy policy;
+  Pages::Place place = find(0);  // of a warp: where a lane's row of the next block lies, looked up a block ahead
 
   template <class Shared>
   CUTE_DEVICE void load_q(Shared const& sQ, int thread) const {
@@ -104,42 +106,40 @@ struct KvcacheSource {
                                     params.head_dim, thread);
   }
   template <class Shared>
-  CUTE_DEVICE void load_k(int block, Shared const& sK, int thread) const {
-    load(params.k, params.k_strides, block, sK, params.head_dim, thread);
+  CUTE_DEVICE void load_k(int block, Shared const& sK, int) const {
+    load(params.k, params.k_strides, block, sK, params.head_dim);
   }
   template <class Shared>
-  CUTE_DEVICE void load_v(int block, Shared const& sV, int thread) const {
-    load(params.v, params.v_strides, block, sV, params.head_dim_v, thread);
+  CUTE_DEVICE void load_v(int block, Shared const& sV, int) {
+    load(params.v, params.v_strides, block, sV, params.head_dim_v);
+    place = find(block + 1);
   }
   CUTE_DEVICE KvcacheScores<kN, kGroups> scores(Lengths lengths) const {
     return {{params, tile, tile.m_block * kM, lengths}, group};
   }
 
  private:
+  static constexpr bool kLanePerRow = Mainloop::kThreads == 32 && kN <= 32;
+
+  CUTE_DEVICE int first_of(int block) const { return first_row + (block * kGroups + group) * kN; }
+  /// Of the lane's row of a block; one that there is, whatever block it is.
+  CUTE_DEVICE Pages::Place find(int block) const {
+    return kLanePerRow ? params.pages.at(tile.batch, min(first_of(block) + thread, end_row - 1)) : Pages::Place{};
+  }
+
   template <class Shared>
-  CUTE_DEVICE void load(const void* base, Strides const& strides, int block, Shared const& shared, int columns,
-                        int thread) const {
-    const int first = first_row + (block * kGroups + group) * kN;
+  CUTE_DEVICE void load(const void* base, Strides const& strides, int block, Shared const& shared, int columns) const {
     const Element* const origin = static_cast<const Element*>(base) + tile.head * strides.head;
-    const int rows = end_row - first;
+    const int first = first_of(block);
     const auto load = [&](auto&& row_at) {
-      gather<typename Mainloop::Load>(policy, row_at, shared, rows, columns, thread);
+      gather<typename Mainloop::Load>(policy, row_at, shared, end_row - first, columns, thread);
     };
-    const Pages& pages = params.pages;
-    if constexpr (Mainloop::kThreads == 32 && kN <= 32) {  // each lane looks up one row, for all
-      const Pages::Place own = pages.at(tile.batch, first + min(thread, rows - 1));
-      const int page = __shfl_sync(0xffffffff, own.page, 0), row = __shfl_sync(0xffffffff, own.row, 0);
-      if (row + min(rows, kN) <= pages.size.value) {  // one page holds them all
-        const Element* const begin = origin + strides.at(page, row);
-        load([&](int row) { return begin + row * strides.row; });
-      } else {
-        load([&](int row) {
-          return origin + strides.at(__shfl_sync(0xffffffff, own.page, row), __shfl_sync(0xffffffff, own.row, row));
-        });
-      }
+    if constexpr (kLanePerRow) {
+      const Element* const own = origin + strides.at(place.page, place.row);
+      load([&](int row) { return of_lane(own, row); });
     } else {
       load([&](int row) {
-        const Pages::Place place = pages.at(tile.batch, first + min(row, rows - 1));
+        const Pages::Place place = params.pages.at(tile.batch, min(first + row, end_row - 1));
         return origin + strides.at(place.page, place.row);
       });
     }
@@ -174,7 +174,7 @@ struct KvcacheKernelSm80 {
   SharedStorage& shared;
   int team;
   int head;  // KV head
-  TeamShares shares;
+  TeamShares shares{};
 
   /// Part of the keys of one tile.
   struct Segment {
@@ -228,7 +228,7 @@ struct KvcacheKernelSm80 {
     if (visible.blocks > 0)
       Mainloop{params, shared.groups[group],
                tile,   visible,
-               thread, Source{params, tile, s.queries, first_row, first_row + end, group, policy}}
+               thread, Source{params, tile, s.queries, first_row, first_row + end, group, thread, policy}}
           .run(tOrO, softmax, folded);
     softmax.finish();
 
@@ -412,73 +412,82 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) kvcache_sm80(const __
   // it is on the way to the first key.
   struct Sequence {
     Span queries;
-    CachedRows::Rows rows;
+    int first_row = 0;  // of the cache
     int tiles = 0;
     SplitKeys::Tile tile;  // the first
-    int items = 0;         // of all tiles
   };
   const int lane = threadIdx.x % 32;
-  const int entries = schedule.queries.entries();
-  const auto look_at = [&](int b) {
-    Sequence sequence;
-    if (b >= entries) return sequence;
-    sequence.queries = schedule.queries.at(b);
-    sequence.rows = schedule.rows_of(b);
-    sequence.tiles = schedule.tiles_of<kM>(sequence.queries);
-    sequence.tile = schedule.tile<kM, kItem>(sequence.queries, sequence.rows, 0);
-    sequence.items = sequence.tiles == 0 ? 0 : sequence.tile.items;
-    for (int m = 1; m < sequence.tiles; ++m)
-      sequence.items += schedule.tile<kM, kItem>(sequence.queries, sequence.rows, m).items;
-    return sequence;
-  };
-  bool sorted = true;
-  for (int b = lane; b < schedule.queries.batch; b += 32) sorted &= schedule.sorted(b);
-  if (!__all_sync(0xffffffff, sorted)) return;
-  Sequence own = look_at(lane);
-  int all = own.items;
-  for (int b = 32 + lane; b < entries; b += 32) all += schedule.items_of<kM, kItem>(b);
-  all = __reduce_add_sync(0xffffffff, all);
-  const int team = params.heads_k.quotient(blockIdx.x);
-  const TeamShares shares = TeamShares::of(all, schedule.teams);
-  int item = shares.first_item(team);
-  const int items_end = shares.first_item(team + 1);
-  if (item == items_end) return;
+  if (schedule.queries.ragged()) {
+    bool sorted = true;
+    CUTE_NO_UNROLL
+    for (int b = lane; b < schedule.queries.batch; b += 32) sorted &= schedule.sorted(b);
+    if (!__all_sync(0xffffffff, sorted)) return;
+  }
 
+  // First all sequences are counted, then those are looked at again that the share may lie in; 32 are seen once.
+  const int entries = schedule.queries.entries();
+  Kernel kernel{params, shared, params.heads_k.quotient(blockIdx.x), params.heads_k.remainder(blockIdx.x)};
   typename Kernel::Segment s;
-  s.first_item = 0;
-  int first = 0;  // of the sequences that the warp looks at
-  while (true) {
-    int end = own.items;
+  int all = 0, line_end = 0;     // items of all sequences; and of those before, and with, these 32
+  int item = 0, items_end = -1;  // the share, once it is known
+  CUTE_NO_UNROLL
+  for (int first = 0; first < entries && item != items_end; first += 32) {
+    Sequence own;
+    int items = 0;  // of all tiles
+    if (first + lane < entries) {
+      const int b = first + lane;
+      const CachedRows::Rows rows = schedule.rows_of(b);
+      own.queries = schedule.queries.at(b);
+      own.first_row = rows.begin;
+      own.tiles = schedule.tiles_of<kM>(own.queries);
+      CUTE_NO_UNROLL
+      for (int m = 0; m < own.tiles; ++m) {
+        const SplitKeys::Tile tile = schedule.tile<kM, kItem>(own.queries, rows, m);
+        if (m == 0) own.tile = tile;
+        items += tile.items;
+      }
+    }
+    if (items_end < 0) {
+      all += items;
+      if (first + 32 < entries) continue;
+      kernel.shares = TeamShares::of(__reduce_add_sync(0xffffffff, all), schedule.teams);
+      item = kernel.shares.first_item(kernel.team);
+      items_end = kernel.shares.first_item(kernel.team + 1);
+      if (first > 0) {
+        first = -32;
+        continue;
+      }
+    }
+
+    int end = items;
     CUTE_UNROLL
     for (int distance = 1; distance < 32; distance *= 2) {
       const int other = __shfl_up_sync(0xffffffff, end, distance);
       if (lane >= distance) end += other;
     }
-    end += s.first_item;
-    if (const unsigned behind = __ballot_sync(0xffffffff, end > item)) {
-      const int found = __ffs(behind) - 1;
+    end += line_end;
+    line_end = __shfl_sync(0xffffffff, end, 31);
+    CUTE_NO_UNROLL
+    while (item < min(items_end, line_end)) {
+      const int found = __ffs(__ballot_sync(0xffffffff, end > item)) - 1;
+      const Sequence sequence = of_lane(own, found);
       s.batch = first + found;
-      s.first_item = __shfl_sync(0xffffffff, end - own.items, found);
-      break;
-    }
-    s.first_item = __shfl_sync(0xffffffff, end, 31);
-    own = look_at((first += 32) + lane);
-  }
-
-  const Kernel kernel{params, shared, team, params.heads_k.remainder(blockIdx.x), shares};
-  for (; item < items_end; ++s.batch) {
-    if (s.batch - first == 32) own = look_at((first += 32) + lane);
-    const Sequence sequence = of_lane(own, s.batch - first);
-    s.queries = sequence.queries;
-    s.first_row = sequence.rows.begin;
-    s.tile = sequence.tile;
-    for (s.m_block = 0; s.m_block < sequence.tiles && item < items_end; ++s.m_block, s.first_item += s.tile.items) {
-      if (s.m_block > 0) s.tile = schedule.tile<kM, kItem>(s.queries, sequence.rows, s.m_block);
-      while (item < items_end && item < s.first_item + s.tile.items) {
-        const int begin = item - s.first_item;
-        s.items = {begin, schedule.splits() ? begin + 1 : min(s.tile.items, items_end - s.first_item)};
-        kernel.run(s);
-        item = s.first_item + s.items.end;
+      s.first_item = __shfl_sync(0xffffffff, end - items, found);
+      s.queries = sequence.queries;
+      s.first_row = sequence.first_row;
+      s.tile = sequence.tile;
+      CUTE_NO_UNROLL
+      for (s.m_block = 0; s.m_block < sequence.tiles && item < items_end; s.first_item += s.tile.items, ++s.m_block) {
+        const int length = s.tile.lengths.k;
+        if (s.m_block > 0)
+          s.tile = schedule.tile<kM, kItem>(s.queries, {.begin = 0, .held = 0, .end = length}, s.m_block);
+        CUTE_NO_UNROLL
+        while (item < min(items_end, s.first_item + s.tile.items)) {
+          const int begin = item - s.first_item;
+          s.items = {begin, schedule.splits() ? begin + 1 : min(s.tile.items, items_end - s.first_item)};
+          kernel.run(s);
+          item = s.first_item + s.items.end;
+        }
       }
     }
   }

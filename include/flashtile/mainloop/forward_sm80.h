@@ -4,7 +4,8 @@
 // through a ring of shared-memory stages filled by cp.async; scores stay in registers, where they become the A operand
 // of P·V.
 //
-// Where the threads are one warp they need no barrier: several such warps may go through keys of their own.
+// Where the threads are one warp they need no barrier: several such warps may go through keys of their own. They are
+// soon done, and what they run comes from memory too: so there is one place that loads, and not one ahead of the loop.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -24,7 +25,8 @@ namespace flashtile {
 ///
 ///   Params                              pointers, strides and options
 ///   load_q(sQ, thread)                  copies the tile's rows of Q
-///   load_k(block, sK, thread)           rows of a block of keys, and load_v of values
+///   load_k(block, sK, thread)           rows of a block of keys
+///   load_v(block, sV, thread)           of the same block of values; then comes the next one
 ///   scores(lengths)                     of this tile: see ScoreTile
 template <Variant kV, class Source>
 struct ForwardMainloopSm80 {
@@ -71,6 +73,9 @@ struct ForwardMainloopSm80 {
   static constexpr int kRowsPerThread = kM / (8 * kV.warps);
   using Softmax = OnlineSoftmax<kRowsPerThread>;
 
+  // Blocks that the loop only loads before it comes to the first.
+  static constexpr int kLoadedAhead = kThreads == 32 && kStepsPerBarrier == 2 ? kStages / 2 - 1 : 0;
+
   // Where registers allow, Q is read from shared memory once, not again for every key tile.
   static constexpr bool kKeepQ = kHeadDim <= 64;
 
@@ -99,7 +104,7 @@ struct ForwardMainloopSm80 {
   }
 
   template <int kStep>
-  CUTE_DEVICE void load_step(int n_block) const {
+  CUTE_DEVICE void load_step(int n_block) {
     using namespace cute;
     const int block = n_block + kStep / 2;
     if (block < keys.blocks) {
@@ -115,7 +120,7 @@ struct ForwardMainloopSm80 {
   /// The memory of K or V of a key tile, once it has landed. Every kStepsPerBarrier steps, waits for that many tiles
   /// and refills as many stages.
   template <int kStep>
-  CUTE_DEVICE Element* acquire(int n_block) const {
+  CUTE_DEVICE Element* acquire(int n_block) {
     using namespace cute;
     if constexpr (kStep % kStepsPerBarrier == 0) {
       cp_async_wait<kStages - 2 * kStepsPerBarrier>();
@@ -128,7 +133,7 @@ struct ForwardMainloopSm80 {
 
   /// Accumulates P·V of all visible keys into `tOrO` (mma, m, head_dim) and their weights into the softmax state.
   template <class Accumulator>
-  CUTE_DEVICE void run(Accumulator& tOrO, Softmax& softmax, bool folded) const {
+  CUTE_DEVICE void run(Accumulator& tOrO, Softmax& softmax, bool folded) {
     using namespace cute;
     TiledMma mma;
     auto mma_thread = mma.get_slice(thread);
@@ -147,15 +152,16 @@ struct ForwardMainloopSm80 {
     Tensor tScS = rows_and_columns(mma_thread.partition_C(cS));       // (row, column)
     Tensor rows_of_o = rows_and_columns(tOrO);                        // (row, head_dim)
 
-    const auto score_tile = source.scores(keys.lengths);
     bool drops = false;
     if constexpr (kEveryOption) drops = params.dropout.active();
     source.load_q(sQ, thread);
-    for_each(make_int_sequence<kStages - kStepsPerBarrier>{}, [&](auto step) { load_step<step>(0); });
+    if constexpr (kLoadedAhead == 0)
+      for_each(make_int_sequence<kStages - kStepsPerBarrier>{}, [&](auto step) { load_step<step>(0); });
 
     CUTE_NO_UNROLL
-    for (int n_block = 0; n_block < keys.blocks; ++n_block) {
+    for (int n_block = -kLoadedAhead; n_block < keys.blocks; ++n_block) {
       Tensor sK = make_tensor(make_smem_ptr(acquire<kStepK>(n_block)), SmemLayoutKV{});  // (N, head_dim)
+      if (n_block < 0) continue;
       if (kKeepQ && n_block == 0) copy(copy_q, tSsQ, tSrQ_copy);
       Tensor tSsK = copy_k_thread.partition_S(sK);         // (copy, n, k)
       Tensor tSrK = mma_thread.partition_fragment_B(sK);   // (mma, n, k)
@@ -172,6 +178,10 @@ struct ForwardMainloopSm80 {
       Tensor scores = rows_and_columns(tSrS);  // (row, column)
       const bool edge = !keys.interior.contains(n_block);
       if (edge || !folded) [[unlikely]] {
+        // Opaque: what follows from it would be worked out ahead of the loop, and held in registers that lack there.
+        Lengths lengths = keys.lengths;
+        asm volatile("" : "+r"(lengths.q));
+        const auto score_tile = source.scores(lengths);
         if (!folded) score_tile.map(scores, tScS, n_block * kN);
         if (edge) score_tile.mask(scores, tScS, n_block * kN);
       }
