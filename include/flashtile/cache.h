@@ -45,10 +45,14 @@ struct CachedRows {
 
   /// Inside the capacity, whatever the tables hold. What does not fit is not added. Where there are no sequences, the
   /// only entry (see Spans) has no rows.
-  FLASHTILE_HOST_DEVICE Rows at(int b) const {
+  FLASHTILE_HOST_DEVICE Rows at(int b) const { return at(b, held_of(b)); }
+  FLASHTILE_HOST_DEVICE int held_of(int b) const { return b < batch ? held[b] : 0; }
+
+  /// The same where held_of(b) is known.
+  FLASHTILE_HOST_DEVICE Rows at(int b, int held_of_b) const {
     Rows rows;
-    if (batch == 0) return rows;
-    rows.held = clamp(held[b], 0, capacity);
+    if (b >= batch) return rows;
+    rows.held = clamp(held_of_b, 0, capacity);
     rows.end = rows.held + clamp(added_to(b), 0, capacity - rows.held);
     rows.begin = skipped == nullptr ? 0 : clamp(skipped[b], 0, rows.end);
     return rows;

@@ -90,7 +90,7 @@ template <int kM, int kItem>
 void expect_all_keys_once(const SplitKeys& schedule) {
   for (int b = 0; b < schedule.queries.entries(); ++b) {
     const Span span = schedule.queries.at(b);
-    const CachedRows::Rows counting = schedule.rows_of(b);
+    const CachedRows::Rows counting = schedule.rows.at(b);
     const int keys = counting.end - counting.begin;
     const int heads = schedule.packing.heads.value;
     const int tiles = schedule.tiles_of<kM>(span);
@@ -194,16 +194,16 @@ TEST(SplitKeys, SplitsAreTheSameWhateverElseThereIs) {
                       .keys_of_split = kSplit,
                       .apart = false};
       for (int m = 0; m < 7; ++m) {
-        const auto tile = schedule.tile<kM, kItem>(schedule.queries.at(0), schedule.rows_of(0), m);
+        const auto tile = schedule.tile<kM, kItem>(schedule.queries.at(0), schedule.rows.at(0), m);
         EXPECT_EQ(tile.keys.begin % kSplit, 0);
         EXPECT_TRUE(tile.keys.empty() || tile.split == kSplit);
-        expect_same(among.tile<kM, kItem>(among.queries.at(2), among.rows_of(2), m), tile);
+        expect_same(among.tile<kM, kItem>(among.queries.at(2), among.rows.at(2), m), tile);
       }
       // As many splits as are asked for are of the sequence too.
       for (SplitKeys* s : {&schedule, &among}) s->keys_of_split = 0, s->num_splits = 3;
       for (int m = 0; m < 7; ++m)
-        expect_same(among.tile<kM, kItem>(among.queries.at(2), among.rows_of(2), m),
-                    schedule.tile<kM, kItem>(schedule.queries.at(0), schedule.rows_of(0), m));
+        expect_same(among.tile<kM, kItem>(among.queries.at(2), among.rows.at(2), m),
+                    schedule.tile<kM, kItem>(schedule.queries.at(0), schedule.rows.at(0), m));
     }
   }
 }
@@ -218,7 +218,7 @@ TEST(SplitKeys, SplitsStayWhereTheyAreAsASequenceGrows) {
                      .apart = true};
   for (int length = 1; length <= 3000; ++length) {
     held[0] = length;
-    const auto tile = schedule.tile<16, 64>(schedule.queries.at(0), schedule.rows_of(0), 0);
+    const auto tile = schedule.tile<16, 64>(schedule.queries.at(0), schedule.rows.at(0), 0);
     ASSERT_EQ(tile.keys, (Range{0, length}));
     ASSERT_EQ(tile.split, 512);
     ASSERT_EQ(tile.items, (length + 511) / 512);

@@ -298,19 +298,18 @@ struct KvcacheKernelSm80 {
     return {last - first + 1, team - first, 2 * first + before, 2 * (first + 1), 2};
   }
 
-  CUTE_DEVICE int index_of(int place) const { return place * params.heads_k.value + head; }
+  CUTE_DEVICE std::int64_t index_of(int place) const { return std::int64_t(place) * params.heads_k.value + head; }
 
-  /// Of the rows in the workspace: no memory holds 2^31.
-  CUTE_DEVICE int index_of(int place, int row) const { return index_of(place) * kM + row; }
-
-  CUTE_DEVICE void store_part(int index, int column, Part const& part) const {
-    *reinterpret_cast<float4*>(params.partials.out + std::int64_t(index) * kHeadDim + column) = part.o;
+  CUTE_DEVICE void store_part(int place, int row, int column, Part const& part) const {
+    const std::int64_t index = index_of(place) * kM + row;
+    *reinterpret_cast<float4*>(params.partials.out + index * kHeadDim + column) = part.o;
     if (column == 0) params.partials.state[index] = part.state;
   }
 
-  CUTE_DEVICE Part load_part(int index, int column) const {
+  CUTE_DEVICE Part load_part(int place, int row, int column) const {
+    const std::int64_t index = index_of(place) * kM + row;
     const float2 state = __ldcg(reinterpret_cast<const float2*>(params.partials.state + index));
-    return {__ldcg(reinterpret_cast<const float4*>(params.partials.out + std::int64_t(index) * kHeadDim + column)),
+    return {__ldcg(reinterpret_cast<const float4*>(params.partials.out + index * kHeadDim + column)),
             {state.x, state.y}};
   }
 
@@ -323,14 +322,14 @@ struct KvcacheKernelSm80 {
   /// begins with 0, whatever was `found` there: whoever comes sees to it before it counts.
   CUTE_DEVICE bool hand_in(Places const& places, std::uint64_t found) const {
     bool last = false;
-    const cuda::atomic_ref<std::uint64_t, cuda::thread_scope_device> count(*arrivals(places));
-    const std::uint64_t none = params.partials.mark * Partials::kArrivals;
-    if (threadIdx.x == 0 && found - none >= Partials::kArrivals)
-      count.compare_exchange_strong(found, none, cuda::memory_order_relaxed);
     __syncthreads();
     if (threadIdx.x == 0) {
-      last = int(count.fetch_add(1, cuda::memory_order_acq_rel) % Partials::kArrivals) == places.count - 1;
-      if (last) count.store(0, cuda::memory_order_relaxed);
+      auto* const count = reinterpret_cast<unsigned long long*>(arrivals(places));
+      const std::uint64_t none = params.partials.mark * Partials::kArrivals;
+      if (found - none >= Partials::kArrivals) atomicCAS(count, found, none);
+      const cuda::atomic_ref<unsigned long long, cuda::thread_scope_device> arrived(*count);  // one fence, a light one
+      last = int(arrived.fetch_add(1, cuda::memory_order_acq_rel) % Partials::kArrivals) == places.count - 1;
+      if (last) *count = 0;
     }
     return __syncthreads_or(last);
   }
@@ -353,7 +352,7 @@ struct KvcacheKernelSm80 {
         Part some[kAhead];
         CUTE_UNROLL
         for (int i = 0; i < kAhead; ++i)
-          if (n + 2 * i < count) some[i] = load_part(index_of(places[n + 2 * i], row), column);
+          if (n + 2 * i < count) some[i] = load_part(places[n + 2 * i], row, column);
         CUTE_UNROLL
         for (int i = 0; i < kAhead; ++i) sum.join(some[i]);
       }
@@ -381,15 +380,14 @@ struct KvcacheKernelSm80 {
         places = {min(n + 1, 2), n % 2, 2 * team, 2 * team + 1, 1};  // a sum of the even ones, one of the odd
       } else if (parts) {
         places = this->places(s);
-        if (threadIdx.x == 0) found = __ldcg(arrivals(places));
+        if (threadIdx.x == 0) found = *static_cast<volatile std::uint64_t*>(arrivals(places));
       }
       for_chunks(s, [&](int row, int column) {
         Part part;
-        const int index = index_of(places[places.own], row);
-        if (n >= 2) part = load_part(index, column);
+        if (n >= 2) part = load_part(places[places.own], row, column);
         part.join(joined(row, column));
         if (parts)
-          store_part(index, column, part);
+          store_part(places[places.own], row, column, part);
         else
           finish(s, row, column, part);
       });
@@ -419,6 +417,8 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) kvcache_sm80(const __
     SplitKeys::Tile tile;  // the first
   };
   const int lane = threadIdx.x % 32;
+  int held = 0;  // of the cache, by the lane's sequence: asked for before the code that needs it has come from memory
+  if (lane < schedule.rows.batch) asm volatile("ld.global.b32 %0, [%1];" : "=r"(held) : "l"(schedule.rows.held + lane));
   if (schedule.queries.ragged()) {
     bool sorted = true;
     CUTE_NO_UNROLL
@@ -438,7 +438,8 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) kvcache_sm80(const __
     int items = 0;  // of all tiles
     if (first + lane < entries) {
       const int b = first + lane;
-      const CachedRows::Rows rows = schedule.rows_of(b);
+      if (first > 0) held = schedule.rows.held_of(b);
+      const CachedRows::Rows rows = schedule.rows.at(b, held);
       own.queries = schedule.queries.at(b);
       own.first_row = rows.begin;
       own.tiles = schedule.tiles_of<kM>(own.queries);
@@ -456,6 +457,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) kvcache_sm80(const __
       item = kernel.shares.first_item(kernel.team);
       items_end = kernel.shares.first_item(kernel.team + 1);
       if (first > 0) {
+        held = schedule.rows.held_of(lane);
         first = -32;
         continue;
       }

@@ -76,7 +76,7 @@ struct SplitKeys {
   template <int kM, int kItem>
   FLASHTILE_HOST_DEVICE int items_of(int b) const {
     const Span span = queries.at(b);
-    const CachedRows::Rows counting = rows_of(b);
+    const CachedRows::Rows counting = rows.at(b);
     int items = 0;
     for (int m = 0; m < tiles_of<kM>(span); ++m) items += tile<kM, kItem>(span, counting, m).items;
     return items;
@@ -86,11 +86,6 @@ struct SplitKeys {
   /// have more tiles in all than select has counted: then nothing is computed.
   FLASHTILE_HOST_DEVICE bool sorted(int b) const {
     return !queries.ragged() || queries.begins[b] <= queries.begins[b + 1];
-  }
-
-  /// Where there are no sequences, rows of q are those of an empty one.
-  FLASHTILE_HOST_DEVICE CachedRows::Rows rows_of(int b) const {
-    return b < rows.batch ? rows.at(b) : CachedRows::Rows{};
   }
 
  private:
