@@ -13,6 +13,11 @@ const int* data_of(const TensorView& table) {
   return static_cast<const int*>(table.data);
 }
 
+/// Whether the rows of a (B, S, H, D) tensor have one stride, from one entry to the next too.
+bool stands_in_line(const TensorView& t) {
+  return t.shape[0] <= 1 || t.shape[1] <= 1 || t.strides[0] == t.shape[1] * t.strides[1];
+}
+
 /// Sizes of the cache; the number of pages that a sequence has is the block table's.
 void check_cache(const Operand& k, const Operand& block_table, const Operand& cache_batch_idx, KvcacheProblem& cache) {
   const Problem& p = cache.problem;
@@ -193,6 +198,8 @@ KvcacheProblem check_kvcache(const char* function, const KvcacheTensors& t, cons
 
   check_cache(k, {function, "block_table", "(B, pages of a sequence)", t.block_table},
               {function, "cache_batch_idx", "(B)", t.cache_batch_idx}, cache);
+  cache.in_line = !t.block_table.given() && !t.cache_batch_idx.given() && !t.leftpad.given() &&
+                  stands_in_line(t.k_cache) && stands_in_line(t.v_cache) && (p.ragged || stands_in_line(t.q));
   check_new_rows({function, "k_new", p.ragged ? "(T_q, H_k, D)" : "(B, S_new, H_k, D)", t.k_new},
                  {function, "v_new", p.ragged ? "(T_q, H_k, D_v)" : "(B, S_new, H_k, D_v)", t.v_new}, t.q, cache);
   check_rotary({function, "rotary_cos", "(positions, R / 2)", t.rotary_cos},

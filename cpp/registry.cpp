@@ -5,6 +5,7 @@
 #include <array>
 
 #include "cpu/cpu.h"
+#include "flashtile/prefill.h"
 
 #define FLASHTILE_NAME(arch, dtype, head_dim, head_dim_v, m, n, stages, warps, options) \
   arch##_##dtype##_d##head_dim##_v##head_dim_v##_m##m##_n##n##_s##stages##_w##warps##_##options
@@ -94,5 +95,11 @@ std::span<const BackwardRow> backward_rows() {
 std::span<const KvcacheRow> kvcache_rows() {
   return kKvcacheRows;
 }
+
+#ifndef FLASHTILE_WITH_CUDA
+KvcacheKernel prefill_kernel() {
+  return nullptr;
+}
+#endif
 
 }  // namespace flashtile

@@ -6,6 +6,7 @@
 #include "balance.h"
 #include "cpu/cpu.h"
 #include "flashtile/flashtile.h"
+#include "flashtile/prefill.h"
 #include "flashtile/scheduler/ragged.h"
 #include "flashtile/workspace.h"
 
@@ -19,6 +20,8 @@ constexpr std::int64_t kFlopsPerThread = 1 << 20;
 
 constexpr const char* kNarrowest = "the first row of this dtype that is wide enough";
 constexpr const char* kSmallerTile = "the first row of this dtype that is wide enough and fits the GPU's shared memory";
+constexpr const char* kPrefill = "many rows over a cache without pages, on Hopper: the forward kernel";
+constexpr std::int64_t kMostRows = 1 << 30;  // what mask.h can add up in an int
 constexpr const char* kFastest = "of the rows that are just wide enough, the one with the least estimated time";
 
 [[noreturn, gnu::cold]] void refuse_device(const DeviceInfo& device) {
@@ -292,6 +295,11 @@ std::int64_t tiles_of_cache(const Problem& p, const Variant& v) {
   return p.batch * ((rows + v.tile_m - 1) / v.tile_m);
 }
 
+std::int64_t rotated_bytes(const KvcacheProblem& cache) {
+  const Problem& p = cache.problem;
+  return cache.rotary_dim == 0 ? 0 : cache.queries() * p.heads_q * p.head_dim * bytes_of(p.dtype);
+}
+
 /// Thread blocks for as many teams as fit on the GPU at a time; fewer where each would have too little to do.
 void select_on_gpu(KvcachePlan& plan, const DeviceInfo& device) {
   constexpr int kKeysOfSplit = 1024;
@@ -306,8 +314,6 @@ void select_on_gpu(KvcachePlan& plan, const DeviceInfo& device) {
   const std::int64_t items = tiles * std::max<std::int64_t>(parts(p.seqlen_k, keys_of_item), 1);
   countable("q", items, "items (tiles of rows × blocks of keys)");
   countable("q", parts(rows_of_sequence(p), v.tile_m) * v.tile_m, "rows (queries × heads of a group, in whole tiles)");
-  const std::int64_t new_rows = p.ragged ? plan.cache.seqlen_new : std::int64_t{p.batch} * plan.cache.seqlen_new;
-  countable("k_new", new_rows + plan.cache.queries(), "rows, with those of q");
   const std::int64_t place_bytes = kvcache_place_bytes(v) * p.heads_k;
 
   plan.num_splits = static_cast<int>(std::min(std::int64_t{plan.cache.num_splits}, parts(p.seqlen_k, keys_of_item)));
@@ -335,9 +341,37 @@ void select_on_gpu(KvcachePlan& plan, const DeviceInfo& device) {
   plan.tiles = p.heads_k * tiles;
   plan.grid = plan.cache.queries() == 0 ? 0 : plan.teams * p.heads_k;
   plan.rotated_at = parts(plan.partials * place_bytes, 16) * 16;
-  plan.workspace_bytes = plan.rotated_at;
-  if (plan.cache.rotary_dim > 0)
-    plan.workspace_bytes += plan.cache.queries() * p.heads_q * p.head_dim * bytes_of(p.dtype);
+  plan.workspace_bytes = plan.rotated_at + rotated_bytes(plan.cache);
+}
+
+/// The forward kernel's plan for many rows over a cache: Hopper's, if its tiles keep at least half of the GPU busy; it
+/// does not divide keys, as the kernel over a cache does.
+std::shared_ptr<const ForwardPlan> plan_prefill(const KvcacheProblem& cache, const DeviceInfo& device) {
+  constexpr int kFewestRows = 128;
+  const Problem& p = cache.problem;
+  const std::int64_t keys = std::int64_t{p.batch} * p.seqlen_k;
+  if (device.compute_capability != 90 || !cache.in_line || cache.num_splits > 0 || cache.batch_invariant) return {};
+  if (rows_of_sequence(p.dense()) < kFewestRows || keys == 0 || keys >= kMostRows || cache.queries() >= kMostRows)
+    return {};
+  Problem sequences = p;
+  sequences.ragged = true;
+  sequences.seqlen_q = static_cast<int>(cache.queries());
+  sequences.seqlen_k = static_cast<int>(keys);
+  const ForwardPlan forward = select_forward(sequences, device);
+  if (forward.variant.arch != Arch::kSm90 || 2 * forward.tiles < device.multiprocessors) return {};
+  return std::make_shared<const ForwardPlan>(forward);
+}
+
+void select_prefill(KvcachePlan& plan) {
+  const ForwardPlan& forward = *plan.prefill;
+  plan.variant = forward.variant;
+  plan.tiles = forward.tiles;
+  plan.grid = forward.grid;
+  plan.shared_memory = forward.shared_memory;
+  plan.prefill_at = rotated_bytes(plan.cache);
+  plan.workspace_bytes = PrefillWorkspace::of(plan.prefill_at, plan.problem, forward).bytes;
+  plan.why = kPrefill;
+  plan.run = prefill_kernel();
 }
 
 constexpr const char* kTiles = "tiles (batch × heads × blocks of rows)";
@@ -416,7 +450,14 @@ KvcachePlan select_kvcache(const KvcacheProblem& problem, const DeviceInfo& devi
   plan.shared_memory = shared_memory(*choice.row);
   plan.why = choice.why;
   plan.run = choice.row->run;
-  problem.problem.device.type == DeviceType::kCpu ? select_on_cpu(plan, device) : select_on_gpu(plan, device);
+  if (problem.problem.device.type == DeviceType::kCpu) {
+    select_on_cpu(plan, device);
+    return plan;
+  }
+  const std::int64_t new_rows = std::int64_t{problem.problem.ragged ? 1 : problem.problem.batch} * problem.seqlen_new;
+  countable("k_new", new_rows + problem.queries(), "rows, with those of q");
+  plan.prefill = plan_prefill(problem, device);
+  plan.prefill ? select_prefill(plan) : select_on_gpu(plan, device);
   return plan;
 }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 
 #include "flashtile/cache.h"
 #include "flashtile/plan.h"
@@ -54,6 +55,7 @@ struct KvcacheProblem {
   bool rotary_interleaved = true;
   int num_splits = 0;
   bool batch_invariant = false;
+  bool in_line = false;  // rows of the cache stand one behind the other over all entries, and so do those of q
 
   Spans queries(const KvcacheTensors& tensors) const;
   CachedRows rows(const KvcacheTensors& tensors) const;
@@ -77,6 +79,8 @@ struct KvcachePlan : Plan {
   int partials = 0;             // places for partial results of a KV head
   bool passes_by = false;       // how the L2 cache keeps keys and values: see CachePolicy
   std::int64_t rotated_at = 0;  // bytes of the workspace before the rotated q
+  std::int64_t prefill_at = 0;  // and before what is prefill's: see PrefillWorkspace
+  std::shared_ptr<const ForwardPlan> prefill;  // of many rows on Hopper: the kernel that attends
   KvcacheKernel run = nullptr;
 };
 

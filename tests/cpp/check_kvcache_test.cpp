@@ -115,6 +115,23 @@ TEST(CheckKvcache, ALegalCallBecomesItsProblem) {
   EXPECT_EQ(p.queries(), 6);
 }
 
+TEST(CheckKvcache, KnowsWhereRowsStandInLine) {
+  const auto in_line = [](const std::function<void(Call&)>& change) {
+    KvcacheProblem p;
+    EXPECT_EQ(check([&](Call& c) { c.make_contiguous(), c.tensors.leftpad = {}, change(c); }, &p), "accepted");
+    return p.in_line;
+  };
+  EXPECT_TRUE(in_line([](Call&) {}));
+  EXPECT_TRUE(in_line([](Call& c) { c.make_ragged(); }));
+  EXPECT_FALSE(in_line([](Call& c) { c.make_indexed(); }));
+  EXPECT_FALSE(in_line([](Call& c) { c.tensors.leftpad = tensor({2}, DType::kInt32, c.pads.data()); }));
+  KvcacheProblem paged;
+  ASSERT_EQ(check([](Call& c) { c.tensors.leftpad = {}; }, &paged), "accepted");
+  EXPECT_FALSE(paged.in_line);
+  for (TensorView KvcacheTensors::* view : {&KvcacheTensors::q, &KvcacheTensors::k_cache, &KvcacheTensors::v_cache})
+    EXPECT_FALSE(in_line([&](Call& c) { (c.tensors.*view).strides[0] += 64; }));
+}
+
 TEST(CheckKvcache, EveryKindOfCallIsLegal) {
   KvcacheProblem p;
   ASSERT_EQ(check([](Call& c) { c.make_contiguous(); }, &p), "accepted");

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "flashtile/flashtile.h"
+#include "flashtile/prefill.h"
 #include "flashtile/registry.h"
 #include "flashtile/scheduler/split_keys.h"
 
@@ -106,6 +107,50 @@ TEST(SelectKvcache, EveryRowIsReached) {
   });
   for (const KvcacheRow& row : kvcache_rows())
     EXPECT_TRUE(row.variant.arch == Arch::kCpu || reached.contains(name_of(row.variant))) << name_of(row.variant);
+}
+
+TEST(SelectKvcache, ManyRowsGoThroughTheForwardKernelOnHopper) {
+  const auto plan = [](const DeviceInfo& device, auto&& change) {
+    KvcacheProblem cache = decode(device, 4, 8, 4, 4096);
+    cache.problem.seqlen_q = 500;
+    cache.in_line = true;
+    change(cache);
+    return select_kvcache(cache, device);
+  };
+  const auto nothing = [](KvcacheProblem&) {};
+  for (const bool ragged : {false, true}) {
+    const KvcachePlan found = plan(kH100, [&](KvcacheProblem& cache) {
+      cache.problem.ragged = ragged;
+      if (ragged) cache.problem.seqlen_q *= cache.problem.batch;
+      cache.rotary_dim = 64;
+    });
+    ASSERT_TRUE(found.prefill);
+    const ForwardPlan& forward = *found.prefill;
+    EXPECT_EQ(found.variant, forward.variant);
+    EXPECT_EQ(forward.variant.arch, Arch::kSm90);
+    EXPECT_TRUE(forward.problem.ragged);
+    EXPECT_EQ(forward.problem.seqlen_q, 4 * 500);
+    EXPECT_EQ(forward.problem.seqlen_k, 4 * 4096);
+    const PrefillWorkspace at = PrefillWorkspace::of(found.prefill_at, found.problem, forward);
+    EXPECT_EQ(found.prefill_at, std::int64_t{4} * 500 * 32 * 128 * 2);  // behind the rotated q
+    EXPECT_GE(at.begins_q, found.prefill_at);
+    EXPECT_GE(at.begins_k - at.begins_q, 5 * 4);
+    EXPECT_GE(at.used_k - at.begins_k, 5 * 4);
+    EXPECT_GE(at.lse - at.used_k, 4 * 4);
+    EXPECT_GE(at.forward - at.lse, ragged ? 0 : 4 * 4 * 500 * 32);
+    EXPECT_EQ(at.forward % 64, 0);
+    EXPECT_GE(found.workspace_bytes, at.forward + forward.workspace_bytes);
+  }
+  EXPECT_FALSE(plan(kA100, nothing).prefill);
+  EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.in_line = false; }).prefill);
+  EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.num_splits = 2; }).prefill);
+  EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.batch_invariant = true; }).prefill);
+  EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_q = 31; }).prefill);  // 124 rows
+  EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.batch = 0; }).prefill);
+  EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_k = 0; }).prefill);
+  // Few tiles, many keys: the GPU is filled by dividing keys.
+  EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.batch = 1, cache.problem.seqlen_q = 50; }).prefill);
+  EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_k = 1 << 28; }).prefill);
 }
 
 TEST(SelectKvcache, SplitsAreOfRowsThatHaveThem) {

@@ -1,0 +1,103 @@
+#include "flashtile/prefill.h"
+
+#include "flashtile/append.h"
+#include "flashtile/launch.h"
+
+namespace flashtile {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct LayOutParams {
+  CachedRows rows;
+  int seqlen_q;
+  int* begins_q;
+  int* begins_k;
+  int* used_k;
+};
+
+__global__ void __launch_bounds__(kThreads) lay_out(const __grid_constant__ LayOutParams params) {
+  for (int b = threadIdx.x; b <= params.rows.batch; b += kThreads) {
+    params.begins_q[b] = b * params.seqlen_q;
+    params.begins_k[b] = b * params.rows.capacity;
+    if (b < params.rows.batch) params.used_k[b] = params.rows.at(b).end;
+  }
+}
+
+struct SplitParams {
+  const float* from;  // (H, B · S)
+  float* to;          // (B, H, S)
+  int heads;
+  int seqlen;
+  int batch;
+};
+
+/// Of the rows of all sequences one behind the other, those of each.
+__global__ void __launch_bounds__(kThreads) split_rows(const __grid_constant__ SplitParams params) {
+  const int b = blockIdx.x / params.heads, head = blockIdx.x % params.heads;
+  const float* const from = params.from + (std::int64_t(head) * params.batch + b) * params.seqlen;
+  float* const to = params.to + std::int64_t(blockIdx.x) * params.seqlen;
+  for (int i = threadIdx.x; i < params.seqlen; i += kThreads) to[i] = from[i];
+}
+
+/// (B, S, H, D) whose rows stand one behind the other, as (1, B · S, H, D).
+TensorView in_line(TensorView view) {
+  view.strides[1] = view.shape[1] > 1 ? view.strides[1] : view.strides[0];
+  view.shape[1] *= view.shape[0];
+  view.shape[0] = 1;
+  view.strides[0] = 0;
+  return view;
+}
+
+void prefill(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, Stream stream) {
+  append(plan, t, memory, stream);
+
+  const Problem& p = plan.problem;
+  const PrefillWorkspace workspace = PrefillWorkspace::of(plan.prefill_at, p, *plan.prefill);
+  const auto at = [&](std::int64_t place) { return static_cast<char*>(memory) + place; };
+  const auto table = [&](std::int64_t place) {
+    TensorView view;
+    view.data = at(place);
+    view.rank = 1;
+    return view;
+  };
+  ForwardTensors forward{.q = in_line(t.q),
+                         .k = in_line(t.k_cache),
+                         .v = in_line(t.v_cache),
+                         .alibi_slopes = t.alibi_slopes,
+                         .sinks = t.sinks,
+                         .out = in_line(t.out),
+                         .lse = t.lse,
+                         .cu_seqlens_q = p.ragged ? t.cu_seqlens_q : table(workspace.begins_q),
+                         .cu_seqlens_k = table(workspace.begins_k),
+                         .seqused_q = {},
+                         .seqused_k = table(workspace.used_k)};
+  // Entries of the cache that no sequence has are none of the last one's.
+  for (TensorView* view : {&forward.k, &forward.v}) view->shape[1] = plan.prefill->problem.seqlen_k;
+  if (plan.cache.rotary_dim > 0) {
+    forward.q.data = at(plan.rotated_at);
+    forward.q.strides = {0, std::int64_t{p.heads_q} * p.head_dim, p.head_dim, 1};
+  }
+  const bool splits_lse = t.lse.given() && !p.ragged && p.batch > 1;
+  if (splits_lse) forward.lse.data = at(workspace.lse);
+
+  static KernelHandles lay_out_handles, split_handles;
+  const LayOutParams lay_out_params{plan.cache.rows(t), p.seqlen_q, reinterpret_cast<int*>(at(workspace.begins_q)),
+                                    reinterpret_cast<int*>(at(workspace.begins_k)),
+                                    reinterpret_cast<int*>(at(workspace.used_k))};
+  launch(lay_out, lay_out_handles, p.device, {1, kThreads, 0}, lay_out_params, stream);
+  plan.prefill->run(*plan.prefill, forward, at(workspace.forward), stream);
+  if (splits_lse) {
+    const SplitParams split_params{reinterpret_cast<const float*>(at(workspace.lse)), static_cast<float*>(t.lse.data),
+                                   p.heads_q, p.seqlen_q, p.batch};
+    launch(split_rows, split_handles, p.device, {p.batch * p.heads_q, kThreads, 0}, split_params, stream);
+  }
+}
+
+}  // namespace
+
+KvcacheKernel prefill_kernel() {
+  return &prefill;
+}
+
+}  // namespace flashtile
