@@ -37,9 +37,9 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="time flashtile against PyTorch's attention")
     bench.add_argument(
         "--suite",
-        choices=("forward", "backward", "varlen", "decode", "host", "cpu"),
-        help="varlen: ragged batches, forward and backward; decode: one new token over a cache (default: forward, or "
-        "cpu without CUDA)",
+        choices=("forward", "backward", "varlen", "decode", "prefill", "host", "cpu"),
+        help="varlen: ragged batches, forward and backward; decode: one new token over a cache; prefill: many "
+        "(default: forward, or cpu without CUDA)",
     )
     bench.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16"), help="of the GPU suites")
     bench.add_argument("--full", action="store_true", help="also the lengths between 512, 2048 and 16384")
@@ -49,11 +49,11 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=MODULE:FUNCTION",
-        help="suites forward, backward, varlen and decode: also time FUNCTION(q, k, v, causal), imported from MODULE; "
-        "it takes tensors (B, S, H, D) and returns out, or a tuple with out first, which suite backward "
+        help="suites forward, backward, varlen, decode and prefill: also time FUNCTION(q, k, v, causal), imported from "
+        "MODULE; it takes tensors (B, S, H, D) and returns out, or a tuple with out first, which suite backward "
         "differentiates; suite varlen calls it with tensors (T, H, D) and the keywords cu_seqlens_q, cu_seqlens_k, "
-        "max_seqlen_q, max_seqlen_k, causal and scale, suite decode with q (B, 1, H, D), caches (B, S, H, D) and the "
-        "keywords cache_seqlens and causal; may be given more than once",
+        "max_seqlen_q, max_seqlen_k, causal and scale, suites decode and prefill with q (B, S_q, H, D), caches "
+        "(B, S, H, D) and the keywords cache_seqlens and causal; may be given more than once",
     )
     bench.add_argument(
         "--flex",

@@ -172,7 +172,7 @@ def test_every_suite_has_a_quick_form():
 
 def test_an_unknown_suite_is_named():
     with pytest.raises(
-        ValueError, match=r"suite is 'speed', expected one of forward, backward, varlen, decode, host, cpu"
+        ValueError, match=r"suite is 'speed', expected one of forward, backward, varlen, decode, prefill, host, cpu"
     ):
         suites.cases("speed")
 

@@ -118,11 +118,43 @@ def test_flex_gets_no_mask(monkeypatch):
 
 
 def test_on_a_gpu_a_graph_and_the_backends_that_serve_decoding_run_too():
-    names = [peer.name for peer in decode.decode_peers_of("cuda", outside_bare)]
+    names = [peer.name for peer in decode.cache_peers_of("cuda", outside_bare, CASE)]
     assert names == [OURS, "page 16", "page 64", "graph", "SDPA FA2", "SDPA cuDNN"]
     for taken in (*names, "of read", "best peer"):
         with pytest.raises(ValueError, match="expected a name that is not taken"):
             further.further_peers("decode", [f"{taken}=math:sqrt"])
+
+
+CHUNK = Case.prefill(2, 24, 64, 4, 2, 16, dtype="float32")
+
+
+def outside_chunk(q, k_cache, v_cache, *, cache_seqlens, causal):
+    assert q.shape[1] == 24 and causal is True and cache_seqlens.tolist() == [64, 64]
+    return attention_float64(q, k_cache, v_cache, CHUNK).float()
+
+
+def test_a_chunk_sees_what_is_before_it_and_its_own_triangle():
+    assert str(CHUNK) == "B2 S24/64 H4/2 D16 causal f32 prefill"
+    pairs = 24 * 40 + 24 * 25 // 2
+    assert int(visible(CHUNK, CPU).sum()) == pairs and not CHUNK.is_full and not CHUNK.is_square_band
+    assert CHUNK.flops == 4 * 2 * 4 * pairs * 16
+    inputs = make_inputs(CHUNK, CPU)
+    out = decode.attention_lower_right(*inputs[:3], CHUNK)
+    torch.testing.assert_close(out.double(), attention_float64(*inputs[:3], CHUNK), atol=1e-5, rtol=1e-5)
+
+
+def test_the_suite_of_chunks():
+    cases = suites.cases("prefill")
+    assert len(cases) == len(set(cases)) == 3 * 3
+    assert all(case.work is Work.PREFILL and 1 < case.seqlen_q < case.seqlen_k for case in cases)
+    assert str(cases[1]) == "B4 S512/8192 H32/8 D128 causal bf16 prefill"
+    names = [peer.name for peer in decode.cache_peers_of("cuda", outside_bare, CHUNK)]
+    assert names == [OURS, "page 16", "page 64", "graph", "SDPA FA2"]
+    found = entries_with(further.further_peers("prefill", [f"Mine={__name__}:outside_chunk"]), CHUNK)
+    assert list(found) == [OURS, "page 16", "page 64", "SDPA", "Mine"]
+    assert all(entry.timing and not entry.wrong for entry in found.values())
+    record = report.to_record("prefill", {}, [timed_cell(CHUNK, flashtile=1.0, page_16=2.0, a=1.0, b=0.5)])
+    assert record["summary"]["best peer"]["min"] == 0.5
 
 
 def test_the_record_compares_forms_peers_and_reading():

@@ -21,6 +21,7 @@ class Work(enum.Enum):
     FORWARD_WITH_GRAD = "forward with grad"  # the same, recorded by autograd
     BACKWARD = "backward"
     DECODE = "decode"  # a forward of one new token, whose keys and values are in a cache
+    PREFILL = "prefill"  # the same of many new tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,12 @@ class Case:
         """The newest token of each sequence, over a cache of `seqlen` rows; it sees them all, causal or not."""
         sizes = batch, 1, seqlen, heads_q, heads_k, head_dim, head_dim
         return cls(*sizes, causal=True, work=Work.DECODE, **options)
+
+    @classmethod
+    def prefill(cls, batch: int, chunk: int, seqlen: int, heads_q: int, heads_k: int, head_dim: int, **options) -> Case:
+        """The newest `chunk` tokens of each sequence, over a cache of `seqlen` rows, theirs among them."""
+        sizes = batch, chunk, seqlen, heads_q, heads_k, head_dim, head_dim
+        return cls(*sizes, causal=True, work=Work.PREFILL, **options)
 
     def sequences(self) -> list[tuple[Case, slice]]:
         """A ragged batch's sequences, each as a problem of its own with the rows that it lies in."""
@@ -89,11 +96,11 @@ class Case:
     def flops(self) -> float:
         """FLOPs of the matmuls by the usual convention: causal counts half, backward 2.5 times the forward.
 
-        In a ragged batch the pairs that see each other are counted, sequence by sequence.
+        In a ragged batch, and of a chunk, the pairs that see each other are counted.
         """
         if self.lengths is not None:
             pairs = sum(length * (length + 1) // 2 if self.causal else length**2 for length in self.lengths)
-        elif self.window is not None:
+        elif self.window is not None or self.work is Work.PREFILL:
             pairs = self.batch * int(visible(self, torch.device("cpu")).sum())
         else:
             pairs = self.batch * self.seqlen_q * self.seqlen_k / (1 if self.is_full else 2)
@@ -105,6 +112,10 @@ class Case:
         """Of q, k, v and the output, each once."""
         rows = self.seqlen_q * self.heads_q + self.seqlen_k * self.heads_k
         return self.batch * rows * (self.head_dim + self.head_dim_v) * self.torch_dtype.itemsize
+
+    @property
+    def over_a_cache(self) -> bool:
+        return self.work in (Work.DECODE, Work.PREFILL)
 
     @property
     def is_full(self) -> bool:

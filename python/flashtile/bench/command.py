@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from flashtile.bench import machine, report, suites, timing
 from flashtile.bench.cases import Case
-from flashtile.bench.decode import OURS_ALL
+from flashtile.bench.decode import OURS_ALL, SUITES
 from flashtile.bench.further import further_peers
 from flashtile.bench.run import Cell, run_cases, run_host_cases
 
@@ -30,16 +30,16 @@ def measure(
 ) -> int:
     """Runs a suite and returns the exit status: 0 where flashtile was right everywhere.
 
-    `attention` stands in for flashtile's, in suite varlen for its attention_varlen, in suite decode for its
-    attention_kvcache; `cases` for the suite's. `peers` (NAME=MODULE:FUNCTION) run beside the usual peers of suites
-    forward, backward, varlen and decode, and so does by `flex` FlexAttention in all of these but varlen.
+    `attention` stands in for flashtile's, in suite varlen for its attention_varlen, in suites decode and prefill for
+    its attention_kvcache; `cases` for the suite's. `peers` (NAME=MODULE:FUNCTION) run beside the usual peers of suites
+    forward, backward, varlen, decode and prefill, and so does by `flex` FlexAttention in forward, backward and decode.
     """
     has_cuda = torch.cuda.is_available()
     suite = suite or ("forward" if has_cuda else "cpu")
     if attention is None:
         import flashtile
 
-        names = {"varlen": "attention_varlen", "decode": "attention_kvcache"}
+        names = {"varlen": "attention_varlen"} | dict.fromkeys(SUITES, "attention_kvcache")
         attention = getattr(flashtile, names.get(suite, "attention"))
     console = wide_console()
     try:

@@ -1,4 +1,4 @@
-"""One new token over a cache of keys and values: what a call of it takes, and who is timed on it."""
+"""New tokens over a cache of keys and values: what a call of it takes, and who is timed on it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
-from flashtile.bench.cases import Case
+from flashtile.bench.cases import Case, Work
 from flashtile.bench.oracle import Attention, attention_sdpa
 from flashtile.bench.peers import OURS, Peer, cuda_settings
 
+SUITES = ("decode", "prefill")
 PAGE_SIZES = (16, 64)
 GRAPH = "graph"
 OURS_ALL = (OURS, *(f"page {size}" for size in PAGE_SIZES), GRAPH)  # the forms that flashtile is timed in
 
 
 def arguments(case: Case, device: torch.device) -> dict[str, Any]:
-    """What `flashtile.attention_kvcache` and every --peer of suite decode are called with beside q and the caches."""
+    """What `flashtile.attention_kvcache` and every --peer of SUITES are called with beside q and the caches."""
     return {"cache_seqlens": cache_seqlens(case.batch, case.seqlen_k, device), "causal": case.causal}
 
 
@@ -27,7 +30,7 @@ def cache_seqlens(batch: int, seqlen: int, device: torch.device) -> torch.Tensor
     return torch.full((batch,), seqlen, dtype=torch.int32, device=device)
 
 
-def decode_peers_of(device_type: str, attention_kvcache: Callable[..., torch.Tensor]) -> list[Peer]:
+def cache_peers_of(device_type: str, attention_kvcache: Callable[..., torch.Tensor], case: Case) -> list[Peer]:
     """`attention_kvcache`, which has flashtile's signature, on a contiguous cache and on pages; PyTorch's own."""
 
     def contiguous(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
@@ -36,9 +39,18 @@ def decode_peers_of(device_type: str, attention_kvcache: Callable[..., torch.Ten
     peers = [Peer(OURS, contiguous), *(Peer(f"page {size}", Paged(attention_kvcache, size)) for size in PAGE_SIZES)]
     if device_type != "cuda":
         return [*peers, Peer("SDPA", attention_sdpa)]
+    peers.append(Peer(GRAPH, Replayed(contiguous)))
+    if case.work is Work.PREFILL:  # cuDNN's mask is aligned to the top left
+        return [*peers, Peer("SDPA FA2", attention_lower_right, cuda_settings()["SDPA FA2"])]
     # The efficient backend takes no grouped heads, and does not divide keys among thread blocks.
-    theirs = [Peer(name, attention_sdpa, cuda_settings()[name]) for name in ("SDPA FA2", "SDPA cuDNN")]
-    return [*peers, Peer(GRAPH, Replayed(contiguous)), *theirs]
+    return [*peers, *(Peer(name, attention_sdpa, cuda_settings()[name]) for name in ("SDPA FA2", "SDPA cuDNN"))]
+
+
+def attention_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
+    """PyTorch's scaled_dot_product_attention, causal from the last key on."""
+    heads_first = (t.transpose(1, 2) for t in (q, k, v))
+    mask = causal_lower_right(case.seqlen_q, case.seqlen_k)
+    return F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
 class Paged:

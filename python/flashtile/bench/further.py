@@ -31,7 +31,8 @@ TAKEN = (
     OF_READ,
     FORMS,
 )
-FLEX_SUITES, PEER_SUITES = ("forward", "backward", "decode"), ("forward", "backward", "varlen", "decode")
+FLEX_SUITES = ("forward", "backward", "decode")
+PEER_SUITES = ("forward", "backward", "varlen", *decode.SUITES)
 
 
 def further_peers(suite: str, texts: Sequence[str] = (), *, flex: bool = False) -> list[Peer]:
@@ -51,9 +52,9 @@ def further_peers(suite: str, texts: Sequence[str] = (), *, flex: bool = False) 
 
 
 def outside_peer(text: str) -> Peer:
-    """The peer that NAME=MODULE:FUNCTION stands for; FUNCTION(q, k, v, causal), in suites varlen and decode FUNCTION(q,
-    k, v, **arguments) of `ragged` and `decode`, returns out, or a tuple of out first. In a backward autograd
-    differentiates it."""
+    """The peer that NAME=MODULE:FUNCTION stands for; FUNCTION(q, k, v, causal), in suites varlen, decode and prefill
+    FUNCTION(q, k, v, **arguments) of `ragged` and `decode`, returns out, or a tuple of out first. In a backward
+    autograd differentiates it."""
     name, _, target = text.partition("=")
     module_name, _, function_name = target.partition(":")
     if not (name and module_name and function_name):
@@ -83,7 +84,7 @@ def _outside_attention(function: Callable[..., Any]) -> Attention:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
         if case.window is not None:
             raise NotImplementedError("--peer: its function has no argument for a window")
-        if case.work is Work.DECODE:
+        if case.over_a_cache:
             found = function(q, k, v, **decode.arguments(case, q.device))
         elif case.lengths is None:
             found = function(q, k, v, case.causal)

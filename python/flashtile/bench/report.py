@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashtile.bench.cases import Case, Work
-from flashtile.bench.decode import GRAPH, OURS_ALL
+from flashtile.bench.decode import GRAPH, OURS_ALL, SUITES
 from flashtile.bench.machine import MATMUL_SIZE
 from flashtile.bench.peers import OURS
 from flashtile.bench.ragged import DENSE
@@ -132,7 +132,7 @@ class Grid:
         shared = [cells[0]["case"][key] for key in ("dtype", "work") if key not in columns] if cells else []
         measure, unit = _measure(record)
         # Beside its own dense attention, what a ragged cell is measured by is the fastest of the others.
-        name_of_best = {"varlen": BEST_VARLEN, "decode": BEST_PEER}.get(record["suite"])
+        name_of_best = ({"varlen": BEST_VARLEN} | dict.fromkeys(SUITES, BEST_PEER)).get(record["suite"])
         others = [name for name in peers if name != DENSE] if name_of_best else []
         best = [name_of_best] if len(others) > 1 else []
         read = record["machine"].get("read_gb_s")
@@ -187,7 +187,7 @@ def _value(result: Record | None, measure: Any) -> str:
 def _summary(suite: str, machine: dict[str, Any], cells: Sequence[Cell]) -> Record:
     if suite == "varlen":
         return _varlen_summary(cells)
-    if suite == "decode":
+    if suite in SUITES:
         return _decode_summary(machine, cells)
     return summary(cells) | (_forward_summary(machine, cells) if suite == "forward" else {})
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 
 from flashtile.bench.cases import Case, Inputs, Work, make_inputs
-from flashtile.bench.decode import OURS_ALL, decode_peers_of
+from flashtile.bench.decode import OURS_ALL, cache_peers_of
 from flashtile.bench.oracle import GRADIENTS, Oracle, Verdict, results
 from flashtile.bench.peers import OURS, Contestant, Peer, contestant, host_contestants, peers_of
 from flashtile.bench.ragged import ragged_peers_of
@@ -50,11 +50,11 @@ def run_cases(
     further: Sequence[Peer] = (),
 ) -> Iterator[Cell]:
     """Yields one cell per case, as it is done; `further` peers run beside the usual ones. Of ragged cases `attention`
-    is attention_varlen, of decodes attention_kvcache."""
+    is attention_varlen, of those over a cache attention_kvcache."""
     for case in cases:
         inputs = make_inputs(case, device)
-        if case.work is Work.DECODE:
-            usual = decode_peers_of(device.type, attention)
+        if case.over_a_cache:
+            usual = cache_peers_of(device.type, attention, case)
         elif case.lengths is None:
             usual = peers_of(device.type, attention)
         else:

@@ -13,7 +13,8 @@ LLAMA_HEADS, LLAMA_KV_HEADS = (32, 64), 8  # Llama 3 8B and 70B
 RAGGED_HEADS = ((16, 16), (32, 8))
 DECODE_HEADS = ((32, 8, 128), (16, 16, 128), (64, 8, 64))  # H_q, H_k, D
 DECODE_SIZES = ((1, 8192), (1, 131072), (4, 8192), (16, 8192), (64, 4096), (128, 4096), (128, 8192))  # B, S_k
-NAMES = ("forward", "backward", "varlen", "decode", "host", "cpu")
+PREFILL_SIZES = ((16, 128, 2048), (4, 512, 8192), (1, 2048, 32768))  # B, S_q, S_k
+NAMES = ("forward", "backward", "varlen", "decode", "prefill", "host", "cpu")
 TRAINING = (Work.FORWARD, Work.BACKWARD)
 
 
@@ -25,6 +26,8 @@ def cases(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda", full
         return _varlen(dtype, device_type, full)
     if name == "decode":
         return _decode(dtype, device_type)
+    if name == "prefill":
+        return _prefill(dtype, device_type)
     if name == "host":
         return _host(dtype, device_type)
     if name == "cpu":
@@ -46,6 +49,8 @@ def quick(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda") -> l
     if name == "decode":
         sizes = ((1, 512, 4, 2, 64), (3, 128, 4, 4, 64), (2, 256, 8, 1, 128))
         return [Case.decode(*each, dtype=dtype) for each in sizes]
+    if name == "prefill":
+        return [Case.prefill(*each, dtype=dtype) for each in ((2, 64, 256, 4, 2, 64), (1, 192, 320, 8, 1, 128))]
     if name == "cpu":
         dtype = "float32"
     works = TRAINING if name == "cpu" else (Work(name),)
@@ -117,6 +122,14 @@ def _decode(dtype: str, device_type: str) -> list[Case]:
     return [
         Case.decode(batch, seqlen // part, heads // part, kv_heads // part, head_dim, dtype=dtype)
         for (heads, kv_heads, head_dim), (batch, seqlen) in itertools.product(DECODE_HEADS, DECODE_SIZES)
+    ]
+
+
+def _prefill(dtype: str, device_type: str) -> list[Case]:
+    part = 1 if device_type == "cuda" else 8
+    return [
+        Case.prefill(batch, chunk // part, seqlen // part, heads // part, kv_heads // part, head_dim, dtype=dtype)
+        for (heads, kv_heads, head_dim), (batch, chunk, seqlen) in itertools.product(DECODE_HEADS, PREFILL_SIZES)
     ]
 
 
