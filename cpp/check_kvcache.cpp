@@ -198,8 +198,9 @@ KvcacheProblem check_kvcache(const char* function, const KvcacheTensors& t, cons
 
   check_cache(k, {function, "block_table", "(B, pages of a sequence)", t.block_table},
               {function, "cache_batch_idx", "(B)", t.cache_batch_idx}, cache);
-  cache.in_line = !t.block_table.given() && !t.cache_batch_idx.given() && !t.leftpad.given() &&
-                  stands_in_line(t.k_cache) && stands_in_line(t.v_cache) && (p.ragged || stands_in_line(t.q));
+  cache.has_table = paged || t.cache_batch_idx.given();
+  cache.in_line =
+      !t.leftpad.given() && stands_in_line(t.k_cache) && stands_in_line(t.v_cache) && (p.ragged || stands_in_line(t.q));
   check_new_rows({function, "k_new", p.ragged ? "(T_q, H_k, D)" : "(B, S_new, H_k, D)", t.k_new},
                  {function, "v_new", p.ragged ? "(T_q, H_k, D_v)" : "(B, S_new, H_k, D_v)", t.v_new}, t.q, cache);
   check_rotary({function, "rotary_cos", "(positions, R / 2)", t.rotary_cos},

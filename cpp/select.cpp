@@ -1,6 +1,7 @@
 // Which kernel, with which tile, grid and memory: the only place where these are chosen.
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <limits>
 
 #include "balance.h"
@@ -20,7 +21,7 @@ constexpr std::int64_t kFlopsPerThread = 1 << 20;
 
 constexpr const char* kNarrowest = "the first row of this dtype that is wide enough";
 constexpr const char* kSmallerTile = "the first row of this dtype that is wide enough and fits the GPU's shared memory";
-constexpr const char* kPrefill = "many rows over a cache without pages, on Hopper: the forward kernel";
+constexpr const char* kPrefill = "many rows over a cache, on Hopper: the forward kernel";
 constexpr std::int64_t kMostRows = 1 << 30;  // what mask.h can add up in an int
 constexpr const char* kFastest = "of the rows that are just wide enough, the one with the least estimated time";
 
@@ -58,6 +59,7 @@ int shared_memory(const BackwardRow& row) {
 }
 
 int shared_memory(const KvcacheRow& row) {
+  if (row.variant.arch == Arch::kSm90) return forward_shared_memory(row.variant);
   return row.variant.arch == Arch::kCpu ? 0 : kvcache_shared_memory(row.variant);
 }
 
@@ -92,18 +94,28 @@ HeadPacking widest_packing(const Problem& p) {
   return {std::min(std::countr_zero(static_cast<unsigned>(p.group())), 4)};
 }
 
-Estimate estimate(const ForwardRow& row, const Problem& p) {
+/// What the last round of tiles costs where not every multiprocessor has one, if tiles are about equal.
+double last_round(const Variant& v, const Problem& p, HeadPacking packing, const DeviceInfo& device) {
+  if (p.band != Band::full() && std::int64_t{4} * p.seqlen_q > p.seqlen_k) return 1;
+  const std::int64_t tiles = (packing.rows(p.seqlen_q) + v.tile_m - 1) / v.tile_m;
+  const double rounds = static_cast<double>(p.batch * (p.heads_q / packing.heads()) * tiles) / device.multiprocessors;
+  return rounds == 0 ? 1 : std::ceil(rounds) / rounds;
+}
+
+Estimate estimate(const ForwardRow& row, const Problem& p, const DeviceInfo& device) {
   const Variant& v = row.variant;
   if (v.arch != Arch::kSm90) return {};
-  const Estimate plain{estimated_time(v, p, {}), {}};
-  const Estimate packed{estimated_time(v, p, widest_packing(p)), widest_packing(p)};
-  return packed.time < plain.time ? packed : plain;
+  const auto packed = [&](HeadPacking packing) {
+    return Estimate{estimated_time(v, p, packing) * last_round(v, p, packing, device), packing};
+  };
+  const Estimate plain = packed({}), widest = packed(widest_packing(p));
+  return widest.time < plain.time ? widest : plain;
 }
 
 /// Estimated time of one block of keys in Hopper's kernel of one pass: the queries that its tiles go through, on
 /// average, those that see a key, what the edges waste, and what fills up the last tile. The constant is fitted to runs
 /// on an H200: of 80 rows at a time, each takes less.
-Estimate estimate(const BackwardRow& row, const Problem& p) {
+Estimate estimate(const BackwardRow& row, const Problem& p, const DeviceInfo&) {
   const Variant& v = row.variant;
   if (v.arch != Arch::kSm90 || v.two_passes() || p.seqlen_k == 0) return {};
   double queries = (p.seqlen_q + v.tile_m - 1) / v.tile_m * v.tile_m;
@@ -121,10 +133,11 @@ std::int64_t rows_of_sequence(const Problem& p) {
 }
 
 /// Estimated time of one KV head's tiles, in tiles of 16 rows, which take as long as their keys take to read. Of 64
-/// rows each takes longer, of matmuls (docs/performance.md).
-Estimate estimate(const KvcacheRow& row, const Problem& p) {
+/// rows each takes longer, of matmuls (docs/performance.md). Hopper's kernel is the forward's.
+Estimate estimate(const KvcacheRow& row, const Problem& p, const DeviceInfo& device) {
   const Variant& v = row.variant;
   if (v.arch == Arch::kCpu) return {};
+  if (v.arch == Arch::kSm90) return estimate(ForwardRow{v, nullptr}, p, device);
   const auto tiles = static_cast<double>(std::max<std::int64_t>((rows_of_sequence(p) + v.tile_m - 1) / v.tile_m, 1));
   return {tiles * (v.tile_m == 16 ? 1 : 2.2), {}};
 }
@@ -147,8 +160,8 @@ bool asks_for_more(const BackwardRow& row, const Problem& p) {
          (v.arch == Arch::kSm90 && !v.two_passes() && p.softcap > 0);
 }
 
-bool asks_for_more(const KvcacheRow&, const Problem&) {
-  return false;
+bool asks_for_more(const KvcacheRow& row, const Problem& p) {
+  return row.variant.arch == Arch::kSm90 && p.sinks;
 }
 
 template <class Row>
@@ -158,9 +171,11 @@ bool serves(const Row& row, const Problem& p) {
 }
 
 /// Hopper has kernels of its own, for head dimensions up to the widest of `rows`; every newer GPU runs Ampere's.
-template <class Row>
-Arch gpu_arch(std::span<const Row> rows, const DeviceInfo& device, const Problem& problem) {
-  const auto on_hopper = [&](const Row& row) { return row.variant.arch == Arch::kSm90 && serves(row, problem); };
+template <class Row, class Suits>
+Arch gpu_arch(std::span<const Row> rows, const DeviceInfo& device, const Problem& problem, const Suits& suits) {
+  const auto on_hopper = [&](const Row& row) {
+    return row.variant.arch == Arch::kSm90 && serves(row, problem) && suits(row);
+  };
   return device.compute_capability == 90 && std::ranges::any_of(rows, on_hopper) ? Arch::kSm90 : Arch::kSm80;
 }
 
@@ -172,7 +187,7 @@ Choice<Row> choose(
   const Problem estimated = problem.dense();
   const bool on_cpu = problem.device.type == DeviceType::kCpu;
   if (!on_cpu && device.compute_capability < kOldestComputeCapability) refuse_device(device);
-  const Arch arch = on_cpu ? Arch::kCpu : gpu_arch(rows, device, problem);
+  const Arch arch = on_cpu ? Arch::kCpu : gpu_arch(rows, device, problem, suits);
   Choice<Row> best{.why = kNarrowest};
   for (const Row& row : rows) {
     const Variant& v = row.variant;
@@ -182,7 +197,7 @@ Choice<Row> choose(
       best.why = kSmallerTile;
       continue;
     }
-    const Estimate here = estimate(row, estimated);
+    const Estimate here = estimate(row, estimated, device);
     if (best.row && here.time == 0) break;  // nothing to compare: the first that fits
     if (best.row) best.why = kFastest;
     if (!best.row || here.time < best.estimate.time) best.row = &row, best.estimate = here;
@@ -344,55 +359,20 @@ void select_on_gpu(KvcachePlan& plan, const DeviceInfo& device) {
   plan.workspace_bytes = plan.rotated_at + rotated_bytes(plan.cache);
 }
 
-/// The forward kernel's plan for many rows over a cache: Hopper's, if its tiles keep at least half of the GPU busy; it
-/// does not divide keys, as the kernel over a cache does.
-std::shared_ptr<const ForwardPlan> plan_prefill(const KvcacheProblem& cache, const DeviceInfo& device) {
-  constexpr int kFewestRows = 128;
-  const Problem& p = cache.problem;
-  const std::int64_t keys = std::int64_t{p.batch} * p.seqlen_k;
-  if (device.compute_capability != 90 || !cache.in_line || cache.num_splits > 0 || cache.batch_invariant) return {};
-  if (rows_of_sequence(p.dense()) < kFewestRows || keys == 0 || keys >= kMostRows || cache.queries() >= kMostRows)
-    return {};
-  Problem sequences = p;
-  sequences.ragged = true;
-  sequences.seqlen_q = static_cast<int>(cache.queries());
-  sequences.seqlen_k = static_cast<int>(keys);
-  const ForwardPlan forward = select_forward(sequences, device);
-  if (forward.variant.arch != Arch::kSm90 || 2 * forward.tiles < device.multiprocessors) return {};
-  return std::make_shared<const ForwardPlan>(forward);
-}
-
-void select_prefill(KvcachePlan& plan) {
-  const ForwardPlan& forward = *plan.prefill;
-  plan.variant = forward.variant;
-  plan.tiles = forward.tiles;
-  plan.grid = forward.grid;
-  plan.shared_memory = forward.shared_memory;
-  plan.prefill_at = rotated_bytes(plan.cache);
-  plan.workspace_bytes = PrefillWorkspace::of(plan.prefill_at, plan.problem, forward).bytes;
-  plan.why = kPrefill;
-  plan.run = prefill_kernel();
-}
-
 constexpr const char* kTiles = "tiles (batch × heads × blocks of rows)";
 
-}  // namespace
-
-ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device) {
-  const auto choice = choose(problem, device, forward_rows());
-  const ForwardRow& row = *choice.row;
-  const Variant& v = row.variant;
+ForwardPlan plan_tiles(const Problem& problem, const Variant& v, HeadPacking packing, const DeviceInfo& device) {
   ForwardPlan plan;
   plan.problem = problem;
   plan.variant = v;
-  plan.packing = choice.estimate.packing;
-  const int queries = plan.packing.query(v.tile_m);  // of a tile
+  plan.packing = packing;
+  const int queries = packing.query(v.tile_m);  // of a tile
   const std::int64_t places = problem.places_q(queries);
   plan.m_blocks = problem.ragged ? static_cast<int>(places) : Spans::tiles(problem.seqlen_q, queries);
-  plan.tiles = problem.heads_q / plan.packing.heads() * places;
+  plan.tiles = problem.heads_q / packing.heads() * places;
   plan.grid = v.arch == Arch::kCpu ? threads_for(plan.tiles, forward_cost(problem), device)
                                    : countable("q", plan.tiles, kTiles);
-  plan.shared_memory = shared_memory(row);
+  plan.shared_memory = v.arch == Arch::kCpu ? 0 : forward_shared_memory(v);
   if (v.arch == Arch::kSm90) {
     plan.grid = std::min({plan.grid, device.multiprocessors, PersistentScheduler::kMaxBlocks});
     if (!problem.ragged) plan.scheduler = balanced_scheduler(plan);
@@ -403,8 +383,57 @@ ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device) {
     plan.workspace_bytes = RaggedTiles::bytes(plan.m_blocks);
   }
   if (v.arch == Arch::kCpu) plan.workspace_bytes = cpu::forward_workspace_bytes(problem, v, plan.grid);
+  return plan;
+}
+
+/// Many rows over a cache, on Hopper: whether the forward kernel goes over it, as it does if its tiles keep at least
+/// half of the GPU busy; it does not divide keys, as the kernels over a cache do.
+bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
+  constexpr int kFewestRows = 128, kFewestRowsOfBox = 16;
+  const KvcacheProblem& cache = plan.cache;
+  const Problem& p = plan.problem;
+  const std::int64_t keys = std::int64_t{p.batch} * p.seqlen_k;
+  if (device.compute_capability != 90 || !cache.in_line || cache.num_splits > 0 || cache.batch_invariant) return false;
+  if (keys == 0 || std::max({keys, std::int64_t{cache.pages} * cache.page_size, cache.queries()}) >= kMostRows ||
+      rows_of_sequence(p.dense()) < kFewestRows)
+    return false;
+  Problem sequences = p;
+  sequences.ragged = true;
+  sequences.seqlen_q = static_cast<int>(cache.queries());
+  sequences.seqlen_k = static_cast<int>(keys);
+  ForwardPlan forward;
+  if (cache.has_table) {
+    const auto suits = [&](const KvcacheRow& row) {
+      return row.variant.arch == Arch::kSm90 && rows_of_box(cache, row.variant) >= kFewestRowsOfBox;
+    };
+    if (gpu_arch(kvcache_rows(), device, p, suits) != Arch::kSm90) return false;
+    const auto choice = choose(sequences, device, kvcache_rows(), suits);
+    forward = plan_tiles(sequences, choice.row->variant, choice.estimate.packing, device);
+    plan.run = choice.row->run;
+  } else {
+    forward = select_forward(sequences, device);
+    if (forward.variant.arch != Arch::kSm90) return false;
+    plan.run = prefill_kernel();
+  }
+  if (2 * forward.tiles < device.multiprocessors) return false;
+  plan.variant = forward.variant;
+  plan.tiles = forward.tiles;
+  plan.grid = forward.grid;
+  plan.shared_memory = forward.shared_memory;
+  plan.prefill_at = rotated_bytes(cache);
+  plan.workspace_bytes = PrefillWorkspace::of(plan.prefill_at, p, forward).bytes;
+  plan.why = kPrefill;
+  plan.prefill = std::make_shared<const ForwardPlan>(std::move(forward));
+  return true;
+}
+
+}  // namespace
+
+ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device) {
+  const auto choice = choose(problem, device, forward_rows());
+  ForwardPlan plan = plan_tiles(problem, choice.row->variant, choice.estimate.packing, device);
   plan.why = choice.why;
-  plan.run = row.run;
+  plan.run = choice.row->run;
   return plan;
 }
 
@@ -437,27 +466,27 @@ BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
 }
 
 KvcachePlan select_kvcache(const KvcacheProblem& problem, const DeviceInfo& device) {
-  // Only where warps go through keys of their own can one block have several splits.
-  const bool splits = problem.num_splits > 0 || problem.batch_invariant;
-  const auto suits = [&](const KvcacheRow& row) {
-    return !splits || row.variant.arch == Arch::kCpu || groups_of(row.variant) > 1;
-  };
-  const auto choice = choose(problem.problem, device, kvcache_rows(), suits);
   KvcachePlan plan;
   plan.problem = problem.problem;
   plan.cache = problem;
+  const bool on_cpu = problem.problem.device.type == DeviceType::kCpu;
+  if (!on_cpu) {
+    const std::int64_t new_rows = std::int64_t{problem.problem.ragged ? 1 : problem.problem.batch} * problem.seqlen_new;
+    countable("k_new", new_rows + problem.queries(), "rows, with those of q");
+    if (select_prefill(plan, device)) return plan;
+  }
+  // Only where warps go through keys of their own can one block have several splits.
+  const bool splits = problem.num_splits > 0 || problem.batch_invariant;
+  const auto suits = [&](const KvcacheRow& row) {
+    const Arch arch = row.variant.arch;
+    return arch == Arch::kCpu || (arch == Arch::kSm80 && (!splits || groups_of(row.variant) > 1));
+  };
+  const auto choice = choose(problem.problem, device, kvcache_rows(), suits);
   plan.variant = choice.row->variant;
   plan.shared_memory = shared_memory(*choice.row);
   plan.why = choice.why;
   plan.run = choice.row->run;
-  if (problem.problem.device.type == DeviceType::kCpu) {
-    select_on_cpu(plan, device);
-    return plan;
-  }
-  const std::int64_t new_rows = std::int64_t{problem.problem.ragged ? 1 : problem.problem.batch} * problem.seqlen_new;
-  countable("k_new", new_rows + problem.queries(), "rows, with those of q");
-  plan.prefill = plan_prefill(problem, device);
-  plan.prefill ? select_prefill(plan) : select_on_gpu(plan, device);
+  on_cpu ? select_on_cpu(plan, device) : select_on_gpu(plan, device);
   return plan;
 }
 

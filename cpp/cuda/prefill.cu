@@ -49,7 +49,17 @@ TensorView in_line(TensorView view) {
   return view;
 }
 
-void prefill(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, Stream stream) {
+void attend_in_line(const KvcachePlan& plan, const KvcacheTensors&, const ForwardTensors& tensors, void* memory,
+                    Stream stream) {
+  ForwardTensors forward = tensors;
+  // Entries of the cache that no sequence has are none of the last one's.
+  for (TensorView* view : {&forward.k, &forward.v}) view->shape[1] = plan.prefill->problem.seqlen_k;
+  plan.prefill->run(*plan.prefill, forward, memory, stream);
+}
+
+}  // namespace
+
+void prefill(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, Stream stream, PrefillKernel attend) {
   append(plan, t, memory, stream);
 
   const Problem& p = plan.problem;
@@ -72,8 +82,6 @@ void prefill(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, Str
                          .cu_seqlens_k = table(workspace.begins_k),
                          .seqused_q = {},
                          .seqused_k = table(workspace.used_k)};
-  // Entries of the cache that no sequence has are none of the last one's.
-  for (TensorView* view : {&forward.k, &forward.v}) view->shape[1] = plan.prefill->problem.seqlen_k;
   if (plan.cache.rotary_dim > 0) {
     forward.q.data = at(plan.rotated_at);
     forward.q.strides = {0, std::int64_t{p.heads_q} * p.head_dim, p.head_dim, 1};
@@ -86,7 +94,7 @@ void prefill(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, Str
                                     reinterpret_cast<int*>(at(workspace.begins_k)),
                                     reinterpret_cast<int*>(at(workspace.used_k))};
   launch(lay_out, lay_out_handles, p.device, {1, kThreads, 0}, lay_out_params, stream);
-  plan.prefill->run(*plan.prefill, forward, at(workspace.forward), stream);
+  attend(plan, t, forward, at(workspace.forward), stream);
   if (splits_lse) {
     const SplitParams split_params{reinterpret_cast<const float*>(at(workspace.lse)), static_cast<float*>(t.lse.data),
                                    p.heads_q, p.seqlen_q, p.batch};
@@ -94,10 +102,10 @@ void prefill(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, Str
   }
 }
 
-}  // namespace
-
 KvcacheKernel prefill_kernel() {
-  return &prefill;
+  return [](const KvcachePlan& plan, const KvcacheTensors& tensors, void* memory, Stream stream) {
+    prefill(plan, tensors, memory, stream, attend_in_line);
+  };
 }
 
 }  // namespace flashtile

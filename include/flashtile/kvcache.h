@@ -55,7 +55,8 @@ struct KvcacheProblem {
   bool rotary_interleaved = true;
   int num_splits = 0;
   bool batch_invariant = false;
-  bool in_line = false;  // rows of the cache stand one behind the other over all entries, and so do those of q
+  bool in_line = false;    // all rows of the cache have one stride, those of q too, and none is left out
+  bool has_table = false;  // of the pages or the entry that a sequence has
 
   Spans queries(const KvcacheTensors& tensors) const;
   CachedRows rows(const KvcacheTensors& tensors) const;
@@ -76,10 +77,10 @@ struct KvcachePlan : Plan {
   int keys_of_split = 0;
   int num_splits = 0;
   bool splits_apart = false;
-  int partials = 0;             // places for partial results of a KV head
-  bool passes_by = false;       // how the L2 cache keeps keys and values: see CachePolicy
-  std::int64_t rotated_at = 0;  // bytes of the workspace before the rotated q
-  std::int64_t prefill_at = 0;  // and before what is prefill's: see PrefillWorkspace
+  int partials = 0;                            // places for partial results of a KV head
+  bool passes_by = false;                      // how the L2 cache keeps keys and values: see CachePolicy
+  std::int64_t rotated_at = 0;                 // bytes of the workspace before the rotated q
+  std::int64_t prefill_at = 0;                 // and before what is prefill's: see PrefillWorkspace
   std::shared_ptr<const ForwardPlan> prefill;  // of many rows on Hopper: the kernel that attends
   KvcacheKernel run = nullptr;
 };

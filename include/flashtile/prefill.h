@@ -1,6 +1,8 @@
 // Many rows of queries over a cache, on Hopper: the forward kernel goes over it, as over ragged sequences.
 #pragma once
 
+#include <numeric>
+
 #include "flashtile/kvcache.h"
 
 namespace flashtile {
@@ -33,7 +35,18 @@ struct PrefillWorkspace {
   }
 };
 
-/// Appends, rotates, and has plan.prefill attend. Null in a build without CUDA.
+/// Keys that TMA brings at a time: of one page, where the cache has a table of them.
+inline int rows_of_box(const KvcacheProblem& cache, const Variant& v) {
+  return std::gcd(cache.page_size, v.tile_n);
+}
+
+/// Launches a forward kernel on tensors as plan.prefill has them.
+using PrefillKernel = void (*)(const KvcachePlan&, const KvcacheTensors&, const ForwardTensors&, void* memory, Stream);
+
+/// Appends, rotates, tells where sequences begin and end, and has `attend` attend.
+void prefill(const KvcachePlan& plan, const KvcacheTensors& tensors, void* memory, Stream stream, PrefillKernel attend);
+
+/// The same by plan.prefill's own kernel, of a cache without a table. Null in a build without CUDA.
 KvcacheKernel prefill_kernel();
 
 }  // namespace flashtile

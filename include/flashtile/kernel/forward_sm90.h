@@ -16,11 +16,11 @@
 
 namespace flashtile {
 
-template <class Row>
+template <class Row, bool kPaged = false>
 __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
-    forward_sm90(const __grid_constant__ ForwardParamsSm90 params) {
+    forward_sm90(const __grid_constant__ typename ForwardMainloopSm90<Row::kVariant, kPaged>::Params params) {
   using namespace cute;
-  using Mainloop = ForwardMainloopSm90<Row::kVariant>;
+  using Mainloop = ForwardMainloopSm90<Row::kVariant, kPaged>;
   constexpr int kWarpgroups = Mainloop::kWarpgroups;
   // What the producer gives up of the registers of the launch, 168 or 128 a thread, goes to the consumers: asking for
   // one more would wait for ever.
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
 
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-    if (threadIdx.x == 0) typename Mainloop::Producer{params, shared}.run();
+    if (threadIdx.x < (kPaged ? 32 : 1)) typename Mainloop::Producer{params, shared}.run();
     if (threadIdx.x == 32) typename Mainloop::Scheduler{params, shared}.run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Mainloop::kRegisters>();
@@ -81,6 +81,23 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   }
 }
 
+/// `key_rows`: of a box of keys.
+template <class Mainloop>
+ForwardParamsSm90 forward_params_sm90(const ForwardPlan& plan, const ForwardTensors& tensors, void* memory,
+                                      int key_rows = Mainloop::kN) {
+  const bool ragged = plan.problem.ragged;
+  return {
+      .forward = ForwardParams::of(plan, tensors, memory),
+      .q = head_tiles(tensors.q, Mainloop::kM / Mainloop::kWarpgroups, Mainloop::kColumns, ragged, plan.packing),
+      .k = head_tiles(tensors.k, key_rows, Mainloop::kColumns, ragged),
+      .v = head_tiles(tensors.v, key_rows, Mainloop::kColumnsV, ragged),
+      .out = Mainloop::kMemory.staged
+                 ? head_tiles(tensors.out, Mainloop::kRowsOfWarp, Mainloop::kColumnsV, ragged, plan.packing)
+                 : CUtensorMap{},
+      .scheduler = ragged ? PersistentScheduler{} : *plan.scheduler,
+  };
+}
+
 template <class Row>
 void launch_forward_sm90(const ForwardPlan& plan, const ForwardTensors& tensors, void* memory, Stream stream) {
   using Mainloop = ForwardMainloopSm90<Row::kVariant>;
@@ -88,16 +105,7 @@ void launch_forward_sm90(const ForwardPlan& plan, const ForwardTensors& tensors,
   static KernelHandles handles;
   const Device device = plan.problem.device;
   const bool ragged = plan.problem.ragged;
-  const ForwardParamsSm90 params{
-      .forward = ForwardParams::of(plan, tensors, memory),
-      .q = head_tiles(tensors.q, Mainloop::kM / Mainloop::kWarpgroups, Mainloop::kColumns, ragged, plan.packing),
-      .k = head_tiles(tensors.k, Mainloop::kN, Mainloop::kColumns, ragged),
-      .v = head_tiles(tensors.v, Mainloop::kN, Mainloop::kColumnsV, ragged),
-      .out = Mainloop::kMemory.staged
-                 ? head_tiles(tensors.out, Mainloop::kRowsOfWarp, Mainloop::kColumnsV, ragged, plan.packing)
-                 : CUtensorMap{},
-      .scheduler = ragged ? PersistentScheduler{} : *plan.scheduler,
-  };
+  const ForwardParamsSm90 params = forward_params_sm90<Mainloop>(plan, tensors, memory);
   if (ragged) order_tiles(params.forward.sequences, {forward_order(plan, params.forward.ragged)}, device, stream);
   launch(forward_sm90<Row>, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory, ragged}, params,
          stream);

@@ -12,6 +12,7 @@
 #include <cute/tensor.hpp>
 
 #include "flashtile/barrier.h"
+#include "flashtile/cache.h"
 #include "flashtile/launch.h"
 #include "flashtile/load/tma.h"
 #include "flashtile/mainloop/dropped.h"
@@ -32,8 +33,16 @@ struct ForwardParamsSm90 {
   PersistentScheduler scheduler;
 };
 
-template <Variant kV>
+/// Over keys and values in pages: all rows of them stand one behind the other, and a box holds rows of one page.
+struct PagedForwardParamsSm90 : ForwardParamsSm90 {
+  Pages pages;
+  int rows_of_pages;
+  int rows_of_box;  // divides a page and a tile
+};
+
+template <Variant kV, bool kPaged = false>
 struct ForwardMainloopSm90 {
+  using Params = std::conditional_t<kPaged, PagedForwardParamsSm90, ForwardParamsSm90>;
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
@@ -134,7 +143,7 @@ struct ForwardMainloopSm90 {
 
   /// Hands out tiles: those of the plan, or, where sequences are ragged, the next that nobody has taken.
   struct Scheduler {
-    ForwardParamsSm90 const& params;
+    Params const& params;
     SharedStorage& shared;
     typename Ring<kWorks>::Cursor at{};
 
@@ -164,7 +173,12 @@ struct ForwardMainloopSm90 {
         work.k_rows = TmaRows::of(forward.sequences.k, work.tile.batch, k, k.used);
         forget();
         const Range queries = forward.packing.queries(work.tile.m_block * kM, kM, q.used);
-        work.keys = VisibleKeys<kN>(forward.band, queries, work.sequence.lengths());
+        if constexpr (kPaged) {  // so that boxes lie within pages
+          const int first = forward.band.columns(queries.begin, work.sequence.lengths()).begin / kN * kN;
+          work.keys = VisibleKeys<kN>(forward.band, queries, work.sequence.lengths(), first);
+        } else {
+          work.keys = VisibleKeys<kN>(forward.band, queries, work.sequence.lengths());
+        }
       });
     }
 
@@ -197,21 +211,54 @@ struct ForwardMainloopSm90 {
 
   /// Brings Q, K and V, in the order in which consumers make room: the K of each block before the V of the block ahead
   /// of it, across tiles too, and Q after both: K0, Q, K1, V0, …, Kn, Vn-1, K0, Vn, Q, K1, V0, …
+  ///
+  /// One thread does so; over pages a warp, each lane for the boxes of one page.
   struct Producer {
-    ForwardParamsSm90 const& params;
+    Params const& params;
     SharedStorage& shared;
     typename Ring<kStagesQ>::Cursor q_at{};
     typename Ring<kStages>::Cursor at{};  // the next block
+
+    CUTE_DEVICE static bool leads() { return !kPaged || threadIdx.x % 32 == 0; }
+
+    template <class Barriers, class Cursor, class Prepare>
+    CUTE_DEVICE std::uint64_t* fill(Barriers& barriers, Cursor at, Prepare&& prepare) {
+      if (leads()) barriers.fill(at, prepare);
+      if (kPaged) __syncwarp();  // the stage is empty for all lanes
+      return reinterpret_cast<std::uint64_t*>(&barriers.full[at.stage]);
+    }
+
+    /// The tile of K or V of the block that begins with `key`.
+    template <int kColumnsOfTile, int kColumnsOfBox>
+    CUTE_DEVICE void load_keys(CUtensorMap const& map, std::uint64_t* barrier, Element* tile, Work const& work,
+                               int key) {
+      if constexpr (kPaged) {
+        const int row = threadIdx.x % 32 * params.rows_of_box, used = work.sequence.k.used;
+        if (row >= kN) return;
+        // Behind the last key stand rows of the first ones once more: no score of theirs counts.
+        const int first = key + row < used ? key + row : key;
+        const int rows = min(params.rows_of_box, used - first);
+        const Pages::Place place = params.pages.at(work.tile.batch, first);
+        const TmaRows rows_of_page = {params.rows_of_pages - rows,
+                                      place.page * params.pages.size.value + place.row + rows,
+                                      params.rows_of_pages - 1};
+        load_tile<kN, kColumnsOfTile, kColumnsOfBox>(map, barrier, tile + row * kColumnsOfBox, rows_of_page, 0,
+                                                     work.kv_head);
+      } else {
+        load_tile<kN, kColumnsOfTile, kColumnsOfBox>(map, barrier, tile, work.k_rows, key, work.kv_head);
+      }
+    }
 
     CUTE_DEVICE void load_q(Work const& work) {
       // Not unrolled: registers are few.
       CUTE_NO_UNROLL
       for (int w = 0; w < kWarpgroups; ++w) {
         constexpr int kRows = kM / kWarpgroups;
-        std::uint64_t* barrier = shared.q_barriers[w].fill(q_at, [] { return kRows * kHeadDim * sizeof(Element); });
-        load_tile<kM, kHeadDim, kColumns>(params.q, barrier, shared.q[q_at.stage] + w * kRows * kColumns, work.q_rows,
-                                          params.forward.packing.query(work.tile.m_block * kM + w * kRows),
-                                          work.tile.head);
+        std::uint64_t* barrier = fill(shared.q_barriers[w], q_at, [] { return kRows * kHeadDim * sizeof(Element); });
+        if (leads())
+          load_tile<kM, kHeadDim, kColumns>(params.q, barrier, shared.q[q_at.stage] + w * kRows * kColumns, work.q_rows,
+                                            params.forward.packing.query(work.tile.m_block * kM + w * kRows),
+                                            work.tile.head);
       }
       q_at.advance();
     }
@@ -225,8 +272,8 @@ struct ForwardMainloopSm90 {
         if (v_key < 0) return;
         const auto v_at = at.previous();
         Work const& work = shared.work[of_tile_before ? work_at.previous().stage : work_at.stage];
-        std::uint64_t* barrier = shared.v_barriers.fill(v_at, [] { return sizeof(SharedStorage::v[0]); });
-        load_tile<kN, kHeadDimV, kColumnsV>(params.v, barrier, shared.v[v_at.stage], work.k_rows, v_key, work.kv_head);
+        std::uint64_t* barrier = fill(shared.v_barriers, v_at, [] { return sizeof(SharedStorage::v[0]); });
+        load_keys<kHeadDimV, kColumnsV>(params.v, barrier, shared.v[v_at.stage], work, v_key);
       };
       CUTE_NO_UNROLL
       for (;; work_at.advance()) {
@@ -234,23 +281,23 @@ struct ForwardMainloopSm90 {
         Work const& work = shared.work[work_at.stage];
         if (work.keys.blocks <= 0) {  // consumers finish what they have before they go on
           load_v(true);
-          if (v_key >= 0) works.release_by_thread(work_at.previous());
+          if (v_key >= 0 && leads()) works.release_by_thread(work_at.previous());
           v_key = -1;
           if (work.keys.blocks < 0) break;
-          works.release_by_thread(work_at);
+          if (leads()) works.release_by_thread(work_at);
         }
         int key = work.keys.first;
         const int end = key + work.keys.blocks * kN;
         CUTE_NO_UNROLL
         for (; key < end; key += kN) {
-          std::uint64_t* barrier = shared.k_barriers.fill(at, [] { return sizeof(SharedStorage::k[0]); });
-          load_tile<kN, kHeadDim, kColumns>(params.k, barrier, shared.k[at.stage], work.k_rows, key, work.kv_head);
+          std::uint64_t* barrier = fill(shared.k_barriers, at, [] { return sizeof(SharedStorage::k[0]); });
+          load_keys<kHeadDim, kColumns>(params.k, barrier, shared.k[at.stage], work, key);
           load_v(key == work.keys.first);
           if (key == work.keys.first) {
-            if (v_key >= 0) works.release_by_thread(work_at.previous());
+            if (v_key >= 0 && leads()) works.release_by_thread(work_at.previous());
             load_q(work);
           }
-          if (key == max(end - kBlocksAhead * kN, work.keys.first)) shared.near_end.arrive();
+          if (key == max(end - kBlocksAhead * kN, work.keys.first) && leads()) shared.near_end.arrive();
           v_key = key;
           at.advance();
         }
@@ -260,7 +307,7 @@ struct ForwardMainloopSm90 {
 
   /// A thread of the consumer warpgroups; `thread` counts from the first of them.
   struct Consumer {
-    ForwardParamsSm90 const& params;
+    Params const& params;
     SharedStorage& shared;
     int thread;
 

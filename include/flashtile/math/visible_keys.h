@@ -18,7 +18,10 @@ struct VisibleKeys {
   Lengths lengths;  // all rows, and the keys from `first` on
 
   VisibleKeys() = default;
-  FLASHTILE_HOST_DEVICE VisibleKeys(Band band, Range rows, Lengths all) : first(band.columns(rows.begin, all).begin) {
+  FLASHTILE_HOST_DEVICE VisibleKeys(Band band, Range rows, Lengths all)
+      : VisibleKeys(band, rows, all, band.columns(rows.begin, all).begin) {}
+  /// From `first` on, the first visible key or one before it.
+  FLASHTILE_HOST_DEVICE VisibleKeys(Band band, Range rows, Lengths all, int first) : first(first) {
     lengths = {all.q, all.k - first};
     if (rows.empty()) {
       count = blocks = 0;

@@ -1,0 +1,29 @@
+// Many rows over a cache in pages, on Hopper: the forward kernel, whose producer looks up where each page lies.
+#pragma once
+
+#include "flashtile/kernel/forward_sm90.h"
+#include "flashtile/prefill.h"
+
+namespace flashtile {
+
+template <class Row>
+void attend_to_pages(const KvcachePlan& plan, const KvcacheTensors& cached, const ForwardTensors& tensors, void* memory,
+                     Stream stream) {
+  using Mainloop = ForwardMainloopSm90<Row::kVariant, true>;
+  static KernelHandles handles;
+  const ForwardPlan& forward = *plan.prefill;
+  const Device device = plan.problem.device;
+  const int rows = rows_of_box(plan.cache, Row::kVariant);
+  const PagedForwardParamsSm90 params{forward_params_sm90<Mainloop>(forward, tensors, memory, rows),
+                                      plan.cache.layout(cached), static_cast<int>(tensors.k.shape[1]), rows};
+  order_tiles(params.forward.sequences, {forward_order(forward, params.forward.ragged)}, device, stream);
+  launch(forward_sm90<Row, true>, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory, true},
+         params, stream);
+}
+
+template <class Row>
+void launch_kvcache_sm90(const KvcachePlan& plan, const KvcacheTensors& tensors, void* memory, Stream stream) {
+  prefill(plan, tensors, memory, stream, attend_to_pages<Row>);
+}
+
+}  // namespace flashtile
