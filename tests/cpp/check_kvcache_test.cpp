@@ -116,20 +116,21 @@ TEST(CheckKvcache, ALegalCallBecomesItsProblem) {
 }
 
 TEST(CheckKvcache, KnowsWhereRowsStandInLine) {
-  const auto in_line = [](const std::function<void(Call&)>& change) {
+  const auto found = [](const std::function<void(Call&)>& change) {
     KvcacheProblem p;
     EXPECT_EQ(check([&](Call& c) { c.make_contiguous(), c.tensors.leftpad = {}, change(c); }, &p), "accepted");
-    return p.in_line;
+    return std::pair{p.in_line, p.has_table};
   };
-  EXPECT_TRUE(in_line([](Call&) {}));
-  EXPECT_TRUE(in_line([](Call& c) { c.make_ragged(); }));
-  EXPECT_FALSE(in_line([](Call& c) { c.make_indexed(); }));
-  EXPECT_FALSE(in_line([](Call& c) { c.tensors.leftpad = tensor({2}, DType::kInt32, c.pads.data()); }));
+  EXPECT_EQ(found([](Call&) {}), std::pair(true, false));
+  EXPECT_EQ(found([](Call& c) { c.make_ragged(); }), std::pair(true, false));
+  EXPECT_EQ(found([](Call& c) { c.make_indexed(); }), std::pair(true, true));
+  EXPECT_EQ(found([](Call& c) { c.tensors.leftpad = tensor({2}, DType::kInt32, c.pads.data()); }),
+            std::pair(false, false));
   KvcacheProblem paged;
   ASSERT_EQ(check([](Call& c) { c.tensors.leftpad = {}; }, &paged), "accepted");
-  EXPECT_FALSE(paged.in_line);
+  EXPECT_TRUE(paged.in_line && paged.has_table);
   for (TensorView KvcacheTensors::* view : {&KvcacheTensors::q, &KvcacheTensors::k_cache, &KvcacheTensors::v_cache})
-    EXPECT_FALSE(in_line([&](Call& c) { (c.tensors.*view).strides[0] += 64; }));
+    EXPECT_EQ(found([&](Call& c) { (c.tensors.*view).strides[0] += 64; }), std::pair(false, false));
 }
 
 TEST(CheckKvcache, EveryKindOfCallIsLegal) {

@@ -49,6 +49,16 @@ KvcacheProblem decode(const DeviceInfo& device, int batch, int heads_k, int grou
           .page_size = capacity};
 }
 
+/// The same rows where a table says which pages a sequence has.
+KvcacheProblem in_pages(KvcacheProblem cache, int page_size) {
+  cache.of_sequence = (cache.problem.seqlen_k + page_size - 1) / page_size;
+  cache.page_size = page_size;
+  cache.pages = cache.problem.batch * cache.of_sequence;
+  cache.problem.seqlen_k = cache.of_sequence * page_size;
+  cache.in_line = cache.has_table = true;
+  return cache;
+}
+
 /// Calls `visit(problem, device)` for many that are documented as supported.
 template <class Visit>
 void for_each_supported(Visit&& visit) {
@@ -106,7 +116,43 @@ TEST(SelectKvcache, EveryRowIsReached) {
     reached.insert(name_of(select_kvcache(cache, device).variant));
   });
   for (const KvcacheRow& row : kvcache_rows())
-    EXPECT_TRUE(row.variant.arch == Arch::kCpu || reached.contains(name_of(row.variant))) << name_of(row.variant);
+    EXPECT_TRUE(row.variant.arch != Arch::kSm80 || reached.contains(name_of(row.variant))) << name_of(row.variant);
+}
+
+TEST(SelectKvcache, EveryRowOfPagesIsReached) {
+  for (const KvcacheRow& row : kvcache_rows()) {
+    if (row.variant.arch != Arch::kSm90) continue;
+    KvcacheProblem cache = in_pages(decode(kH100, 4, 8, 4, 4096), 16);
+    cache.problem.seqlen_q = 500;
+    cache.problem.dtype = row.variant.dtype;
+    for (const int head_dim : {row.variant.head_dim - 8, row.variant.head_dim}) {
+      cache.problem.head_dim = cache.problem.head_dim_v = head_dim;
+      const KvcachePlan plan = select_kvcache(cache, kH100);
+      EXPECT_EQ(plan.variant, row.variant) << name_of(row.variant);
+      EXPECT_EQ(plan.shared_memory, forward_shared_memory(row.variant));
+      EXPECT_LE(plan.shared_memory, kH100.max_shared_memory);
+    }
+  }
+}
+
+TEST(SelectKvcache, BoxesLieWithinPages) {
+  for (int page_size = 1; page_size <= 512; ++page_size) {
+    KvcacheProblem cache = in_pages(decode(kH100, 4, 8, 4, 4096), page_size);
+    cache.problem.seqlen_q = 500;
+    const KvcachePlan plan = select_kvcache(cache, kH100);
+    EXPECT_EQ(plan.prefill != nullptr, page_size % 16 == 0) << page_size;
+    if (!plan.prefill) continue;
+    const int rows = rows_of_box(cache, plan.variant);
+    EXPECT_EQ(page_size % rows, 0);
+    EXPECT_EQ(plan.variant.tile_n % rows, 0);
+    EXPECT_LE(plan.variant.tile_n / rows, 32);  // a lane for each
+  }
+  KvcacheProblem sinks = in_pages(decode(kH100, 4, 8, 4, 4096), 64);
+  sinks.problem.seqlen_q = 500;
+  sinks.problem.sinks = true;
+  EXPECT_FALSE(select_kvcache(sinks, kH100).prefill);
+  sinks.has_table = false;
+  EXPECT_TRUE(select_kvcache(sinks, kH100).prefill);
 }
 
 TEST(SelectKvcache, ManyRowsGoThroughTheForwardKernelOnHopper) {
@@ -149,7 +195,8 @@ TEST(SelectKvcache, ManyRowsGoThroughTheForwardKernelOnHopper) {
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.batch = 0; }).prefill);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_k = 0; }).prefill);
   // Few tiles, many keys: the GPU is filled by dividing keys.
-  EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.batch = 1, cache.problem.seqlen_q = 50; }).prefill);
+  EXPECT_FALSE(
+      plan(kH100, [](KvcacheProblem& cache) { cache.problem.batch = 1, cache.problem.seqlen_q = 50; }).prefill);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_k = 1 << 28; }).prefill);
 }
 

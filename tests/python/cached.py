@@ -257,19 +257,27 @@ def _cases():
         add("long_several", seqlen_q=5, new=5, dtype=DTYPES[(i + 1) % 3], **layout, **held)
     add("long_window", seqlen_q=2, window=(1000, 0), dtype=BF16, page_size=64, **held)
 
-    many = dict(seqlen_q=150, heads_q=16, heads_k=4)  # rows: without pages Hopper's forward kernel goes over the cache
-    for i, (dim, dim_v) in enumerate(((64, 64), (128, 128), (256, 256), (72, 40), (192, 128))):
-        sizes = dict(head_dim=dim, head_dim_v=dim_v, dtype=(F16, BF16)[i % 2], **many)
-        add("prefill", **sizes)
-        add("prefill_append", new=150, rotary=dim // 16 * 16, interleaved=i % 2 == 0, **sizes)
-        add("prefill_full", causal=False, new=7, **sizes)
-    options = dict(window=(60, 9), softcap=10.0, scale=0.3, alibi="per batch and head", sinks=0.0)
-    add("prefill_everything", new=150, rotary=32, dtype=BF16, **many, **options)
-    add("prefill_of_pages", new=150, rotary=32, dtype=F16, page_size=16, **many, **options)
-    add("prefill_gaps", new=150, dtype=F16, layout="gaps", **many)
-    heads = dict(heads_q=16, heads_k=2, lengths_q=(150, 0, 301, 17, 90), held=(90, 40, 0, 130, 600), tail=9)
-    add("prefill_ragged", dtype=F16, new=0, **heads)
-    add("prefill_ragged_full", dtype=BF16, causal=False, rotary=16, **heads)
+    many = dict(seqlen_q=150, heads_q=16, heads_k=4)  # rows: Hopper's forward kernel goes over the cache
+    pages = itertools.cycle((None, 16, 64, 48, 256))
+    for dim, dim_v in ((64, 64), (128, 128), (256, 256), (72, 40), (192, 128)):
+        for j, dtype in enumerate((F16, BF16)):
+            sizes = dict(head_dim=dim, head_dim_v=dim_v, dtype=dtype, **many)
+            append = dict(new=150, rotary=dim // 16 * 16, interleaved=j == 0)
+            add("prefill", page_size=next(pages), **sizes)
+            add("prefill_append", page_size=next(pages), **append, **sizes)
+            add("prefill_full", causal=False, new=7, page_size=next(pages), **sizes)
+    options = dict(window=(60, 9), softcap=10.0, scale=0.3, alibi="per batch and head")
+    for i, layout in enumerate(
+        (dict(), dict(page_size=16), dict(page_size=64, shared=True), dict(indexed=True, room=46))
+    ):
+        dtype = (F16, BF16)[i % 2]
+        add("prefill_options", new=150, rotary=32, dtype=dtype, **many, **options, **layout)
+        add("prefill_sinks", sinks=0.0, dtype=dtype, **many, **layout)
+        add("prefill_window", window=(100, 0), head_dim=128, dtype=dtype, **many, **layout)
+        add("prefill_gaps", new=150, dtype=dtype, layout="gaps", **many, **layout)
+        heads = dict(heads_q=16, heads_k=2, lengths_q=(150, 0, 301, 17, 90), held=(90, 40, 0, 130, 600), tail=9)
+        add("prefill_ragged", dtype=dtype, new=0, **heads, **layout)
+        add("prefill_ragged_full", dtype=dtype, causal=False, rotary=16, head_dim=128, **heads, **layout)
 
     lengths = dict(lengths_q=(1, 0, 70, 17, 5), held=(90, 40, 0, 130, 600))
     for i, layout in enumerate(layouts):
