@@ -50,7 +50,8 @@ def test_info_prints_what_it_holds():
 
 
 def test_docstring_examples_run():
-    for name in ("attention", "combine", "info", "kvcache", "varlen"):
+    compat = ("compat", "compat.bert_padding", "compat.flash_attn", "compat.flash_attn_interface")
+    for name in ("attention", "combine", "info", "kvcache", "varlen", *compat):
         # flashtile.attention is the function; the module of that name stands in sys.modules.
         results = doctest.testmod(importlib.import_module(f"flashtile.{name}"), raise_on_error=False)
         assert results.failed == 0

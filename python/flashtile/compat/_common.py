@@ -1,0 +1,148 @@
+"""What flash-attn's two interfaces have in common: its conventions, in flashtile's terms."""
+
+import torch
+from torch import Tensor
+
+from ..kvcache import attention_kvcache
+
+WindowSize = tuple[int, int]
+
+_INSTEAD = {
+    "attention_chunk": "flash_attn_varlen_func of the chunks",
+    "cu_seqlens_k_new": "the tensor cu_seqlens_q, each sequence having as many new keys as queries",
+    "qv": "torch.cat((q, qv), -1) as q, torch.cat((k, v), -1) as k",
+    "rotary_seqlens": "q and k that are rotated before",
+} | dict.fromkeys(("q_descale", "k_descale", "v_descale"), "float16 or bfloat16, which need no scales")
+
+
+def refuse(function, argument, found, expected):
+    instead = f"; nearest supported: {_INSTEAD[argument]}" if argument in _INSTEAD else ""
+    raise NotImplementedError(f"{function}: {argument} is {found}, expected {expected}{instead}")
+
+
+def refuse_unserved(function, attention_chunk=0, **unserved):
+    """Arguments of FlashAttention-3 that ask for what flashtile does not compute."""
+    if attention_chunk != 0:
+        refuse(function, "attention_chunk", attention_chunk, 0)
+    for name, x in unserved.items():
+        if x is not None:
+            refuse(function, name, _described(x), None)
+
+
+def attend(attention, q, k, v, *, softmax_scale, window_size, softcap, deterministic, **options):
+    """``flashtile.attention`` or ``attention_varlen``. As in flash-attn, last dimensions need neither be contiguous nor
+    multiples of 8."""
+    q, k, v = (contiguous(x) for x in (q, k, v))
+    head_dim_v = None
+    if all(isinstance(x, Tensor) and x.dim() > 0 for x in (q, k, v)) and q.shape[-1] == k.shape[-1]:
+        head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+        if softmax_scale is None and head_dim % 8 != 0:
+            softmax_scale = head_dim**-0.5
+        q, k, v = (_padded(x) for x in (q, k, v))
+    result = attention(
+        q,
+        k,
+        v,
+        window=_window(window_size),
+        scale=softmax_scale,
+        softcap=_softcap(softcap),
+        deterministic=True if deterministic else None,
+        **options,
+    )
+    out, *lse = result if isinstance(result, tuple) else (result,)
+    if head_dim_v is not None and head_dim_v % 8 != 0:
+        out = out[..., :head_dim_v]
+    return (out, *lse) if lse else out
+
+
+def attend_cache(
+    function,
+    q,
+    k_cache,
+    v_cache,
+    k,
+    v,
+    *,
+    cache_seqlens,
+    block_table,
+    rotary_cos,
+    causal,
+    window_size,
+    softmax_scale,
+    softcap,
+    num_splits=0,
+    cu_seqlens_q=None,
+    **options,
+):
+    """``flashtile.attention_kvcache``."""
+    window = _window(window_size)
+    if cache_seqlens is None:
+        if k is not None:
+            raise ValueError(f"{function}: cache_seqlens is None, expected a tensor or an int, since k is given")
+        cache_seqlens = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    if rotary_cos is not None:
+        _check_positions(function, q, k, cu_seqlens_q, causal or window != (None, None))
+    return attention_kvcache(
+        contiguous(q),
+        k_cache,
+        v_cache,
+        k_new=contiguous(k),
+        v_new=contiguous(v),
+        cache_seqlens=cache_seqlens,
+        block_table=contiguous(block_table),
+        rotary_cos=rotary_cos,
+        cu_seqlens_q=cu_seqlens_q,
+        causal=causal,
+        window=window,
+        scale=softmax_scale,
+        softcap=_softcap(softcap),
+        num_splits=max(num_splits, 0),
+        **options,
+    )
+
+
+def _check_positions(function, q, k, cu_seqlens_q, masked):
+    """flash-attn counts the positions of queries from the first new key, and without a mask gives all of them that of
+    the first; flashtile goes by the key that each meets on the diagonal. Refuses where the two differ."""
+    if k is None:
+        raise ValueError(f"{function}: k is None, expected new keys, since rotary_cos is given")
+    if cu_seqlens_q is None and q.shape[1] != k.shape[1]:
+        refuse(function, "rotary_cos", f"given with {q.shape[1]} queries and {k.shape[1]} new keys", "as many of both")
+    if not masked and (cu_seqlens_q is not None or q.shape[1] > 1):
+        refuse(function, "rotary_cos", "given without a mask", "causal=True, a window_size, or a single query")
+
+
+def unpacked(function, name, packed, shape):
+    """The parts of a packed tensor, whose `shape` is written as in "(B, S, 3, H, D)"."""
+    sizes = shape.strip("()").split(", ")
+    if not isinstance(packed, Tensor):
+        raise TypeError(f"{function}: {name} is of type {type(packed).__name__}, expected a torch.Tensor")
+    if packed.dim() != len(sizes) or packed.shape[-3] != int(sizes[-3]):
+        raise ValueError(f"{function}: {name} has shape {tuple(packed.shape)}, expected {shape}")
+    return packed.unbind(-3)
+
+
+def contiguous(x):
+    """`x` with a contiguous last dimension; what is no tensor stays, for flashtile to say what is wrong."""
+    return x.contiguous() if isinstance(x, Tensor) and x.dim() > 0 and x.stride(-1) != 1 else x
+
+
+def _padded(x):
+    """Zeros change no score, and values of 0 are cut off again."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 != 0 else x
+
+
+def _window(window_size):
+    """None for unbounded sides, which flash-attn writes as -1."""
+    if not isinstance(window_size, (tuple, list)):
+        return window_size
+    return tuple(None if isinstance(n, int) and n < 0 else n for n in window_size)
+
+
+def _softcap(softcap):
+    """0 for none, which flash-attn also writes as a negative number."""
+    return 0.0 if isinstance(softcap, (int, float)) and softcap < 0 else softcap
+
+
+def _described(x):
+    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
