@@ -94,28 +94,18 @@ HeadPacking widest_packing(const Problem& p) {
   return {std::min(std::countr_zero(static_cast<unsigned>(p.group())), 4)};
 }
 
-/// What the last round of tiles costs where not every multiprocessor has one, if tiles are about equal.
-double last_round(const Variant& v, const Problem& p, HeadPacking packing, const DeviceInfo& device) {
-  if (p.band != Band::full() && std::int64_t{4} * p.seqlen_q > p.seqlen_k) return 1;
-  const std::int64_t tiles = (packing.rows(p.seqlen_q) + v.tile_m - 1) / v.tile_m;
-  const double rounds = static_cast<double>(p.batch * (p.heads_q / packing.heads()) * tiles) / device.multiprocessors;
-  return rounds == 0 ? 1 : std::ceil(rounds) / rounds;
-}
-
-Estimate estimate(const ForwardRow& row, const Problem& p, const DeviceInfo& device) {
+Estimate estimate(const ForwardRow& row, const Problem& p) {
   const Variant& v = row.variant;
   if (v.arch != Arch::kSm90) return {};
-  const auto packed = [&](HeadPacking packing) {
-    return Estimate{estimated_time(v, p, packing) * last_round(v, p, packing, device), packing};
-  };
-  const Estimate plain = packed({}), widest = packed(widest_packing(p));
-  return widest.time < plain.time ? widest : plain;
+  const Estimate plain{estimated_time(v, p, {}), {}};
+  const Estimate packed{estimated_time(v, p, widest_packing(p)), widest_packing(p)};
+  return packed.time < plain.time ? packed : plain;
 }
 
 /// Estimated time of one block of keys in Hopper's kernel of one pass: the queries that its tiles go through, on
 /// average, those that see a key, what the edges waste, and what fills up the last tile. The constant is fitted to runs
 /// on an H200: of 80 rows at a time, each takes less.
-Estimate estimate(const BackwardRow& row, const Problem& p, const DeviceInfo&) {
+Estimate estimate(const BackwardRow& row, const Problem& p) {
   const Variant& v = row.variant;
   if (v.arch != Arch::kSm90 || v.two_passes() || p.seqlen_k == 0) return {};
   double queries = (p.seqlen_q + v.tile_m - 1) / v.tile_m * v.tile_m;
@@ -133,13 +123,24 @@ std::int64_t rows_of_sequence(const Problem& p) {
 }
 
 /// Estimated time of one KV head's tiles, in tiles of 16 rows, which take as long as their keys take to read. Of 64
-/// rows each takes longer, of matmuls (docs/performance.md). Hopper's kernel is the forward's.
-Estimate estimate(const KvcacheRow& row, const Problem& p, const DeviceInfo& device) {
+/// rows each takes longer, of matmuls (docs/performance.md).
+Estimate estimate(const KvcacheRow& row, const Problem& p) {
   const Variant& v = row.variant;
   if (v.arch == Arch::kCpu) return {};
-  if (v.arch == Arch::kSm90) return estimate(ForwardRow{v, nullptr}, p, device);
   const auto tiles = static_cast<double>(std::max<std::int64_t>((rows_of_sequence(p) + v.tile_m - 1) / v.tile_m, 1));
   return {tiles * (v.tile_m == 16 ? 1 : 2.2), {}};
+}
+
+/// Estimated time of a forward kernel that goes over a cache: tiles are few, and about equal where a chunk is short, so
+/// that a last round of them counts in which not every multiprocessor has one.
+Estimate estimate_prefill(const Variant& v, const Problem& p, const DeviceInfo& device) {
+  Estimate found = estimate(ForwardRow{v, nullptr}, p);
+  if (p.band != Band::full() && std::int64_t{4} * p.seqlen_q > p.seqlen_k) return found;
+  const std::int64_t tiles = (found.packing.rows(p.seqlen_q) + v.tile_m - 1) / v.tile_m;
+  const auto all = static_cast<double>(p.batch * (p.heads_q / found.packing.heads()) * tiles);
+  const double rounds = all / device.multiprocessors;
+  if (rounds > 0) found.time *= std::ceil(rounds) / rounds;
+  return found;
 }
 
 template <class Row>
@@ -179,11 +180,10 @@ Arch gpu_arch(std::span<const Row> rows, const DeviceInfo& device, const Problem
   return device.compute_capability == 90 && std::ranges::any_of(rows, on_hopper) ? Arch::kSm90 : Arch::kSm80;
 }
 
-/// Of the rows that `suits` lets pass.
-template <class Row, class Suits = bool (*)(const Row&)>
-Choice<Row> choose(
-    const Problem& problem, const DeviceInfo& device, std::span<const Row> rows,
-    const Suits& suits = [](const Row&) { return true; }) {
+/// Of the rows that `suits` lets pass, the one that takes the least time by `estimate_of(row, problem)`.
+template <class Row, class Suits, class EstimateOf>
+Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<const Row> rows, const Suits& suits,
+                   const EstimateOf& estimate_of) {
   const Problem estimated = problem.dense();
   const bool on_cpu = problem.device.type == DeviceType::kCpu;
   if (!on_cpu && device.compute_capability < kOldestComputeCapability) refuse_device(device);
@@ -197,13 +197,20 @@ Choice<Row> choose(
       best.why = kSmallerTile;
       continue;
     }
-    const Estimate here = estimate(row, estimated, device);
+    const Estimate here = estimate_of(row, estimated);
     if (best.row && here.time == 0) break;  // nothing to compare: the first that fits
     if (best.row) best.why = kFastest;
     if (!best.row || here.time < best.estimate.time) best.row = &row, best.estimate = here;
   }
   if (best.row) return best;
   refuse_problem(problem, arch, rows);
+}
+
+template <class Row, class Suits = bool (*)(const Row&)>
+Choice<Row> choose(
+    const Problem& problem, const DeviceInfo& device, std::span<const Row> rows,
+    const Suits& suits = [](const Row&) { return true; }) {
+  return choose(problem, device, rows, suits, [](const Row& row, const Problem& p) { return estimate(row, p); });
 }
 
 /// CPU threads for `tiles` work items.
@@ -401,18 +408,22 @@ bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   sequences.ragged = true;
   sequences.seqlen_q = static_cast<int>(cache.queries());
   sequences.seqlen_k = static_cast<int>(keys);
+  const auto takes = [&](const auto& row, const Problem& of) { return estimate_prefill(row.variant, of, device); };
   ForwardPlan forward;
   if (cache.has_table) {
     const auto suits = [&](const KvcacheRow& row) {
       return row.variant.arch == Arch::kSm90 && rows_of_box(cache, row.variant) >= kFewestRowsOfBox;
     };
     if (gpu_arch(kvcache_rows(), device, p, suits) != Arch::kSm90) return false;
-    const auto choice = choose(sequences, device, kvcache_rows(), suits);
+    const auto choice = choose(sequences, device, kvcache_rows(), suits, takes);
     forward = plan_tiles(sequences, choice.row->variant, choice.estimate.packing, device);
     plan.run = choice.row->run;
   } else {
-    forward = select_forward(sequences, device);
-    if (forward.variant.arch != Arch::kSm90) return false;
+    const auto suits = [](const ForwardRow&) { return true; };
+    const auto choice = choose(sequences, device, forward_rows(), suits, takes);
+    if (choice.row->variant.arch != Arch::kSm90) return false;
+    forward = plan_tiles(sequences, choice.row->variant, choice.estimate.packing, device);
+    forward.run = choice.row->run;
     plan.run = prefill_kernel();
   }
   if (2 * forward.tiles < device.multiprocessors) return false;

@@ -228,22 +228,25 @@ struct ForwardMainloopSm90 {
       return reinterpret_cast<std::uint64_t*>(&barriers.full[at.stage]);
     }
 
-    /// The tile of K or V of the block that begins with `key`.
+    /// Of pages, the rows of a lane's box of the block that begins with `key`. Behind the last key stand rows of the
+    /// first ones once more: no score of theirs counts.
+    CUTE_DEVICE TmaRows rows_of_lane(Work const& work, int key) const {
+      const int row = min(int(threadIdx.x % 32) * params.rows_of_box, kN - 1), used = work.sequence.k.used;
+      const int first = key + row < used ? key + row : key;
+      const int rows = min(params.rows_of_box, used - first);
+      const Pages::Place place = params.pages.at(work.tile.batch, first);
+      return {params.rows_of_pages - rows, place.page * params.pages.size.value + place.row + rows,
+              params.rows_of_pages - 1};
+    }
+
+    /// The tile of K or V of the block that begins with `key`, over pages of the rows that lanes know.
     template <int kColumnsOfTile, int kColumnsOfBox>
-    CUTE_DEVICE void load_keys(CUtensorMap const& map, std::uint64_t* barrier, Element* tile, Work const& work,
-                               int key) {
+    CUTE_DEVICE void load_keys(CUtensorMap const& map, std::uint64_t* barrier, Element* tile, Work const& work, int key,
+                               TmaRows const& rows) {
       if constexpr (kPaged) {
-        const int row = threadIdx.x % 32 * params.rows_of_box, used = work.sequence.k.used;
-        if (row >= kN) return;
-        // Behind the last key stand rows of the first ones once more: no score of theirs counts.
-        const int first = key + row < used ? key + row : key;
-        const int rows = min(params.rows_of_box, used - first);
-        const Pages::Place place = params.pages.at(work.tile.batch, first);
-        const TmaRows rows_of_page = {params.rows_of_pages - rows,
-                                      place.page * params.pages.size.value + place.row + rows,
-                                      params.rows_of_pages - 1};
-        load_tile<kN, kColumnsOfTile, kColumnsOfBox>(map, barrier, tile + row * kColumnsOfBox, rows_of_page, 0,
-                                                     work.kv_head);
+        const int row = threadIdx.x % 32 * params.rows_of_box;
+        if (row < kN)
+          load_tile<kN, kColumnsOfTile, kColumnsOfBox>(map, barrier, tile + row * kColumnsOfBox, rows, 0, work.kv_head);
       } else {
         load_tile<kN, kColumnsOfTile, kColumnsOfBox>(map, barrier, tile, work.k_rows, key, work.kv_head);
       }
@@ -268,12 +271,13 @@ struct ForwardMainloopSm90 {
       typename Ring<kWorks>::Cursor work_at{};
       // The block whose V is still to come, of the tile in hand or of the one before.
       int v_key = -1;
+      TmaRows rows, v_rows;  // of pages: of the next block, looked up a block ahead, and of the one whose V is to come
       const auto load_v = [&](bool of_tile_before) {
         if (v_key < 0) return;
         const auto v_at = at.previous();
         Work const& work = shared.work[of_tile_before ? work_at.previous().stage : work_at.stage];
         std::uint64_t* barrier = fill(shared.v_barriers, v_at, [] { return sizeof(SharedStorage::v[0]); });
-        load_keys<kHeadDimV, kColumnsV>(params.v, barrier, shared.v[v_at.stage], work, v_key);
+        load_keys<kHeadDimV, kColumnsV>(params.v, barrier, shared.v[v_at.stage], work, v_key, v_rows);
       };
       CUTE_NO_UNROLL
       for (;; work_at.advance()) {
@@ -288,10 +292,13 @@ struct ForwardMainloopSm90 {
         }
         int key = work.keys.first;
         const int end = key + work.keys.blocks * kN;
+        if constexpr (kPaged) {
+          if (key < end) rows = rows_of_lane(work, key);
+        }
         CUTE_NO_UNROLL
         for (; key < end; key += kN) {
           std::uint64_t* barrier = fill(shared.k_barriers, at, [] { return sizeof(SharedStorage::k[0]); });
-          load_keys<kHeadDim, kColumns>(params.k, barrier, shared.k[at.stage], work, key);
+          load_keys<kHeadDim, kColumns>(params.k, barrier, shared.k[at.stage], work, key, rows);
           load_v(key == work.keys.first);
           if (key == work.keys.first) {
             if (v_key >= 0 && leads()) works.release_by_thread(work_at.previous());
@@ -299,6 +306,10 @@ struct ForwardMainloopSm90 {
           }
           if (key == max(end - kBlocksAhead * kN, work.keys.first) && leads()) shared.near_end.arrive();
           v_key = key;
+          if constexpr (kPaged) {
+            v_rows = rows;
+            if (key + kN < end) rows = rows_of_lane(work, key + kN);
+          }
           at.advance();
         }
       }
