@@ -8,6 +8,16 @@ from .attention import attention, explain
 from .combine import combine
 from .info import info
 from .kvcache import attention_kvcache
+from .sdpa import scaled_dot_product_attention
 from .varlen import attention_varlen
 
-__all__ = ["__version__", "attention", "attention_kvcache", "attention_varlen", "combine", "explain", "info"]
+__all__ = [
+    "__version__",
+    "attention",
+    "attention_kvcache",
+    "attention_varlen",
+    "combine",
+    "explain",
+    "info",
+    "scaled_dot_product_attention",
+]

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from . import _C
 
 _CONTIGUOUS = torch.contiguous_format
-_under_functorch = torch._C._are_functorch_transforms_active
+under_functorch = torch._C._are_functorch_transforms_active
 _ALIBI_SLOPES, _SINKS, _DROPOUT_P, _SEED = 0, 1, 6, 7  # places in `options`, which _C.pyi lists
 
 
@@ -41,7 +41,7 @@ def attend(function, q, k, v, options, return_lse):
     except _C.Misaligned:
         readable = aligned
     except (TypeError, RuntimeError):
-        if differentiable and _under_functorch():
+        if differentiable and under_functorch():
             raise NotImplementedError(f"{function}: called under a transform of torch.func, expected none") from None
         dtype = _autocast_dtype(q, k, v)
         if dtype is None:

@@ -20,10 +20,14 @@ def test_example(path, capsys, monkeypatch):
 
 
 def test_readme():
-    dense, ragged, cached = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    dense, masked, ragged, cached = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     names = {}
     exec(dense, names)
     torch.testing.assert_close(names["out"], exact(*(names[name] for name in "qkv")))
+    exec(masked, names)
+    inputs, padding = [names[name] for name in ("query", "key", "value")], names["padding"]
+    expected = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=padding)
+    torch.testing.assert_close(names["out"], expected)
     exec(ragged, names)
     sequences = zip(*(names[name].split(names["lengths"].tolist()) for name in "qkv"), strict=True)
     expected = [exact(*(x[None] for x in rows))[0] for rows in sequences]

@@ -51,7 +51,7 @@ def test_info_prints_what_it_holds():
 
 def test_docstring_examples_run():
     compat = ("compat", "compat.bert_padding", "compat.flash_attn", "compat.flash_attn_interface")
-    for name in ("attention", "combine", "info", "kvcache", "varlen", *compat):
+    for name in ("attention", "combine", "info", "kvcache", "sdpa", "varlen", *compat):
         # flashtile.attention is the function; the module of that name stands in sys.modules.
         results = doctest.testmod(importlib.import_module(f"flashtile.{name}"), raise_on_error=False)
         assert results.failed == 0
@@ -60,5 +60,6 @@ def test_docstring_examples_run():
 
 def test_exports():
     functions = ["attention", "attention_kvcache", "attention_varlen", "combine", "explain", "info"]
+    functions += ["scaled_dot_product_attention"]
     assert sorted(flashtile.__all__) == ["__version__", *functions]
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", flashtile.__version__)

@@ -1,8 +1,8 @@
 """What flash-attn's two interfaces have in common: its conventions, in flashtile's terms."""
 
-import torch
 from torch import Tensor
 
+from .._padding import attend_padded, contiguous
 from ..kvcache import attention_kvcache
 
 WindowSize = tuple[int, int]
@@ -32,14 +32,8 @@ def refuse_unserved(function, attention_chunk=0, **unserved):
 def attend(attention, q, k, v, *, softmax_scale, window_size, softcap, deterministic, **options):
     """``flashtile.attention`` or ``attention_varlen``. As in flash-attn, last dimensions need neither be contiguous nor
     multiples of 8."""
-    q, k, v = (contiguous(x) for x in (q, k, v))
-    head_dim_v = None
-    if all(isinstance(x, Tensor) and x.dim() > 0 for x in (q, k, v)) and q.shape[-1] == k.shape[-1]:
-        head_dim, head_dim_v = q.shape[-1], v.shape[-1]
-        if softmax_scale is None and head_dim % 8 != 0:
-            softmax_scale = head_dim**-0.5
-        q, k, v = (_padded(x) for x in (q, k, v))
-    result = attention(
+    return attend_padded(
+        attention,
         q,
         k,
         v,
@@ -49,10 +43,6 @@ def attend(attention, q, k, v, *, softmax_scale, window_size, softcap, determini
         deterministic=True if deterministic else None,
         **options,
     )
-    out, *lse = result if isinstance(result, tuple) else (result,)
-    if head_dim_v is not None and head_dim_v % 8 != 0:
-        out = out[..., :head_dim_v]
-    return (out, *lse) if lse else out
 
 
 def attend_cache(
@@ -120,16 +110,6 @@ def unpacked(function, name, packed, shape):
     if packed.dim() != len(sizes) or packed.shape[-3] != int(sizes[-3]):
         raise ValueError(f"{function}: {name} has shape {tuple(packed.shape)}, expected {shape}")
     return packed.unbind(-3)
-
-
-def contiguous(x):
-    """`x` with a contiguous last dimension; what is no tensor stays, for flashtile to say what is wrong."""
-    return x.contiguous() if isinstance(x, Tensor) and x.dim() > 0 and x.stride(-1) != 1 else x
-
-
-def _padded(x):
-    """Zeros change no score, and values of 0 are cut off again."""
-    return torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 != 0 else x
 
 
 def _window(window_size):

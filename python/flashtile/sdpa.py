@@ -1,0 +1,226 @@
+"""The function of torch.nn.functional, for code that calls it already."""
+
+import sys
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._autograd import under_functorch
+from ._padding import attend_padded
+from .attention import attention
+from .varlen import attention_varlen
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16), "cuda": (torch.float16, torch.bfloat16)}
+_WIDEST = 256
+_said = set()  # what calls would have had to be, of all that fell back
+
+
+class FallbackWarning(UserWarning):
+    """PyTorch computed what flashtile does not serve."""
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention``, with its arguments and results, by flashtile's kernels.
+
+    For query head h and query row i, with KV head g = h // (H_q / H_k)::
+
+        s[j] = scale · query[..., h, i] · key[..., g, j]          for every visible column j
+        out  = Σ_j softmax(s)[j] · keep[j] / (1 - dropout_p) · value[..., g, j]
+
+    Column j is visible unless ``is_causal`` and j > i, or ``attn_mask`` hides it. So here the first query row meets the
+    first key: masks are aligned at the top left, where those of :func:`flashtile.attention` are at the bottom right.
+
+    Args:
+        query: (..., H_q, S_q, D), (H_q, S_q, D) or (S_q, D). float16 or bfloat16; on the CPU also float32. D is at most
+            256. Any strides; views of (..., S, H, D) are as good as contiguous tensors. What is no multiple of 8, or
+            has no contiguous last dimension, is copied.
+        key: (..., H_k, S_k, D), of query's dtype, device and leading dimensions.
+        value: (..., H_k, S_k, D_v). D_v obeys the rule for D and may differ from it.
+        attn_mask: True where a key is visible, broadcastable to (..., H_q, S_q, S_k), and alike for all heads and
+            queries: its last but second and its last but first dimension have size 1 or stride 0, as in a padding mask
+            (B, 1, 1, S_k). It may hide any keys, and the host reads no value of it: visible keys and values are
+            gathered to the front (a copy) and attended to as a ragged batch, on every device. Or a
+            ``torch.nn.attention.bias.CausalBias`` of the size (S_q, S_k), which takes no memory.
+        dropout_p: the probability with which a weight is dropped. The seed is drawn from PyTorch's CPU generator, so
+            torch.manual_seed repeats it; other weights are dropped than by PyTorch.
+        is_causal: hide columns right of the diagonal that begins at the top left.
+        scale: factor of the scores; by default 1/√D.
+        enable_gqa: let H_q be a multiple of H_k. Heads are read by index, not copied.
+
+    Returns:
+        out, (..., H_q, S_q, D_v), of query's dtype, or of the one that torch.autocast asks for. Differentiable once. A
+        row that sees no key has out = 0 and gradients 0; PyTorch's is 0 or NaN, by version and backend.
+
+    Whatever else PyTorch takes, it computes: biases, masks that differ from query to query or head to head, wider
+    heads, other dtypes and devices, broadcast keys, nested tensors and subclasses, transforms of torch.func,
+    forward-mode differentiation. A :class:`flashtile.sdpa.FallbackWarning` names the argument, once for each reason in
+    a process; ``warnings.simplefilter("error", FallbackWarning)`` makes an error of every such call.
+
+    Raises:
+        What PyTorch raises: illegal arguments go to its function.
+
+    Example:
+        >>> import torch, flashtile
+        >>> query = torch.randn(2, 8, 100, 64)
+        >>> key, value = torch.randn(2, 2, 8, 120, 64)
+        >>> flashtile.scaled_dot_product_attention(query, key, value, is_causal=True).shape
+        torch.Size([2, 8, 100, 64])
+        >>> lengths = torch.tensor([120, 77])
+        >>> padding = torch.arange(120) < lengths[:, None, None, None]
+        >>> flashtile.scaled_dot_product_attention(query, key, value, padding).shape
+        torch.Size([2, 8, 100, 64])
+
+    Sources: those of :func:`attention`.
+    """
+    try:
+        return _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    except (TypeError, ValueError, NotImplementedError) as refusal:
+        reason = str(refusal)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    # Only now: an illegal call is PyTorch's to explain.
+    expected = reason.partition(", expected ")[2]
+    if expected not in _said:
+        message = f"scaled_dot_product_attention: {reason}; PyTorch computes such calls (said once)"
+        warnings.warn(message, FallbackWarning, stacklevel=2)
+        _said.add(expected)
+    return out
+
+
+def _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+    """Out, or an exception that says "found, expected what is served"; flashtile's functions raise the same."""
+    for x in (query, key, value):
+        if type(x) not in _PLAIN or x.is_nested or x.layout is not torch.strided:
+            kind = "nested, " if getattr(x, "is_nested", False) else ""
+            found = f"query, key or value is {kind}of type {type(x).__name__} and layout {getattr(x, 'layout', None)}"
+            raise NotImplementedError(f"{found}, expected a plain dense torch.Tensor")
+    if under_functorch():
+        raise NotImplementedError("query, key or value are under a transform of torch.func, expected none")
+    if query.dim() == key.dim() == value.dim() == 2 and not enable_gqa:
+        out = _served(query[None], key[None], value[None], attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return out[0]
+    device = query.device.type
+    if device not in _DTYPES:
+        raise NotImplementedError(f"query is on {query.device}, expected the CPU or a CUDA device")
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (x if x.dtype is torch.float64 else x.to(dtype) for x in (query, key, value))
+    if query.dtype not in _DTYPES[device]:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES[device])
+        raise NotImplementedError(f"query has dtype {query.dtype}, expected {names} on {device}")
+    leading, seqlen_q, seqlen_k, head_dim_v = _sizes(query.shape, key.shape, value.shape, enable_gqa)
+
+    batched = key.shape[0] == query.shape[0]  # of (N, S, D): heads without groups may as well be a batch
+    causal, window, keys = False, None, None
+    if attn_mask is not None:
+        if _is_causal_bias(attn_mask):
+            size = attn_mask.seq_len_q, attn_mask.seq_len_kv
+            if is_causal or size != (seqlen_q, seqlen_k):
+                raise ValueError(f"attn_mask has size {size}, expected a CausalBias of size (S_q, S_k), no is_causal")
+            causal = attn_mask.variant == type(attn_mask.variant).LOWER_RIGHT
+            is_causal = not causal
+        elif is_causal:
+            raise NotImplementedError("attn_mask is given with is_causal, expected one of them")
+        else:
+            keys = _visible_keys(attn_mask, query, seqlen_k, batched)
+    if is_causal:
+        if seqlen_q < seqlen_k:  # no row sees the others
+            key, value = key[..., :seqlen_q, :], value[..., :seqlen_q, :]
+        causal = seqlen_q <= seqlen_k
+        window = None if causal else (None, seqlen_q - seqlen_k)
+
+    if len(leading) != 2:
+        query, key, value = (_with_heads(x, batched).flatten(0, -4) for x in (query, key, value))
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    options = {"causal": causal, "window": window, "scale": scale, "dropout_p": dropout_p}
+    out = attend_padded(attention, q, k, v, **options) if keys is None else _attend_to(keys, q, k, v, options)
+    out = out.transpose(1, 2)
+    return out if len(leading) == 2 else out.reshape(*leading, seqlen_q, head_dim_v)
+
+
+def _sizes(query, key, value, enable_gqa):
+    """What stands before S_q in query's shape, S_q, S_k, D_v."""
+    if len(query) == len(key) == len(value) > 2:
+        *leading, heads_q, seqlen_q, head_dim = query
+        *leading_k, heads_k, seqlen_k, _ = key
+        *leading_v, heads_v, seqlen_v, head_dim_v = value
+        for name, dim in (("query", head_dim), ("value", head_dim_v)):
+            if not 1 <= dim <= _WIDEST:
+                raise NotImplementedError(f"{name} has head dimension {dim}, expected one from 1 to {_WIDEST}")
+        if leading == leading_k == leading_v and heads_k == heads_v and seqlen_k == seqlen_v:
+            if enable_gqa or heads_q == heads_k:
+                return (*leading, heads_q), seqlen_q, seqlen_k, head_dim_v
+    found = ", ".join(str(tuple(shape)) for shape in (query, key, value))
+    raise NotImplementedError(
+        f"query, key and value have shapes {found}, expected (..., H_q, S_q, D), (..., H_k, S_k, D) and "
+        "(..., H_k, S_k, D_v) with the same leading dimensions, and H_q = H_k unless enable_gqa"
+    )
+
+
+def _is_causal_bias(attn_mask):
+    bias = sys.modules.get("torch.nn.attention.bias")  # takes a second to import, and who has a bias has done so
+    return bias is not None and isinstance(attn_mask, bias.CausalBias)
+
+
+def _with_heads(x, batched):
+    """`x` as (..., H, S, D) of at least four dimensions; the first of three is the batch, or the heads."""
+    return x.unsqueeze(1 if batched else 0) if x.dim() == 3 else x
+
+
+def _visible_keys(attn_mask, query, seqlen_k, batched):
+    """(B, S_k) bool of a mask that is alike for all heads and queries, by its shape and strides; None if none asks."""
+    if type(attn_mask) is not Tensor or attn_mask.dtype is not torch.bool or attn_mask.device != query.device:
+        kind = f", {attn_mask.dtype} on {attn_mask.device}" if isinstance(attn_mask, Tensor) else ""
+        found = f"attn_mask is a {type(attn_mask).__name__}{kind}"
+        raise NotImplementedError(f"{found}, expected a plain Tensor of booleans on query's device")
+    expected = "one that broadcasts to (..., H_q, S_q, S_k) and is alike for all heads and queries by shape or stride"
+    refusal = NotImplementedError(f"attn_mask has shape {tuple(attn_mask.shape)}, expected {expected}")
+    if attn_mask.dim() < 2:
+        raise refusal
+    try:
+        mask = attn_mask.expand(*query.shape[:-1], seqlen_k)
+    except RuntimeError:
+        raise refusal from None
+    if query.numel() == 0:
+        return None
+    mask = _with_heads(mask, batched)
+    if any(mask.shape[dim] > 1 and mask.stride(dim) != 0 for dim in (-3, -2)):
+        raise refusal
+    return mask[..., 0, 0, :].flatten(0, -2)
+
+
+def _attend_to(keys, q, k, v, options):
+    """Without a mask no key has a place of its own, so those of each entry that `keys` (B, S_k) shows may stand in
+    front, where a length tells them from the others."""
+    (batch, seqlen_q), seqlen_k = q.shape[:2], k.shape[1]
+    if batch * max(seqlen_q, seqlen_k) >= 2**31:
+        found = f"query and key have {batch} x {seqlen_q} and {batch} x {seqlen_k} rows"
+        raise NotImplementedError(f"{found}, expected less than 2^31 of either with an attn_mask")
+    entry = torch.arange(batch, device=q.device)[:, None]
+    order = keys.view(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+    k, v = (x[entry, order].flatten(0, 1) for x in (k, v))
+    offsets = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    out = attend_padded(
+        attention_varlen,
+        q.flatten(0, 1),
+        k,
+        v,
+        cu_seqlens_q=offsets * seqlen_q,
+        cu_seqlens_k=offsets * seqlen_k,
+        seqused_k=keys.sum(dim=-1, dtype=torch.int32),
+        **options,
+    )
+    return out.unflatten(0, (batch, seqlen_q))
