@@ -24,7 +24,7 @@ LEVELS = [
     {"workspace"},
     {"plan"},
     {"kvcache"},
-    {"registry", "order_tiles", "launch", "append"},
+    {"registry", "order_tiles", "launch", "append", "prefill"},
     {"flashtile", "params"},
     {"kvcache_params"},
     {"mainloop", "epilogue"},

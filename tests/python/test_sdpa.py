@@ -142,7 +142,6 @@ DIFFERENT = {
     "heads": lambda make: make(2, 4, 1, 7),
     "everything": lambda make: make(2, 4, 5, 7),
     "rows": lambda make: make(5, 7),
-    "whole rows": lambda make: make(5, 1),
     "expanded keys": lambda make: make(2, 1, 5, 1).expand(2, 4, 5, 7),
     "alike, but full": lambda make: make(2, 1, 1, 7).expand(2, 4, 5, 7).contiguous(),
 }
@@ -160,6 +159,14 @@ def test_masks_of_keys(mask, device):
 def test_other_masks_fall_back(mask, device):
     attn_mask = mask(functools.partial(bools, device=device))
     inputs = tensors(dtype=F16, device=device)
+    with pytest.warns(FallbackWarning, match="attn_mask has shape"):
+        out = sdpa(*inputs, attn_mask)
+    assert_bitwise(out, F.scaled_dot_product_attention(*inputs, attn_mask))
+
+
+def test_masks_of_whole_rows_fall_back():
+    """On the CPU: with CUDA tensors PyTorch 2.11's own function fails on such a mask, by a misaligned address."""
+    attn_mask, inputs = bools(5, 1), tensors(dtype=F16)
     with pytest.warns(FallbackWarning, match="attn_mask has shape"):
         out = sdpa(*inputs, attn_mask)
     assert_bitwise(out, F.scaled_dot_product_attention(*inputs, attn_mask))
