@@ -277,7 +277,7 @@ def _cases():
         add("prefill_gaps", new=150, dtype=dtype, layout="gaps", **many, **layout)
         heads = dict(heads_q=16, heads_k=2, lengths_q=(150, 0, 301, 17, 90), held=(90, 40, 0, 130, 600), tail=9)
         add("prefill_ragged", dtype=dtype, new=0, **heads, **layout)
-        add("prefill_ragged_full", dtype=dtype, causal=False, rotary=16, head_dim=128, **heads, **layout)
+        add("prefill_ragged_full", dtype=dtype, causal=False, head_dim=128, **heads, **layout)
 
     lengths = dict(lengths_q=(1, 0, 70, 17, 5), held=(90, 40, 0, 130, 600))
     for i, layout in enumerate(layouts):
