@@ -22,7 +22,6 @@ constexpr std::int64_t kFlopsPerThread = 1 << 20;
 constexpr const char* kNarrowest = "the first row of this dtype that is wide enough";
 constexpr const char* kSmallerTile = "the first row of this dtype that is wide enough and fits the GPU's shared memory";
 constexpr const char* kPrefill = "many rows over a cache, on Hopper: the forward kernel";
-constexpr std::int64_t kMostRows = 1 << 30;  // what mask.h can add up in an int
 constexpr const char* kFastest = "of the rows that are just wide enough, the one with the least estimated time";
 
 [[noreturn, gnu::cold]] void refuse_device(const DeviceInfo& device) {
@@ -401,7 +400,7 @@ bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   const Problem& p = plan.problem;
   const std::int64_t keys = std::int64_t{p.batch} * p.seqlen_k;
   if (device.compute_capability != 90 || !cache.in_line || cache.num_splits > 0 || cache.batch_invariant) return false;
-  if (keys == 0 || std::max({keys, std::int64_t{cache.pages} * cache.page_size, cache.queries()}) >= kMostRows ||
+  if (keys == 0 || std::max({keys, std::int64_t{cache.pages} * cache.page_size, cache.queries()}) >= Band::kUnbounded ||
       rows_of_sequence(p.dense()) < kFewestRows)
     return false;
   Problem sequences = p;

@@ -1,0 +1,161 @@
+"""attention_varlen on a GPU alone: streams, graphs, and what tables hold that the host does not read."""
+
+import subprocess
+import sys
+
+import pytest
+import ragged
+import torch
+from cases import BF16, on_devices
+from ragged import Ragged
+from test_backward import differentiable
+from test_varlen import LAWS, arguments, assert_close, assert_refused, assert_same, options_with, part, results
+
+import flashtile
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ragged.TABLES)
+def test_tables_on_another_device(name):
+    assert_refused({name: torch.Tensor.cpu}, ValueError, f"{name} is on cpu, expected cuda:0, as q", "cuda")
+
+
+@pytest.mark.gpu
+def test_float32_on_cuda():
+    given = arguments({name: torch.Tensor.float for name in "qkv"}, "cuda")
+    with pytest.raises(
+        NotImplementedError, match=r"^attention_varlen: q has dtype float32 .*expected float16 or bfloat"
+    ):
+        flashtile.attention_varlen(**given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case, device", on_devices(LAWS, ["cuda"]))
+def test_the_host_never_waits(case, device):
+    inputs, options = differentiable(case, device)
+    longest = torch.tensor(130, device=device)
+    incoming = case.incoming(*flashtile.attention_varlen(*inputs[:3], return_lse=True, **options))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results(case, inputs, options | dict(max_seqlen_q=longest, max_seqlen_k=longest), incoming)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_a_training_step_in_a_graph(head_dim, head_dim_v):
+    """Replays go by what the tables hold then: other lengths of the same tokens."""
+    sizes = dict(dtype=BF16, heads_q=4, heads_k=2, causal=True, sinks=0.0, head_dim=head_dim, head_dim_v=head_dim_v)
+    batches = [
+        Ragged("first", lengths_q=(100, 30, 0, 70), lengths_k=(90, 110, 5, 95), **sizes),
+        Ragged("even", lengths_q=(50,) * 4, lengths_k=(75,) * 4, **sizes),
+        Ragged("one", lengths_q=(0, 0, 200, 0), lengths_k=(0, 0, 300, 0), **sizes),
+        Ragged("unused", lengths_q=(1, 2, 150, 3), lengths_k=(7, 120, 13, 60), tail=0, **sizes),
+    ]
+    inputs, options = differentiable(batches[0], "cuda")
+    incoming = batches[0].incoming(*flashtile.attention_varlen(*inputs[:3], return_lse=True, **options))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # as PyTorch asks: once outside the capture, on another stream
+        results(batches[0], inputs, options, incoming)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = results(batches[0], inputs, options, incoming)
+    for batch in batches:
+        tables = batch.tables("cuda")
+        for name, x in tables.items():
+            options[name].copy_(x)
+        for x in found.values():
+            x.fill_(7)
+        graph.replay()
+        assert_same(found, results(batch, inputs, options_with(options, tables), incoming))
+
+
+# In a process of its own: a read out of bounds takes the whole context with it.
+GARBAGE = """
+import torch, flashtile
+torch.manual_seed(0)
+limits = torch.iinfo(torch.int32)
+T, B = 700, 9
+tables = [
+    torch.randint(limits.min, limits.max, (B + 1,)),
+    torch.randint(-2000, 2000, (B + 1,)),
+    torch.randint(0, T, (B + 1,)),
+    torch.full((B + 1,), limits.max),
+    torch.full((B + 1,), limits.min),
+    torch.full((B + 1,), T),
+    torch.linspace(T, 0, B + 1),
+    torch.tensor([0, limits.max] * (B // 2 + 1)),
+    torch.tensor([limits.min, limits.max] * (B // 2 + 1)),
+]
+tables = [x.int().cuda() for x in tables]
+for head_dim in (64, 128, 192, 256):
+    q, k, v = (torch.randn(T, heads, head_dim, device="cuda", dtype=torch.float16) for heads in (4, 2, 2))
+    for x in (q, k, v):
+        x.requires_grad_()
+    for options in ({}, {"causal": True}, {"window": (30, 5), "dropout_p": 0.2, "seed": 1}):
+        for deterministic in (False, True):
+            for begins_q in tables:
+                for begins_k in tables:
+                    used = {"seqused_q": begins_k[1:], "seqused_k": begins_q[:-1]}
+                    for more in ({}, used):
+                        out, lse = flashtile.attention_varlen(
+                            q, k, v, cu_seqlens_q=begins_q, cu_seqlens_k=begins_k, return_lse=True,
+                            deterministic=deterministic, **options, **more
+                        )
+                        torch.autograd.grad([out, lse], (q, k, v), [torch.ones_like(out), torch.ones_like(lse)])
+    torch.cuda.synchronize()
+good = torch.tensor([0, 300, T], dtype=torch.int32, device="cuda")
+out = flashtile.attention_varlen(q, k, v, cu_seqlens_q=good, cu_seqlens_k=good)
+assert out.isfinite().all()
+print("alive")
+"""
+
+
+@pytest.mark.gpu
+def test_garbage_in_tables_stays_inside_the_tensors():
+    run = subprocess.run([sys.executable, "-c", GARBAGE], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "alive"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_more_than_65535_sequences(head_dim):
+    """All alike, so that the first and the last have one answer."""
+    count = 70_001
+    case = Ragged("many", dtype=BF16, causal=True, heads_q=2, head_dim=head_dim, lengths_q=(5,), lengths_k=(9,))
+    inputs = [x.repeat(count, 1, 1) for x in case.tensors("cuda")]
+    begins = torch.arange(count + 1, dtype=torch.int32, device="cuda")
+    found = results(
+        case,
+        inputs,
+        dict(cu_seqlens_q=5 * begins, cu_seqlens_k=9 * begins, causal=True),
+        ones_like_results(case, count),
+    )
+    alone = results(case, case.tensors("cuda"), case.options("cuda"), ones_like_results(case, 1))
+    for b in (0, 1, 35_000, 65_535, 65_536, count - 1):
+        rows, keys = slice(5 * b, 5 * b + 5), slice(9 * b, 9 * b + 9)
+        assert_close(part(found, rows, keys), alone)
+
+
+def ones_like_results(case, count):
+    rows = count * case.seqlen_q
+    out = torch.ones(rows, case.heads_q, case.head_dim, dtype=case.dtype, device="cuda")
+    return out, torch.ones(case.heads_q, rows, device="cuda")
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_31_elements():
+    rows = 2**31 // (64 * 128) + 200
+    q = torch.randn(rows, 64, 128, dtype=BF16, device="cuda")
+    k, v = torch.randn(2, rows, 64, 128, dtype=BF16, device="cuda")
+    begins = torch.tensor([0, 150, rows - 170, rows], dtype=torch.int32, device="cuda")
+    tables = dict(cu_seqlens_q=begins, cu_seqlens_k=begins, seqused_k=torch.tensor([150, 40, 170]).int().cuda())
+    out = flashtile.attention_varlen(q, k, v, **tables)
+    for cut in (slice(150), slice(rows - 170, rows)):
+        alone = flashtile.attention(q[None, cut], k[None, cut], v[None, cut])[0]
+        assert_close({"out": out[cut]}, {"out": alone})
