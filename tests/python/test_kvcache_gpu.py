@@ -83,30 +83,37 @@ def resized(given, pages):
     return given | caches | dict(block_table=table)
 
 
-# In a process of its own: an access out of bounds takes the whole context with it.
-GARBAGE = """
+# In processes of their own: an access out of bounds takes the whole context with it.
+GUARDED = """
 import itertools
 import torch, flashtile
 torch.manual_seed(0)
 limits = torch.iinfo(torch.int32)
-B, T, S = 9, 70, 300
-def garbage(count):
+floats = dict(dtype=torch.float16, device="cuda")
+B = 9
+def garbage(count, length):
     return [x.int().cuda() for x in (
         torch.randint(limits.min, limits.max, (count,)),
         torch.randint(-2000, 2000, (count,)),
         torch.full((count,), limits.max),
         torch.full((count,), limits.min),
-        torch.linspace(S, 0, count),
+        torch.linspace(length, 0, count),
         torch.tensor([0, limits.max] * count)[:count],
     )]
+def guarded(shape, dims):  # caches between guards, which nothing may touch
+    caches = [torch.full((shape[0] + 2, *shape[1:], dim), 7.0, **floats) for dim in dims]
+    return caches, [x[1:-1] for x in caches]
+def check(caches):
+    torch.cuda.synchronize()
+    for x in caches:
+        assert (x[0] == 7).all() and (x[-1] == 7).all(), "a guard was written"
+"""
+DECODING = """
+T, S = 70, 300
 for head_dim, page_size, dim_v in ((64, 16, 64), (128, 3, 128), (256, 64, 72), (72, 1, 256)):
-    floats = dict(dtype=torch.float16, device="cuda")
     per_sequence = S // page_size
     for paged in (False, True):
-        shape = (40, page_size, 2) if paged else (B, S, 2)
-        # Between guards, which nothing may touch.
-        caches = [torch.full((shape[0] + 2, *shape[1:], dim), 7.0, **floats) for dim in (head_dim, dim_v)]
-        k_cache, v_cache = (x[1:-1] for x in caches)
+        caches, (k_cache, v_cache) = guarded((40, page_size, 2) if paged else (B, S, 2), (head_dim, dim_v))
         cos = torch.randn(50, 16, **floats)
         for ragged, appends, splits in itertools.product((False, True), (False, True), (0, 3, -1)):
             lead = (T,) if ragged else (B, 5)
@@ -116,18 +123,43 @@ for head_dim, page_size, dim_v in ((64, 16, 64), (128, 3, 128), (256, 64, 72), (
             if appends:
                 new = [torch.randn(*lead, 2, dim, **floats) for dim in (head_dim, dim_v)]
                 options |= {"k_new": new[0], "v_new": new[1]}
-            for i, (held, skipped) in enumerate(zip(garbage(B), garbage(B)[1:] + garbage(B)[:1])):
+            lengths = garbage(B, S)
+            for i, (held, skipped) in enumerate(zip(lengths, lengths[1:] + lengths[:1])):
                 options |= {"cache_seqlens": held, "leftpad": skipped}
                 if ragged:
-                    options["cu_seqlens_q"] = garbage(B + 1)[i]
+                    options["cu_seqlens_q"] = garbage(B + 1, S)[i]
                 if paged:
-                    options["block_table"] = garbage(B * per_sequence)[i].view(B, per_sequence)
+                    options["block_table"] = garbage(B * per_sequence, S)[i].view(B, per_sequence)
                 else:
-                    options["cache_batch_idx"] = garbage(B)[-1 - i]
+                    options["cache_batch_idx"] = garbage(B, S)[-1 - i]
                 flashtile.attention_kvcache(q, k_cache, v_cache, return_lse=True, **options)
-        torch.cuda.synchronize()
-        for x in caches:
-            assert (x[0] == 7).all() and (x[-1] == 7).all(), "a guard was written"
+        check(caches)
+"""
+# Enough rows for Hopper's kernel of many, which decoding does not enter.
+PREFILL = """
+T, S = 2000, 640
+for head_dim, page_size, dim_v in ((64, 16, 64), (128, 48, 128), (256, 64, 256), (72, 32, 40)):
+    per_sequence = S // page_size
+    for paged in (False, True):
+        caches, (k_cache, v_cache) = guarded((40, page_size, 2) if paged else (B, S, 2), (head_dim, dim_v))
+        cos = torch.randn(700, 16, **floats)
+        for ragged, appends in itertools.product((False, True), (False, True)):
+            lead = (T,) if ragged else (B, 300)
+            q = torch.randn(*lead, 16, head_dim, **floats)
+            options = {"window": (200, None)} if appends else {"causal": True}
+            if appends:
+                new = [torch.randn(*lead, 2, dim, **floats) for dim in (head_dim, dim_v)]
+                options |= {"k_new": new[0], "v_new": new[1], "rotary_cos": cos, "rotary_sin": cos}
+            for i, held in enumerate(garbage(B, S)):
+                options["cache_seqlens"] = held
+                if ragged:
+                    options["cu_seqlens_q"] = garbage(B + 1, T)[i]
+                if paged:
+                    options["block_table"] = garbage(B * per_sequence, S)[i].view(B, per_sequence)
+                flashtile.attention_kvcache(q, k_cache, v_cache, return_lse=True, **options)
+        check(caches)
+"""
+ALIVE = """
 q = torch.randn(2, 1, 4, 64, **floats)
 k_cache = torch.randn(2, 10, 4, 64, **floats)
 assert flashtile.attention_kvcache(q, k_cache, k_cache, cache_seqlens=10).isfinite().all()
@@ -146,8 +178,9 @@ def test_an_odd_number_of_parts(options):
 
 
 @pytest.mark.gpu
-def test_garbage_in_tables_stays_inside_the_tensors():
-    run = subprocess.run([sys.executable, "-c", GARBAGE], capture_output=True, text=True)
+@pytest.mark.parametrize("calls", [DECODING, PREFILL], ids=["decoding", "prefill"])
+def test_garbage_in_tables_stays_inside_the_tensors(calls):
+    run = subprocess.run([sys.executable, "-c", GUARDED + calls + ALIVE], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "alive"
 
