@@ -234,24 +234,17 @@ int key_blocks(const Problem& p, const Variant& v) {
 /// many as run at a time, each for one block after the other. Under a mask those of whole heads, so that rounds in
 /// alternate directions give each as much to do; not where that leaves too many multiprocessors idle.
 ///
-/// Where sums are in order, never so that they wait for each other: nobody promises that all of them run at a time.
-/// Each takes whole heads instead, if there are enough of them, and if those that run at a time leave room in the L2
-/// cache, as a head's queries come and its sums of dQ go once for each of its blocks.
+/// Where sums are in order, each takes the next that nobody has taken, so that whoever waits, waits for one that runs;
+/// only in short heads, of which more can share the L2 cache than have to wait for each other (docs/performance.md).
 int thread_blocks(const Problem& p, const Variant& v, const DeviceInfo& device, int tiles) {
   constexpr int kFewQueries = 4096;
-  constexpr std::int64_t kRoomInCache = 40 << 20;      // bytes, of Hopper's 50 MB
-  constexpr double kBusy = 0.95, kBusyInOrder = 0.85;  // of the multiprocessors, at the least
+  constexpr int kShortHead = 1024;  // in blocks · head_dim
+  constexpr double kBusy = 0.95;    // of the multiprocessors, at the least
   if (p.ragged) return v.one_pass() ? std::min(tiles, device.multiprocessors) : tiles;
   const std::int64_t queries = std::int64_t{p.group()} * p.seqlen_q;
-  if (!v.may_loop() || queries > kFewQueries) return tiles;
+  if (!v.may_loop() || queries == 0 || queries > kFewQueries) return tiles;
   const int at_a_time = device.multiprocessors;
-  if (p.deterministic) {
-    const std::int64_t bytes = queries * v.head_dim * (2 * bytes_of(v.dtype) + int(sizeof(float)));  // Q, dO, dQ
-    const int heads = tiles / key_blocks(p, v);
-    const int rounds = (heads + at_a_time - 1) / at_a_time;
-    const bool pays = at_a_time * bytes <= kRoomInCache && heads >= kBusyInOrder * rounds * at_a_time;
-    return pays ? std::min(heads, at_a_time) : tiles;
-  }
+  if (p.deterministic) return key_blocks(p, v) * v.head_dim <= kShortHead ? std::min(tiles, at_a_time) : tiles;
   if (p.band == Band::full()) return std::min(tiles, at_a_time);
   const int of_whole_heads = at_a_time / key_blocks(p, v) * key_blocks(p, v);
   return of_whole_heads < kBusy * at_a_time ? tiles : std::min(tiles, of_whole_heads);
@@ -264,16 +257,14 @@ constexpr int kLongHead = 2048;  // in blocks · head_dim
 /// of query heads to go through. Not where a head has few blocks: more heads at a time take more of the L2 cache for
 /// dQ; but if thread blocks take several, evenness is worth more. Where blocks add to dQ in order, so many heads that
 /// few of the blocks that run at a time belong to one and wait for each other, but yet some, which share its queries in
-/// the L2 cache: eight, and fewer where heads are short; one where a thread block takes all of its blocks.
+/// the L2 cache: eight, and fewer where heads are short.
 int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, bool several) {
   constexpr int kManyBlocks = 16;
   const std::int64_t at_a_time = device.multiprocessors;
   const int n_blocks = key_blocks(p, v);
   const std::int64_t length = std::int64_t{n_blocks} * v.head_dim;
   std::int64_t wanted = 1;
-  if (p.deterministic && several)
-    wanted = 1;
-  else if (p.deterministic && v.parts_of_dq() > 0)
+  if (p.deterministic && v.parts_of_dq() > 0)
     wanted = at_a_time * std::max<std::int64_t>(kLongHead, length) / (8 * length);
   else if (p.band != Band::full() && (several || n_blocks >= kManyBlocks))
     wanted = at_a_time * (several ? 1 : p.group()) / n_blocks;
@@ -281,10 +272,12 @@ int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, 
   return static_cast<int>(std::clamp<std::int64_t>(wanted, 1, std::max<std::int64_t>(all, 1)));
 }
 
-/// In how many parts a ragged sequence is listed: under a mask, where the work of its blocks differs, until the last is
-/// a twelfth.
-int parts_of_sequence(const Problem& p) {
-  return p.band == Band::full() ? 1 : 4;
+/// In how many parts ragged sequences are listed: under a mask, where the work of its blocks differs, until the last is
+/// a twelfth; of so many of them that each multiprocessor gets a last block.
+RaggedParts parts_of_sequences(const Problem& p, int heads, const DeviceInfo& device) {
+  if (p.band == Band::full()) return {};
+  const std::int64_t last_blocks = std::int64_t{p.batch} * heads;
+  return {.most = 4, .every = static_cast<int>(std::max<std::int64_t>(last_blocks / device.multiprocessors, 1))};
 }
 
 /// Of a ragged backward: as heads_at_once says of a dense one.
@@ -384,8 +377,8 @@ ForwardPlan plan_tiles(const Problem& problem, const Variant& v, HeadPacking pac
     if (!problem.ragged) plan.scheduler = balanced_scheduler(plan);
   }
   if (v.arch != Arch::kCpu && problem.ragged) {
-    plan.parts_of_sequence = parts_of_sequence(problem);
-    plan.blocks_of_section = blocks_of_section(plan);
+    plan.parts = parts_of_sequences(problem, problem.heads_q / packing.heads(), device);
+    plan.parts.blocks_of_section = blocks_of_section(plan);
     plan.workspace_bytes = RaggedTiles::bytes(plan.m_blocks);
   }
   if (v.arch == Arch::kCpu) plan.workspace_bytes = cpu::forward_workspace_bytes(problem, v, plan.grid);
@@ -466,8 +459,8 @@ BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
     plan.grid = thread_blocks(problem, v, device, countable("k", plan.tiles, kTiles));
     plan.heads_at_once = heads_at_once(problem, v, device, plan.grid < plan.tiles);
     // Where sums are in order, so are the blocks of a head.
-    plan.parts_of_sequence = problem.deterministic ? 1 : parts_of_sequence(problem);
-    plan.blocks_of_section = blocks_of_section(problem, v, device);
+    if (!problem.deterministic) plan.parts = parts_of_sequences(problem, problem.heads_k, device);
+    plan.parts.blocks_of_section = blocks_of_section(problem, v, device);
     plan.workspace_bytes = workspace.bytes();
   }
   plan.why = choice.why;

@@ -102,8 +102,8 @@ struct ForwardParams {
     if (ragged.given()) {
       RaggedTile found;
       if (!ragged.find(index, packs, true, found)) return false;
-      tile = {found.entry->batch, found.head, found.block};
-      sequence = found.entry->sequence;
+      tile = {found.entry.batch, found.head, found.block};
+      sequence = found.entry.sequence;
     } else {
       tile = scheduler.tile(index);
       sequence = sequences.at(tile.batch);
@@ -120,8 +120,7 @@ inline RaggedOrder forward_order(const ForwardPlan& plan, RaggedTiles tiles) {
           .rows = plan.packing.query(plan.variant.tile_m),
           .band = p.band,
           .heads = p.heads_q / plan.packing.heads(),
-          .parts = plan.parts_of_sequence,
-          .blocks_of_section = plan.blocks_of_section};
+          .parts = plan.parts};
 }
 
 /// What a backward kernel is launched with. Its tiles of scores are transposed: keys are rows, queries are columns.
@@ -160,6 +159,7 @@ struct BackwardParams {
   int n_blocks;       // tiles of keys in one head
   int heads_at_once;  // KV heads whose key blocks take turns: see KeyBlock
   RaggedTiles ragged_queries, ragged_keys;
+  int* taken;  // blocks of keys that thread blocks have taken
   BackwardWorkspace workspace;
   void* memory;  // of `workspace`
 
@@ -190,7 +190,7 @@ struct BackwardParams {
     if (ragged_queries.given()) {
       RaggedTile found;
       if (!ragged_queries.find(index, heads, true, found)) return false;
-      const RaggedEntry& entry = *found.entry;
+      const RaggedEntry& entry = found.entry;
       tile = {entry.batch, found.head, found.block, entry.sequence,
               workspace_tile(entry.batch, found.head, entry.sequence.q) + found.block};
     } else {
@@ -254,6 +254,7 @@ struct BackwardParams {
         .heads_at_once = plan.heads_at_once,
         .ragged_queries = workspace.ragged_queries(memory),
         .ragged_keys = workspace.ragged_keys(memory),
+        .taken = p.ragged ? workspace.ragged_keys(memory).taken : workspace.taken(memory),
         .workspace = workspace,
         .memory = memory,
     };

@@ -19,6 +19,7 @@ namespace flashtile {
 ///              order within a tile is the kernel's own. None where a pass of its own forms dQ
 ///   state      an int for each part of a tile of dq: how far its sum is, see SumOfDq. None where blocks of keys add to
 ///              zeros in any order
+///   taken      an int, where there is state and the batch is dense: blocks of keys that thread blocks have taken
 ///   ragged     of a ragged batch, whose tiles have the places of Spans, head by head: the lists of the blocks of
 ///              queries and of keys, see RaggedTiles
 struct BackwardWorkspace {
@@ -41,19 +42,21 @@ struct BackwardWorkspace {
             .key_places = p.ragged ? static_cast<int>(p.places_k(v.tile_n)) : 0};
   }
 
-  std::int64_t bytes() const {
-    return ragged ? keys_at() + RaggedTiles::bytes(key_places) : 4 * (rows() * (2 + head_dim) + tiles * parts);
-  }
+  std::int64_t bytes() const { return ragged ? keys_at() + RaggedTiles::bytes(key_places) : bytes_of_rows(); }
   FLASHTILE_HOST_DEVICE std::int64_t rows() const { return tiles * tile_m; }
   FLASHTILE_HOST_DEVICE float* lse_log2(void* base) const { return static_cast<float*>(base); }
   FLASHTILE_HOST_DEVICE float* delta(void* base) const { return lse_log2(base) + rows(); }
   FLASHTILE_HOST_DEVICE float* dq(void* base) const { return delta(base) + rows(); }
   FLASHTILE_HOST_DEVICE int* state(void* base) const { return reinterpret_cast<int*>(dq(base) + rows() * head_dim); }
+  FLASHTILE_HOST_DEVICE int* taken(void* base) const { return state(base) + tiles * parts; }
   RaggedTiles ragged_queries(void* base) const { return list(base, queries_at(), m_blocks); }
   RaggedTiles ragged_keys(void* base) const { return list(base, keys_at(), key_places); }
 
  private:
-  std::int64_t queries_at() const { return (4 * (rows() * (2 + head_dim) + tiles * parts) + 15) / 16 * 16; }
+  std::int64_t bytes_of_rows() const {
+    return 4 * (rows() * (2 + head_dim) + tiles * parts + (parts > 0 && !ragged ? 1 : 0));
+  }
+  std::int64_t queries_at() const { return (bytes_of_rows() + 15) / 16 * 16; }
   std::int64_t keys_at() const { return queries_at() + RaggedTiles::bytes(m_blocks); }
   RaggedTiles list(void* base, std::int64_t at, int places) const {
     return ragged ? RaggedTiles::at(static_cast<char*>(base) + at, places) : RaggedTiles{};

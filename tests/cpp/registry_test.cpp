@@ -351,7 +351,9 @@ TEST(Select, KeyBlocksOfOneWaveTakeTurnsUnderAMask) {
   EXPECT_EQ(plan(2048, Band::causal()).grid, device.multiprocessors / 16 * 16);
   EXPECT_EQ(plan(2048, Band::causal()).heads_at_once, device.multiprocessors / 16);
   EXPECT_EQ(plan(2048, Band::causal(), 4).grid, plan(2048, Band::causal(), 4).tiles);  // 8192 queries for each key
-  EXPECT_EQ(plan(512, Band::full(), 1, true).grid, plan(512, Band::full(), 1, true).tiles);  // in order they wait
+  EXPECT_EQ(plan(512, Band::full(), 1, true).grid, device.multiprocessors);            // in order too,
+  EXPECT_EQ(plan(2048, Band::full(), 1, true).grid, plan(2048, Band::full(), 1, true).tiles);  // but not of long heads
+  EXPECT_EQ(plan(0, Band::full(), 1, true).grid, 0);
   EXPECT_EQ(plan(27 * 128, Band::causal()).grid, plan(27 * 128, Band::causal()).tiles);  // 4 heads would leave 24 idle
   EXPECT_EQ(plan(0, Band::full()).grid, 0);
 }
@@ -373,26 +375,27 @@ TEST(Select, DeterministicKeyBlocksOfAHeadAreFewAtATime) {
   EXPECT_EQ(heads_at_once(256, 512), 1);    // nobody adds to dQ
 }
 
-TEST(Select, DeterministicKeyBlocksOfAShortHeadAreTakenByOneThreadBlock) {
+TEST(Select, AsManyRaggedSequencesAreListedInPartsAsFillTheGpu) {
   const DeviceInfo device = gpu(90, 227);
-  const auto plan = [&](int heads, int head_dim, int seqlen, int group = 1) {
-    Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim, seqlen);
-    problem.batch = 1;
-    problem.heads_q = heads * group;
-    problem.heads_k = heads;
-    problem.deterministic = true;
-    return select_backward(problem, device);
+  const auto parts = [&](int sequences, int heads, Band band = Band::causal(), bool deterministic = false) {
+    Problem problem = problem_on(device, DType::kBFloat16, 128, 128, sequences * 100);
+    problem.ragged = true;
+    problem.batch = sequences;
+    problem.heads_q = problem.heads_k = heads;
+    problem.band = band;
+    problem.deterministic = deterministic;
+    const RaggedParts forward = select_forward(problem, device).parts,
+                      backward = select_backward(problem, device).parts;
+    EXPECT_EQ(forward.most, deterministic ? 4 : backward.most);
+    EXPECT_EQ(forward.every, deterministic ? forward.every : backward.every);
+    return backward;
   };
-  const int at_a_time = device.multiprocessors;
-  EXPECT_EQ(plan(2 * at_a_time, 64, 512).grid, at_a_time);
-  EXPECT_EQ(plan(2 * at_a_time, 64, 512).heads_at_once, 1);  // their blocks are neighbours
-  EXPECT_EQ(plan(2 * at_a_time - 9, 64, 512).grid, at_a_time);
-  const auto waits = [](const BackwardPlan& p) { return p.grid == p.tiles && p.heads_at_once > 1; };
-  EXPECT_TRUE(waits(plan(at_a_time + 9, 64, 512)));     // almost a whole round would be idle
-  EXPECT_TRUE(waits(plan(at_a_time / 2, 64, 512)));     // too few
-  EXPECT_TRUE(waits(plan(2 * at_a_time, 128, 512)));    // more than the L2 cache holds
-  EXPECT_TRUE(waits(plan(2 * at_a_time, 64, 1024)));    // likewise
-  EXPECT_TRUE(waits(plan(2 * at_a_time, 64, 512, 2)));  // likewise
+  EXPECT_EQ(parts(8, 16).every, 1);
+  EXPECT_EQ(parts(32, 16).every, 32 * 16 / device.multiprocessors);
+  EXPECT_EQ(parts(1000, 32).every, 1000 * 32 / device.multiprocessors);
+  EXPECT_EQ(parts(32, 16).most, 4);
+  EXPECT_EQ(parts(32, 16, Band::full()).most, 1);          // all blocks are alike
+  EXPECT_EQ(parts(32, 16, Band::causal(), true).most, 1);  // blocks add in order
 }
 
 TEST(Select, BackwardTakesTheTileThatWastesLess) {
@@ -492,8 +495,8 @@ TEST(Select, WhoAddsToATileOfDqMayNeedAnInt) {
   };
   const DeviceInfo ampere = gpu(80, 163), hopper = gpu(90, 227);
   EXPECT_EQ(workspace(ampere, 64, false), 4 * (64 + 2) * kRows);
-  EXPECT_EQ(workspace(ampere, 64, true), 4 * (64 + 2) * kRows + 16 * kRows / 32);  // four warps, tiles of 32
-  EXPECT_EQ(workspace(hopper, 64, false), 4 * (64 + 2) * kRows + 8 * kRows / 128);
+  EXPECT_EQ(workspace(ampere, 64, true), 4 * (64 + 2) * kRows + 16 * kRows / 32 + 4);  // four warps, tiles of 32
+  EXPECT_EQ(workspace(hopper, 64, false), 4 * (64 + 2) * kRows + 8 * kRows / 128 + 4);
   EXPECT_EQ(workspace(hopper, 64, true), workspace(hopper, 64, false));
   EXPECT_EQ(workspace(hopper, 256, true), 8 * kRows);  // a pass of its own forms dQ
 }

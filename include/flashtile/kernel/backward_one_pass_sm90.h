@@ -123,7 +123,7 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
                                    Stream stream) {
   using Mainloop = BackwardOnePassSm90<Row::kVariant, Takes::kBlock>;
   static_assert(sizeof(typename Mainloop::SharedStorage) <= backward_shared_memory(Row::kVariant));
-  static KernelHandles one, several, heads, listed, finish;
+  static KernelHandles one, several, next, finish;
   const Device device = plan.problem.device;
   const BackwardParams backward = BackwardParams::of(plan, tensors, memory);
   const BackwardWorkspace& workspace = backward.workspace;
@@ -146,15 +146,12 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   const auto launch_main = [&](auto kernel, KernelHandles& handles) {
     launch(kernel, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory}, params, stream);
   };
-  if (ragged) {
-    launch_main(backward_one_pass_sm90<Row, Takes::kListed>, listed);
+  const bool loops = plan.grid < plan.tiles;
+  if (ragged || (loops && plan.problem.deterministic)) {
+    launch_main(backward_one_pass_sm90<Row, Takes::kNext>, next);
   } else if constexpr (Row::kVariant.may_loop()) {
-    if (plan.grid == plan.tiles)
-      launch_main(backward_one_pass_sm90<Row, Takes::kBlock>, one);
-    else if (plan.problem.deterministic)
-      launch_main(backward_one_pass_sm90<Row, Takes::kHeads>, heads);
-    else
-      launch_main(backward_one_pass_sm90<Row, Takes::kBlocks>, several);
+    loops ? launch_main(backward_one_pass_sm90<Row, Takes::kBlocks>, several)
+          : launch_main(backward_one_pass_sm90<Row, Takes::kBlock>, one);
   } else {
     launch_main(backward_one_pass_sm90<Row, Takes::kBlock>, one);
   }

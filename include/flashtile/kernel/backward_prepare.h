@@ -61,6 +61,7 @@ __global__ void __launch_bounds__(kPrepareThreads) backward_prepare(const __grid
     }
   }
 
+  if (workspace.parts > 0 && blockIdx.x == 0 && threadIdx.x == 0) *params.taken = 0;
   if (params.dq == nullptr) return;
   constexpr bool kFirstStores = Row::kVariant.arch == Arch::kSm90;
   if (int(threadIdx.x) < workspace.parts) {
@@ -116,7 +117,7 @@ void launch_backward_prepare(BackwardPlan const& plan, BackwardParams const& par
     order_tiles(params.sequences,
                 {RaggedOrder{params.ragged_queries, RaggedOrder::Of::kQueries, plan.variant.tile_m, band, params.heads},
                  RaggedOrder{params.ragged_keys, RaggedOrder::Of::kKeys, plan.variant.tile_n, band, params.heads_k,
-                             plan.parts_of_sequence, plan.blocks_of_section}},
+                             plan.parts}},
                 device, stream);
   }
   launch(backward_prepare<Row>, prepare, device, {int(params.workspace.tiles), kPrepareThreads, 0}, params, stream);

@@ -32,16 +32,16 @@ struct BackwardOnePassParams {
   int blocks;                 // of keys, of all heads
 };
 
-/// What a thread block takes: a block of keys, several one after the other, or those of whole heads; of ragged
-/// sequences the next that nobody has taken, one after the other.
-enum class Takes { kBlock, kBlocks, kHeads, kListed };
+/// What a thread block takes: a block of keys; several, one after the other; or, where sequences are ragged or sums in
+/// order, again and again the next that nobody has taken.
+enum class Takes { kBlock, kBlocks, kNext };
 
 /// Where a thread block takes several blocks of keys, the next one's tiles are on their way while dK and dV of the last
 /// one are stored.
 template <Variant kV, Takes kTakes>
 struct BackwardOnePassSm90 {
   static constexpr bool kLoops = kTakes != Takes::kBlock;
-  static constexpr bool kRagged = kTakes == Takes::kListed;
+  static constexpr bool kRagged = kTakes == Takes::kNext;
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
@@ -129,20 +129,23 @@ struct BackwardOnePassSm90 {
     }
   };
 
-  /// Hands out blocks of ragged sequences.
+  /// Hands out blocks. Where sums are in order, who waits for a block must know that somebody has it: so all are taken
+  /// in turn, where otherwise each thread block has its first one beforehand.
   struct Scheduler {
     BackwardOnePassParams const& params;
     SharedStorage& shared;
 
     CUTE_DEVICE void run() {
+      const bool in_order = params.backward.deterministic;
+      const auto take = [&] { return (in_order ? 0 : int(gridDim.x)) + atomicAdd(params.backward.taken, 1); };
       Ring<1>::Cursor at{};
-      int index = blockIdx.x;
+      int index = in_order ? take() : blockIdx.x;
       for (bool more = true; more; at.advance()) {
         shared.work_barriers.fill(at, [&] {
-          more = shared.more = shared.work.find(params.backward, index);
+          more = shared.more = index < params.blocks && shared.work.find(params.backward, index);
           return 0;
         });
-        if (more) index = int(gridDim.x) + atomicAdd(params.backward.ragged_keys.taken, 1);
+        if (more) index = take();
       }
     }
   };
@@ -162,7 +165,6 @@ struct BackwardOnePassSm90 {
     template <class Visit>
     CUTE_DEVICE void for_each(Visit&& visit_and_release) const {
       const auto visit = [&](Work const& work) __attribute__((always_inline)) { visit_and_release(work, [] {}); };
-      const auto visit_block = [&](int i) __attribute__((always_inline)) { visit(Work(params.backward, i)); };
       if constexpr (kTakes == Takes::kBlock) {
         visit(only);
       } else if constexpr (kTakes == Takes::kBlocks) {
@@ -170,23 +172,16 @@ struct BackwardOnePassSm90 {
         int place = blockIdx.x;
         CUTE_NO_UNROLL
         for (int first = 0; first < params.blocks; first += gridDim.x) {
-          if (first + place < params.blocks) visit_block(first + place);
+          if (first + place < params.blocks) visit(Work(params.backward, first + place));
           place = gridDim.x - 1 - place;
         }
-      } else if constexpr (kTakes == Takes::kListed) {
+      } else {
         CUTE_NO_UNROLL
         for (Ring<1>::Cursor at{};; at.advance()) {
           shared.work_barriers.wait_full(at);
           if (!shared.more) return;
           const Work work = shared.work;
           visit_and_release(work, [&] { shared.work_barriers.release_by_thread(at); });
-        }
-      } else {
-        const int of_head = params.backward.n_blocks;
-        CUTE_NO_UNROLL
-        for (int first = blockIdx.x * of_head; first < params.blocks; first += gridDim.x * of_head) {
-          CUTE_NO_UNROLL
-          for (int i = first; i < first + of_head; ++i) visit_block(i);
         }
       }
     }

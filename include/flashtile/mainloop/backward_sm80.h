@@ -42,6 +42,8 @@ struct BackwardMainloopSm80 {
   static constexpr int kWarpsOfKeys = warps_along(kN, kM);
   static constexpr int kSharers = kV.warps / kWarpsOfKeys;  // warps that share their keys
   static constexpr bool kShareP = kSharers > 1;
+  // The sums of dQ leave while other warps are still at dK, where that pays (docs/performance.md).
+  static constexpr bool kAddUnderdK = kShareP && kStages == 2 && kHeadDim <= 128 && !kV.every_option;
   static constexpr int kWarpsOfQueries = warps_along(kM, kHeadDim);  // for dQ
   static_assert(kN % (16 * kWarpsOfKeys) == 0 && kM % (16 * kSharers) == 0 && kM % (16 * kWarpsOfQueries) == 0 &&
                 kHeadDim % (16 * kSharers) == 0 && kHeadDim % (16 * (kV.warps / kWarpsOfQueries)) == 0);
@@ -338,16 +340,8 @@ struct BackwardMainloopSm80 {
       store_scores<Negative::kKeep>(tSrS, shared.scores[0]);
       if constexpr (!kShareP) multiply_scores<Negative::kKeep>(tSrS, sQt, tKrdK);
       __syncthreads();  // P and dS of all warps are there
-      if constexpr (kShareP) {
-        multiply_shared<Mma, RowMajor, ColumnMajor>(tile<SmemLayout<kN, kM>>(shared.scores[1]), sdOt, tVrdV);
-        multiply_shared<Mma, RowMajor, ColumnMajor>(sdSt, sQt, tKrdK);
-      }
-      if (kStages == 1) {
-        if (kShareP) __syncthreads();  // no warp still reads the tiles of this step
-        if (more) load_queries(ahead, stage);
-        cp_async_fence();
-      }
-      if (params.dq) {
+      const auto add_dq = [&] {
+        if (params.dq == nullptr) return;
         Tensor tQrdQ = partition_fragment_C(MmaQ{}, Shape<Int<kM>, Int<kHeadDim>>{});  // (mma, m, head_dim)
         clear(tQrdQ);
         multiply_shared<MmaQ, ColumnMajor, ColumnMajor>(sdS, sKt, tQrdQ);
@@ -356,7 +350,18 @@ struct BackwardMainloopSm80 {
         CUTE_UNROLL
         for (int i = 0; i < size(tQrdQ); ++i)
           asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(dq + i * kThreads), "f"(tQrdQ(i)) : "memory");
+      };
+      if constexpr (kShareP) {
+        multiply_shared<Mma, RowMajor, ColumnMajor>(tile<SmemLayout<kN, kM>>(shared.scores[1]), sdOt, tVrdV);
+        if (kAddUnderdK) add_dq();
+        multiply_shared<Mma, RowMajor, ColumnMajor>(sdSt, sQt, tKrdK);
       }
+      if (kStages == 1) {
+        if (kShareP) __syncthreads();  // no warp still reads the tiles of this step
+        if (more) load_queries(ahead, stage);
+        cp_async_fence();
+      }
+      if (!kAddUnderdK) add_dq();
       if (!more) break;
       step = ahead;
       if (kStages == 2) stage ^= 1;
