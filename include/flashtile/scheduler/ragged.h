@@ -31,8 +31,8 @@ struct RaggedTile {
 /// The blocks of rows of all sequences, where the host does not know how long they are: a kernel that runs before
 /// (order_tiles) lists them, those with the most work first. Under a mask some sequences are listed in parts, of which
 /// the first is two thirds of its blocks, the next a half of the rest, and so on: so the last to come is little work,
-/// of whatever sequence, and thread blocks end together. Not all of them, as each part brings the keys from memory
-/// again.
+/// of whatever sequence, and thread blocks end together. Not all of them: each part brings from memory again what its
+/// blocks share.
 ///
 /// A place of the list stands for one block of rows in all heads. The blocks and heads of one part stand section by
 /// section: `heads_at_once` heads side by side, few enough for what they share to stay in the L2 cache, first the block
@@ -57,7 +57,7 @@ struct RaggedTiles {
   FLASHTILE_HOST_DEVICE bool find(unsigned index, int heads, bool last_first, RaggedTile& tile) const {
     const unsigned place = index / unsigned(heads);
     if (place >= unsigned(places)) return false;
-    const RaggedEntry entry = list[place];  // whether it is one or not: it takes as long to come as the next
+    const RaggedEntry entry = list[place];  // even if it is none: it comes from memory together with the count
     if (place >= unsigned(*listed)) return false;
     const int within = int(index - unsigned(entry.first_place) * unsigned(heads));
     const int of_section = entry.heads_at_once * entry.blocks;

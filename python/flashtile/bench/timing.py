@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -90,10 +91,10 @@ def _time_cuda(
     # Writing twice the L2 cache leaves none of the inputs in it.
     eviction = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
     events = [[_Events() for _ in contestants] for _ in range(rounds)]
-    for round_index, row in enumerate(events):
+    for row, order in zip(events, _orders(len(contestants)), strict=False):
         if head_start:
             torch.cuda._sleep(head_start)
-        for position in _rotation(round_index, len(contestants)):
+        for position in order:
             with contestants[position].setting():
                 eviction.zero_()
                 row[position].start.record()
@@ -105,8 +106,8 @@ def _time_cuda(
 
 def _time_cpu(contestants: Sequence[Contestant], rounds: int, device: torch.device) -> list[list[float]]:
     samples = [[0.0] * len(contestants) for _ in range(rounds)]
-    for round_index, row in enumerate(samples):
-        for position in _rotation(round_index, len(contestants)):
+    for row, order in zip(samples, _orders(len(contestants)), strict=False):
+        for position in order:
             with contestants[position].setting():
                 start = time.perf_counter()
                 contestants[position].call()
@@ -123,9 +124,17 @@ class _Events:
         return self.start.elapsed_time(self.end) / 1e3
 
 
-def _rotation(round_index: int, count: int) -> list[int]:
-    """Who goes in which order: the first place changes, so that nobody always follows the same neighbour's heat."""
-    return [(round_index + i) % count for i in range(count)]
+def _orders(count: int) -> Iterator[list[int]]:
+    """Who goes in which order, round by round: mixed, so that nobody always follows the same neighbour, whose heat and
+    whose code in the caches it would find; and never itself."""
+    generator = random.Random(0)
+    last = None
+    while True:
+        order = generator.sample(range(count), count)
+        if count > 1 and order[0] == last:
+            order.reverse()
+        last = order[-1]
+        yield order
 
 
 def _synchronizer(device: torch.device) -> Callable[[], None]:
