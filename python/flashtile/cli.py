@@ -61,7 +61,13 @@ def _parser() -> argparse.ArgumentParser:
         help="suites forward, backward and decode: also time FlexAttention; compiling it for each case takes long",
     )
     bench.add_argument("--json", type=Path, metavar="FILE", help="store the results")
+    bench.add_argument(
+        "--plots", type=Path, metavar="FOLDER", help="also draw the results, measured or stored, as FOLDER/SUITE.svg"
+    )
     bench.add_argument("--markdown", type=Path, nargs="+", metavar="FILE", help="measure nothing; print stored results")
+    bench.add_argument(
+        "--brief", action="store_true", help="with --markdown: one row for each run instead of its table"
+    )
     bench.add_argument(
         "--into", type=Path, metavar="PAGE", help="with --markdown: put them between the page's result marks"
     )
@@ -94,21 +100,21 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return _refuse("demo draws with matplotlib: pip install 'flashtile[demo]'")
+    if missing := _without_matplotlib("demo", "demo"):
+        return missing
     from flashtile import demo
 
     return demo.run(options.seconds, options.output)
 
 
 def _bench(options: argparse.Namespace) -> int:
+    if options.plots and (missing := _without_matplotlib("bench --plots", "plot")):
+        return missing
     from flashtile.bench import command
 
     if options.markdown:
         try:
-            return command.show_stored(options.markdown, options.into)
+            return command.show_stored(options.markdown, options.into, plots_folder=options.plots, brief=options.brief)
         except (OSError, ValueError) as error:
             return _refuse(error)
     return command.measure(
@@ -117,9 +123,19 @@ def _bench(options: argparse.Namespace) -> int:
         full=options.full,
         quick=options.quick,
         json_path=options.json,
+        plots_folder=options.plots,
         peers=options.peer,
         flex=options.flex,
     )
+
+
+def _without_matplotlib(command: str, extra: str) -> int:
+    """0 where there is one."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return _refuse(f"{command} draws with matplotlib: pip install 'flashtile[{extra}]'")
+    return 0
 
 
 def _refuse(reason: object) -> int:

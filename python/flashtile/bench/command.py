@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from flashtile.bench import machine, report, suites, timing
+from flashtile.bench import machine, plots, report, suites, timing
 from flashtile.bench.cases import Case
 from flashtile.bench.decode import OURS_ALL, SUITES
 from flashtile.bench.further import further_peers
@@ -23,6 +24,7 @@ def measure(
     full: bool = False,
     quick: bool = False,
     json_path: Path | None = None,
+    plots_folder: Path | None = None,
     attention: Callable[..., torch.Tensor] | None = None,
     cases: Sequence[Case] | None = None,
     peers: Sequence[str] = (),
@@ -76,6 +78,8 @@ def measure(
     if json_path:
         report.write(json_path, record)
         console.print(f"stored in {json_path}")
+    for path in draw([record], plots_folder):
+        console.print(f"drawn in {path}")
     return 1 if any(entry.wrong for cell in cells for entry in cell.entries if entry.name in OURS_ALL) else 0
 
 
@@ -85,14 +89,36 @@ def show(console: Console, record: report.Record) -> None:
         console.print(line)
 
 
-def show_stored(paths: Sequence[Path], page: Path | None) -> int:
-    """Prints stored runs as Markdown, or puts them between the result marks of `page`."""
-    text = "\n\n".join(report.markdown(report.read(path)) for path in paths)
+def show_stored(
+    paths: Sequence[Path], page: Path | None, *, plots_folder: Path | None = None, brief: bool = False
+) -> int:
+    """Prints stored runs as Markdown, or puts them between the result marks of `page`; draws them if told where."""
+    records = [report.read(path) for path in paths]
+    pictures = draw(records, plots_folder)
+    if brief:
+        text = report.brief(records)
+    else:
+        here = page.parent if page else Path()
+        links = [Path(os.path.relpath(picture, here)).as_posix() for picture in pictures] or [None] * len(records)
+        text = "\n\n".join(map(report.markdown, records, links))
     if page is None:
         print(text)
     else:
         report.replace_between_marks(page, text)
     return 0
+
+
+def draw(records: Sequence[report.Record], folder: Path | None) -> list[Path]:
+    """One SVG for each suite."""
+    names = [record["suite"] for record in records]
+    if folder is None:
+        return []
+    if len(set(names)) < len(names):
+        raise ValueError(f"bench: --plots draws suites {', '.join(names)}, expected one run of each")
+    paths = [folder / f"{name}.svg" for name in names]
+    for record, path in zip(records, paths, strict=True):
+        plots.draw(record, path)
+    return paths
 
 
 def wide_console() -> Console:
