@@ -37,8 +37,9 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="time flashtile against PyTorch's attention")
     bench.add_argument(
         "--suite",
-        choices=("forward", "backward", "varlen", "decode", "prefill", "host", "cpu"),
-        help="varlen: ragged batches, forward and backward; decode: one new token over a cache; prefill: many "
+        choices=("forward", "backward", "varlen", "decode", "prefill", "memory", "host", "cpu"),
+        help="varlen: ragged batches, forward and backward; decode: one new token over a cache; prefill: many; "
+        "memory: bytes at the peak instead of time; host: until a call returns "
         "(default: forward, or cpu without CUDA)",
     )
     bench.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16"), help="of the GPU suites")
@@ -59,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
         "--flex",
         action="store_true",
         help="suites forward, backward and decode: also time FlexAttention; compiling it for each case takes long",
+    )
+    bench.add_argument(
+        "--profile", action="store_true", help="time nothing; print what calls consist of, by PyTorch's profiler"
     )
     bench.add_argument("--json", type=Path, metavar="FILE", help="store the results")
     bench.add_argument(
@@ -108,6 +112,8 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    if options.profile and (options.json or options.plots or options.suite == "host"):
+        return _refuse("bench: --profile times nothing, expected no --json, no --plots and a suite other than host")
     if options.plots and (missing := _without_matplotlib("bench --plots", "plot")):
         return missing
     from flashtile.bench import command
@@ -126,6 +132,7 @@ def _bench(options: argparse.Namespace) -> int:
         plots_folder=options.plots,
         peers=options.peer,
         flex=options.flex,
+        profile=options.profile,
     )
 
 

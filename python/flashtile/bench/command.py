@@ -13,8 +13,10 @@ from rich.progress import Progress
 from flashtile.bench import machine, plots, report, suites, timing
 from flashtile.bench.cases import Case
 from flashtile.bench.decode import OURS_ALL, SUITES
+from flashtile.bench.found import found_peers
 from flashtile.bench.further import further_peers
-from flashtile.bench.run import Cell, run_cases, run_host_cases
+from flashtile.bench.profile import HINT, Profiler
+from flashtile.bench.run import Cell, run_cases, run_host_cases, run_memory_cases, run_profiled_cases
 
 
 def measure(
@@ -29,8 +31,10 @@ def measure(
     cases: Sequence[Case] | None = None,
     peers: Sequence[str] = (),
     flex: bool = False,
+    profile: bool = False,
 ) -> int:
-    """Runs a suite and returns the exit status: 0 where flashtile was right everywhere.
+    """Runs a suite and returns the exit status: 0 where flashtile was right everywhere. With `profile` calls are not
+    timed but looked into.
 
     `attention` stands in for flashtile's, in suite varlen for its attention_varlen, in suites decode and prefill for
     its attention_kvcache; `cases` for the suite's. `peers` (NAME=MODULE:FUNCTION) run beside the usual peers of suites
@@ -49,7 +53,7 @@ def measure(
     except ValueError as error:
         console.print(str(error), markup=False, soft_wrap=True)
         return 2
-    if suite in ("forward", "backward") and not has_cuda:
+    if suite in ("forward", "backward", "memory") and not has_cuda:
         console.print(f"bench: suite {suite} needs a CUDA device, and torch sees none; try --suite cpu")
         return 2
     device = torch.device("cuda" if has_cuda and suite != "cpu" else "cpu")
@@ -58,12 +62,22 @@ def measure(
         options = {} if quick else {"full": full}
         cases = choose(suite, dtype=dtype, device_type=device.type, **options)
 
-    facts = machine.describe(device)
+    there, versions = found_peers(suite, device.type)
+    asked = {peer.name for peer in further}
+    further = [*(peer for peer in there if peer.name not in asked), *further]
+
+    facts = machine.describe(device) | ({"peers": versions} if versions else {})
     if suite == "decode" and device.type == "cuda":
         facts["read_gb_s"] = machine.read_gb_s(device)
     console.print(f"{facts['device']}, torch {facts['torch']}, flashtile {facts['flashtile']} {facts['commit']}")
+    for name, version in versions.items():
+        console.print(f"{name} {version}", markup=False, soft_wrap=True)
     effort = _effort(suite, device, quick)
-    if suite == "host":
+    if profile:
+        running = run_profiled_cases(cases, device, Profiler(console), attention, further)
+    elif suite == "memory":
+        running = run_memory_cases(cases, device, attention, further)
+    elif suite == "host":
         running = run_host_cases(cases, device, effort, attention)
     else:
         running = run_cases(cases, device, effort, attention, further)
@@ -74,12 +88,21 @@ def measure(
         facts["readings_after"] = machine.gpu_readings(device)
 
     record = report.to_record(suite, facts, cells)
+    if profile:
+        for line in report.remarks(record):
+            console.print(line)
+        console.print(HINT.format(suite=suite), markup=False, soft_wrap=True)
+        return _exit_status(cells)
     show(console, record)
     if json_path:
         report.write(json_path, record)
         console.print(f"stored in {json_path}")
     for path in draw([record], plots_folder):
         console.print(f"drawn in {path}")
+    return _exit_status(cells)
+
+
+def _exit_status(cells: Sequence[Cell]) -> int:
     return 1 if any(entry.wrong for cell in cells for entry in cell.entries if entry.name in OURS_ALL) else 0
 
 

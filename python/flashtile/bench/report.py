@@ -16,6 +16,7 @@ from rich.text import Text
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.decode import GRAPH, OURS_ALL, SUITES
 from flashtile.bench.machine import MATMUL_SIZE
+from flashtile.bench.memory import FORMULA
 from flashtile.bench.peers import OURS
 from flashtile.bench.ragged import DENSE
 from flashtile.bench.run import Cell, Entry, against_the_best, summary, totals
@@ -93,7 +94,7 @@ def brief(records: Sequence[Record]) -> str:
 def peer_names(record: Record) -> list[str]:
     """Who was timed beside flashtile in its several forms."""
     names = dict.fromkeys(name for cell in record["cells"] for name in cell["ratios"])
-    return [name for name in names if name not in (*OURS_ALL, DENSE)]
+    return [name for name in names if name not in (*OURS_ALL, DENSE, FORMULA)]
 
 
 def _ratios_to(cell: Record, names: Sequence[str]) -> dict[str, float]:
@@ -172,7 +173,8 @@ class Grid:
         read = record["machine"].get("read_gb_s")
         of_read = [OF_READ] if read else []
 
-        self.title = ", ".join([f"suite {record['suite']}", *shared, f"{unit}, median ± spread"])
+        spread = [] if record["suite"] == "memory" else ["median ± spread"]
+        self.title = ", ".join([f"suite {record['suite']}", *shared, unit, *spread])
         self.words = 2 + len(columns)
         self.header = ["shape", "mask", *columns, *names, *(f"/ {name}" for name in peers + best), *of_read]
         self.rows = [
@@ -192,6 +194,8 @@ def measure_of(record: Record) -> tuple[Measure, str]:
         return lambda result: result.get("median_us"), "µs of host time a call"
     if record["suite"] == "decode":
         return lambda result: result.get("gb_s"), "GB/s of K, V, Q and O"
+    if record["suite"] == "memory":
+        return lambda result: result["peak_bytes"] / 2**20 if "peak_bytes" in result else None, "MiB beyond the inputs"
     rates = [result["tflops"] for cell in record["cells"] for result in cell["results"].values() if "tflops" in result]
     factor, unit = (1, "TFLOP/s") if max(rates, default=0) >= 5 else (1e3, "GFLOP/s")
     return lambda result: result["tflops"] * factor if "tflops" in result else None, unit
@@ -212,8 +216,10 @@ def _value(result: Record | None, measure: Measure) -> str:
         return "—"
     if (number := measure(result)) is None:
         return "wrong"
-    spread = (result["high_us"] - result["low_us"]) / 2 / result["median_us"]
-    return f"{number:.0f} ±{spread:.0%}" if number >= 100 else f"{number:.1f} ±{spread:.0%}"
+    text = f"{number:.0f}" if number >= 100 else f"{number:.1f}"
+    if "median_us" not in result:
+        return text
+    return f"{text} ±{(result['high_us'] - result['low_us']) / 2 / result['median_us']:.0%}"
 
 
 def _summary(suite: str, machine: dict[str, Any], cells: Sequence[Cell]) -> Record:
@@ -310,14 +316,19 @@ def _entry_record(entry: Entry, case: Case) -> Record:
         }
         if case.work is Work.DECODE:
             result["gb_s"] = case.bytes / timing.median / 1e9
+    if entry.peak_bytes is not None:
+        result["peak_bytes"] = entry.peak_bytes
     return result
 
 
 def _source(record: Record) -> str:
     machine = record["machine"]
     versions = f"torch {machine['torch']}" + (f", cuDNN {machine['cudnn']}" if machine.get("cudnn") else "")
+    for peer, version in machine.get("peers", {}).items():
+        versions += f", {peer} {version}"
     commit = machine["commit"][:12] or "an unknown commit"
+    cost = "bytes" if record["suite"] == "memory" else "time"
     return (
         f"Measured on {machine['device']} on {machine['date'][:10]} in interleaved rounds, flashtile "
-        f"{machine['flashtile']} at {commit}, {versions}; `/ peer` is the peer's time over flashtile's."
+        f"{machine['flashtile']} at {commit}, {versions}; `/ peer` is the peer's {cost} over flashtile's."
     )
