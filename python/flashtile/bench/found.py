@@ -16,7 +16,7 @@ import torch
 from flashtile.bench import decode, ragged
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.oracle import Attention, attention_sdpa
-from flashtile.bench.peers import MATH, Peer, math_setting, output_of
+from flashtile.bench.peers import MATH, RECORDED, Peer, math_setting, output_of
 
 SUITES = ("forward", "backward", "varlen", *decode.SUITES, "memory")
 MATH_SUITES = ("forward", "backward", "memory")
@@ -46,7 +46,7 @@ def found_peers(suite: str, device_type: str) -> tuple[list[Peer], dict[str, str
             if not _is_absent(error, package.module):
                 versions[package.name] = f"cannot be imported: {_first_line(error)}"
             continue
-        if module.__file__ is None or module.__name__.startswith("flashtile."):
+        if module.__file__ is None or module.__name__.startswith("flashtile.compat"):
             continue  # a folder that other packages share, or what flashtile.compat.install() has put there
         versions[package.name] = _version(package, module)
         peers.append(Peer(package.name, Adapted(package.name, package.adapter(module))))
@@ -55,7 +55,7 @@ def found_peers(suite: str, device_type: str) -> tuple[list[Peer], dict[str, str
 
 def attention_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
     """PyTorch's attention that stores all scores, in float32, several times over; refused where they would not fit."""
-    copies = 8 if case.work is Work.BACKWARD else 4
+    copies = 8 if case.work in RECORDED else 4
     needed = copies * 4 * case.batch * case.heads_q * case.seqlen_q * case.seqlen_k
     if needed > (most := _free_bytes(q.device) // 2):
         raise NotImplementedError(

@@ -160,16 +160,15 @@ def _run_device_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, measure:
         try:
             with peer.setting():
                 found = results(peer.attention, inputs, case, gradients=case.work is Work.BACKWARD)
+            entry = Entry(peer.name, verdicts=judge(found))
+            if not entry.wrong:
+                ready.append(contestant(peer, inputs, case))
         except Exception as refusal:
             # A peer may refuse, or fail, in any way; what flashtile does not serve it refuses with this one.
             if peer.name in OURS_ALL and not isinstance(refusal, NotImplementedError):
                 raise
-            entries[peer.name] = Entry(peer.name, refusal=_reason(refusal))
-            continue
-        entry = Entry(peer.name, verdicts=judge(found))
+            entry = Entry(peer.name, refusal=_reason(refusal))
         entries[peer.name] = entry
-        if not entry.wrong:
-            ready.append(contestant(peer, inputs, case))
     if ready:
         for who, result in zip(ready, measure(ready, case), strict=True):
             entries[who.name] = dataclasses.replace(entries[who.name], **result)
