@@ -80,8 +80,7 @@ lint: $(VENV)/tools
 
 # Reads the sources alone: nothing needs to be built. The variable silences a note on the theme's future, see pyproject.
 docs: $(VENV)/docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
-	@echo 'build/site/index.html'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # with --quiet no warning would count
 
 $(VENV)/docs: $(VENV)/tools
 	$(PIP) --quiet --group docs

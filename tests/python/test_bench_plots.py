@@ -42,6 +42,7 @@ def test_every_number_of_a_stored_run_has_its_place(path):
     numbers = [measure(result) for cell in record["cells"] for result in cell["results"].values()]
     assert sorted(drawn) == sorted(number for number in numbers if number is not None)
     assert figure.most >= max(drawn)
+    assert len({plots.style_of(name, figure.names) for name in figure.names}) == len(figure.names)
     for panel in figure.panels.values():
         assert len(set(panel.places)) == len(panel.places)
 

@@ -17,6 +17,7 @@ from typing import Any
 from flashtile.bench.cases import Work, pair
 from flashtile.bench.decode import GRAPH, PAGE_SIZES, SUITES
 from flashtile.bench.machine import MATMUL_SIZE
+from flashtile.bench.memory import FORMULA
 from flashtile.bench.peers import OURS
 from flashtile.bench.ragged import DENSE, TORCH_VARLEN
 from flashtile.bench.report import Record, measure_of
@@ -40,13 +41,14 @@ STYLES = {
     DENSE: Style(VERMILION, "s", "--"),
     GRAPH: Style(VERMILION, "D", "--"),
     **{f"page {size}": Style(VERMILION, marker, ":") for size, marker in zip(PAGE_SIZES, "v^", strict=True)},
-    "SDPA": Style(BLUE, "s"),
+    "SDPA": Style(INK, "X"),
     "SDPA FA2": Style(BLUE, "s"),
     TORCH_VARLEN: Style(BLUE, "s"),
     "SDPA cuDNN": Style(GREEN, "D"),
     "SDPA efficient": Style(PURPLE, "v"),
     "FA3": Style(SKY, "P"),
     "Flex": Style(BROWN, "^"),
+    FORMULA: Style(INK, "", "--"),
 }
 
 
@@ -130,7 +132,7 @@ def draw(record: Record, path: Path) -> None:
         "axes.spines.right": False,
     }
     with rc_context(settings):
-        size = max(3.3 * len(figure.columns), 5), 0.9 + 2.2 * len(figure.rows)
+        size = max(3.3 * len(figure.columns), 6.6), 0.9 + 2.2 * len(figure.rows)
         canvas = Canvas(figsize=size, layout="constrained")
         FigureCanvasSVG(canvas)
         widths = [
@@ -183,7 +185,7 @@ def _draw_panel(ax: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
         label, roof = figure.roof
         handles["roof"] = ax.axhline(roof, color=INK, linewidth=1, linestyle=(0, (5, 3)), label=label, zorder=1)
     ax.set_xticks(range(len(panel.places)), panel.places)
-    ax.margins(x=0.08)
+    ax.margins(x=0.12)
     ax.grid(axis="y", color=INK, alpha=0.25, linewidth=0.6)
     ax.tick_params(labelsize=8 if len(panel.places) < 5 else 6.5)
     if figure.logarithmic:

@@ -327,8 +327,8 @@ def _source(record: Record) -> str:
     for peer, version in machine.get("peers", {}).items():
         versions += f", {peer} {version}"
     commit = machine["commit"][:12] or "an unknown commit"
-    cost = "bytes" if record["suite"] == "memory" else "time"
+    cost, rounds = ("bytes", "") if record["suite"] == "memory" else ("time", " in interleaved rounds")
     return (
-        f"Measured on {machine['device']} on {machine['date'][:10]} in interleaved rounds, flashtile "
+        f"Measured on {machine['device']} on {machine['date'][:10]}{rounds}, flashtile "
         f"{machine['flashtile']} at {commit}, {versions}; `/ peer` is the peer's {cost} over flashtile's."
     )
