@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=MODULE:FUNCTION",
-        help="suites forward, backward, varlen, decode and prefill: also time FUNCTION(q, k, v, causal), imported from "
+        help="all suites but host and cpu: also time FUNCTION(q, k, v, causal), imported from "
         "MODULE; it takes tensors (B, S, H, D) and returns out, or a tuple with out first, which suite backward "
         "differentiates; suite varlen calls it with tensors (T, H, D) and the keywords cu_seqlens_q, cu_seqlens_k, "
         "max_seqlen_q, max_seqlen_k, causal and scale, suites decode and prefill with q (B, S_q, H, D), caches "

@@ -37,8 +37,8 @@ def measure(
     timed but looked into.
 
     `attention` stands in for flashtile's, in suite varlen for its attention_varlen, in suites decode and prefill for
-    its attention_kvcache; `cases` for the suite's. `peers` (NAME=MODULE:FUNCTION) run beside the usual peers of suites
-    forward, backward, varlen, decode and prefill, and so does by `flex` FlexAttention in forward, backward and decode.
+    its attention_kvcache; `cases` for the suite's. `peers` (NAME=MODULE:FUNCTION) run beside the usual peers of all suites
+    but host and cpu, and so does by `flex` FlexAttention in forward, backward and decode.
     """
     has_cuda = torch.cuda.is_available()
     suite = suite or ("forward" if has_cuda else "cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,7 @@ def contestant(peer: Peer, inputs: Inputs, case: Case) -> Contestant:
         return Contestant(peer.name, lambda: peer.attention(*leaves, case), peer.setting)
     with peer.setting():
         out = peer.attention(*leaves, case)
-    call = lambda: torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)  # noqa: E731
+    call = functools.partial(torch.autograd.grad, out, leaves, inputs.dout, retain_graph=True)
     return Contestant(peer.name, call, peer.setting)
 
 

@@ -223,7 +223,7 @@ def _place(suite: str, cell: Record) -> tuple[str, str, str, bool]:
         return f"{case['work']}, {mask}", head_dim, name + (f"\n{heads}" if grouped else ""), equal and not grouped
     if suite == "cpu":
         return case["work"], case["dtype"], f"{head_dim}\n{mask}", False
-    return case["work"], case["dtype"], cell["shape"].replace(" H", "\nH") + f"\n{mask}", False
+    return "", case["work"], cell["shape"].replace(" H", "\nH") + f"\n{mask}", False
 
 
 def _roof(record: Record, unit: str) -> tuple[str, float] | None:
