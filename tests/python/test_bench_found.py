@@ -275,7 +275,7 @@ def test_math_is_refused_where_its_scores_would_not_fit(monkeypatch):
 
 
 def broken(q, k, v, case):
-    raise TypeError("flash_attn_func() got an unexpected keyword\nand a trace")
+    raise TypeError("flash_attn_func() got an unexpected keyword [/b]\nand a trace")
 
 
 def wrong(q, k, v, case):
@@ -289,7 +289,7 @@ def test_a_found_peer_that_fails_or_is_wrong_is_a_note_and_the_others_run(capsys
     assert command.measure("cpu", cases=DENSE[:1], json_path=tmp_path / "run.json") == 0
     shown = capsys.readouterr().out
     assert "A 1.0" in shown
-    assert "A did not run" in shown and "TypeError: flash_attn_func() got an unexpected keyword" in shown
+    assert "A did not run" in shown and "TypeError: flash_attn_func() got an unexpected keyword [/b]" in shown
     assert "B is WRONG" in shown
     assert '"peers": {' in (tmp_path / "run.json").read_text()
 

@@ -37,8 +37,8 @@ def measure(
     timed but looked into.
 
     `attention` stands in for flashtile's, in suite varlen for its attention_varlen, in suites decode and prefill for
-    its attention_kvcache; `cases` for the suite's. `peers` (NAME=MODULE:FUNCTION) run beside the usual peers of all suites
-    but host and cpu, and so does by `flex` FlexAttention in forward, backward and decode.
+    its attention_kvcache; `cases` for the suite's. `peers` (NAME=MODULE:FUNCTION) run beside the usual peers of all
+    suites but host and cpu, and so does by `flex` FlexAttention in forward, backward and decode.
     """
     has_cuda = torch.cuda.is_available()
     suite = suite or ("forward" if has_cuda else "cpu")
@@ -89,8 +89,7 @@ def measure(
 
     record = report.to_record(suite, facts, cells)
     if profile:
-        for line in report.remarks(record):
-            console.print(line)
+        _print_lines(console, report.remarks(record))
         console.print(HINT.format(suite=suite), markup=False, soft_wrap=True)
         return _exit_status(cells)
     show(console, record)
@@ -108,8 +107,12 @@ def _exit_status(cells: Sequence[Cell]) -> int:
 
 def show(console: Console, record: report.Record) -> None:
     console.print(report.table(record))
-    for line in report.summary_lines(record) + report.remarks(record):
-        console.print(line)
+    _print_lines(console, report.summary_lines(record) + report.remarks(record))
+
+
+def _print_lines(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(line, markup=False)  # the words of a refusal are somebody else's, brackets and all
 
 
 def show_stored(
