@@ -22,7 +22,7 @@ SOURCES := $(shell find CMakeLists.txt pyproject.toml cmake third_party include 
 # Changes with the options, so that another choice of them builds anew.
 OPTIONS := build/options-$(CUDA)-$(STRICT)
 
-.PHONY: help demo test test-gpu build lint format clean
+.PHONY: help demo test test-gpu build lint docs format clean
 
 help:
 	@echo 'make demo      build, install, then: exactness, speed, and a small GPT trained with flashtile and with SDPA'
@@ -31,6 +31,7 @@ help:
 	@echo 'make build     build the wheel and install it into $(VENV)'
 	@echo 'make lint      check the format and the lint of C++ and Python'
 	@echo 'make format    put them right'
+	@echo 'make docs      build the documentation as a site into build/site; needs Python >= 3.11'
 	@echo 'make clean     remove $(VENV) and build/'
 
 demo: build
@@ -76,6 +77,14 @@ lint: $(VENV)/tools
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+# Reads the sources alone: nothing needs to be built. The variable silences a note on the theme's future, see pyproject.
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # with --quiet no warning would count
+
+$(VENV)/docs: $(VENV)/tools
+	$(PIP) --quiet --group docs
+	@touch $@
 
 format: $(VENV)/tools
 	$(BIN)/clang-format -i $(CXX_FILES)

@@ -37,8 +37,9 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="time flashtile against PyTorch's attention")
     bench.add_argument(
         "--suite",
-        choices=("forward", "backward", "varlen", "decode", "prefill", "host", "cpu"),
-        help="varlen: ragged batches, forward and backward; decode: one new token over a cache; prefill: many "
+        choices=("forward", "backward", "varlen", "decode", "prefill", "memory", "host", "cpu"),
+        help="varlen: ragged batches, forward and backward; decode: one new token over a cache; prefill: many; "
+        "memory: bytes at the peak instead of time; host: until a call returns "
         "(default: forward, or cpu without CUDA)",
     )
     bench.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16"), help="of the GPU suites")
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=MODULE:FUNCTION",
-        help="suites forward, backward, varlen, decode and prefill: also time FUNCTION(q, k, v, causal), imported from "
+        help="all suites but host and cpu: also time FUNCTION(q, k, v, causal), imported from "
         "MODULE; it takes tensors (B, S, H, D) and returns out, or a tuple with out first, which suite backward "
         "differentiates; suite varlen calls it with tensors (T, H, D) and the keywords cu_seqlens_q, cu_seqlens_k, "
         "max_seqlen_q, max_seqlen_k, causal and scale, suites decode and prefill with q (B, S_q, H, D), caches "
@@ -60,8 +61,17 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="suites forward, backward and decode: also time FlexAttention; compiling it for each case takes long",
     )
+    bench.add_argument(
+        "--profile", action="store_true", help="time nothing; print what calls consist of, by PyTorch's profiler"
+    )
     bench.add_argument("--json", type=Path, metavar="FILE", help="store the results")
+    bench.add_argument(
+        "--plots", type=Path, metavar="FOLDER", help="also draw the results, measured or stored, as FOLDER/SUITE.svg"
+    )
     bench.add_argument("--markdown", type=Path, nargs="+", metavar="FILE", help="measure nothing; print stored results")
+    bench.add_argument(
+        "--brief", action="store_true", help="with --markdown: one row for each run instead of its table"
+    )
     bench.add_argument(
         "--into", type=Path, metavar="PAGE", help="with --markdown: put them between the page's result marks"
     )
@@ -94,21 +104,23 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return _refuse("demo draws with matplotlib: pip install 'flashtile[demo]'")
+    if missing := _without_matplotlib("demo", "demo"):
+        return missing
     from flashtile import demo
 
     return demo.run(options.seconds, options.output)
 
 
 def _bench(options: argparse.Namespace) -> int:
+    if options.profile and (options.json or options.plots or options.suite == "host"):
+        return _refuse("bench: --profile times nothing, expected no --json, no --plots and a suite other than host")
+    if options.plots and (missing := _without_matplotlib("bench --plots", "plot")):
+        return missing
     from flashtile.bench import command
 
     if options.markdown:
         try:
-            return command.show_stored(options.markdown, options.into)
+            return command.show_stored(options.markdown, options.into, plots_folder=options.plots, brief=options.brief)
         except (OSError, ValueError) as error:
             return _refuse(error)
     return command.measure(
@@ -117,9 +129,20 @@ def _bench(options: argparse.Namespace) -> int:
         full=options.full,
         quick=options.quick,
         json_path=options.json,
+        plots_folder=options.plots,
         peers=options.peer,
         flex=options.flex,
+        profile=options.profile,
     )
+
+
+def _without_matplotlib(command: str, extra: str) -> int:
+    """0 where there is one."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return _refuse(f"{command} draws with matplotlib: pip install 'flashtile[{extra}]'")
+    return 0
 
 
 def _refuse(reason: object) -> int:

@@ -172,7 +172,8 @@ def test_every_suite_has_a_quick_form():
 
 def test_an_unknown_suite_is_named():
     with pytest.raises(
-        ValueError, match=r"suite is 'speed', expected one of forward, backward, varlen, decode, prefill, host, cpu"
+        ValueError,
+        match=r"suite is 'speed', expected one of forward, backward, varlen, decode, prefill, memory, host, cpu",
     ):
         suites.cases("speed")
 
@@ -277,8 +278,8 @@ def test_an_outside_peer_that_is_wrong_is_not_timed():
     "function, refusal",
     [
         ("outside_silent_refusal", "NotImplementedError"),
-        ("outside_heads_first", r"--peer: its function returned shape (2, 4, 9, 8), expected (2, 9, 4, 8)"),
-        ("outside_nothing", "--peer: its function returned NoneType, expected a tensor"),
+        ("outside_heads_first", r"its function returned shape (2, 4, 9, 8), expected (2, 9, 4, 8)"),
+        ("outside_nothing", "its function returned NoneType, expected a tensor"),
     ],
 )
 def test_an_outside_peer_that_does_not_serve_a_case_is_said_and_not_timed(function, refusal):

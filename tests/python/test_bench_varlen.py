@@ -149,7 +149,7 @@ def test_an_outside_peer_may_return_a_tuple_and_must_return_the_right_shape():
     peers = [further.outside_peer(f"{name}={__name__}:outside_{name}") for name in ("tuple", "dense")]
     found = entries_with([Peer("tuple", peers[0].attention), Peer("4D", peers[1].attention)], UNEQUAL[0])
     assert found["tuple"].timing
-    assert found["4D"].refusal == "--peer: its function returned shape (1, 47, 4, 16), expected (47, 4, 16)"
+    assert found["4D"].refusal == "its function returned shape (1, 47, 4, 16), expected (47, 4, 16)"
 
 
 def test_only_peers_may_be_asked_for(capsys):

@@ -1,4 +1,4 @@
-"""Every example runs, and the README's does what it says."""
+"""Every example and every Python block of the documentation runs, and the README's do what they say."""
 
 import re
 import runpy
@@ -8,7 +8,27 @@ from pathlib import Path
 import pytest
 import torch
 
+import flashtile.compat
+
 ROOT = Path(__file__).parents[2]
+# A block may say in a comment above it why it cannot run here; all others run.
+BLOCK = re.compile(r"^(?:<!-- not run: (.+) -->\n)?```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LOOKS_LIKE_ONE = re.compile(r"^\s*(?:```|~~~)\W*py", re.MULTILINE)
+INCLUDED = re.compile(r'^--8<-- "(.+):(.+)"$', re.MULTILINE)
+
+
+def text_of(page):
+    """A page, with the parts of others that it includes."""
+
+    def part(match):
+        begin, end = (f"<!-- --8<-- [{edge}:{match[2]}] -->" for edge in ("start", "end"))
+        return (ROOT / match[1]).read_text().split(begin)[1].split(end)[0]
+
+    return INCLUDED.sub(part, page.read_text())
+
+
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [page for page in PAGES if LOOKS_LIKE_ONE.search(text_of(page))]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
@@ -19,8 +39,27 @@ def test_example(path, capsys, monkeypatch):
     assert capsys.readouterr().out
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_of_a_page_runs(page):
+    """One after another, with the names of those before."""
+    text, names = text_of(page), {}
+    blocks = BLOCK.findall(text)
+    assert len(blocks) == len(LOOKS_LIKE_ONE.findall(text)), "a block is not written as ```python at a line's begin"
+    try:
+        for reason, code in blocks:
+            compiled = compile(code, str(page), "exec")
+            if not reason:
+                exec(compiled, names)
+    finally:
+        flashtile.compat.uninstall()  # which docs/migration.md installs
+
+
+def test_the_pages_with_blocks_are_found():
+    assert {"README.md", "index.md", "migration.md"} <= {page.name for page in PAGES}
+
+
 def test_readme():
-    dense, masked, ragged, cached = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    dense, masked, ragged, cached = (code for _, code in BLOCK.findall((ROOT / "README.md").read_text()))
     names = {}
     exec(dense, names)
     torch.testing.assert_close(names["out"], exact(*(names[name] for name in "qkv")))

@@ -83,11 +83,11 @@ class Case:
 
     @property
     def shape_name(self) -> str:
-        heads = _pair(self.heads_q, self.heads_k)
-        rest = f"H{heads} D{_pair(self.head_dim, self.head_dim_v)}"
+        heads = pair(self.heads_q, self.heads_k)
+        rest = f"H{heads} D{pair(self.head_dim, self.head_dim_v)}"
         if self.lengths is not None:
             return f"{_lengths_name(self.lengths)} {rest}"
-        return f"B{self.batch} S{_pair(self.seqlen_q, self.seqlen_k)} {rest}"
+        return f"B{self.batch} S{pair(self.seqlen_q, self.seqlen_k)} {rest}"
 
     def __str__(self) -> str:
         return f"{self.shape_name} {self.mask_name} {SHORT_DTYPES[self.dtype]} {self.work.value}"
@@ -183,5 +183,5 @@ def _lengths_name(lengths: Sequence[int]) -> str:
     return "+".join(f"{counts[length]}×{length}" for length in sorted(counts, reverse=True))
 
 
-def _pair(first: int, second: int) -> str:
+def pair(first: int, second: int) -> str:
     return str(first) if first == second else f"{first}/{second}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from flashtile.bench import machine, report, suites, timing
+from flashtile.bench import machine, plots, report, suites, timing
 from flashtile.bench.cases import Case
 from flashtile.bench.decode import OURS_ALL, SUITES
+from flashtile.bench.found import found_peers
 from flashtile.bench.further import further_peers
-from flashtile.bench.run import Cell, run_cases, run_host_cases
+from flashtile.bench.profile import HINT, Profiler
+from flashtile.bench.run import Cell, run_cases, run_host_cases, run_memory_cases, run_profiled_cases
 
 
 def measure(
@@ -23,16 +26,19 @@ def measure(
     full: bool = False,
     quick: bool = False,
     json_path: Path | None = None,
+    plots_folder: Path | None = None,
     attention: Callable[..., torch.Tensor] | None = None,
     cases: Sequence[Case] | None = None,
     peers: Sequence[str] = (),
     flex: bool = False,
+    profile: bool = False,
 ) -> int:
-    """Runs a suite and returns the exit status: 0 where flashtile was right everywhere.
+    """Runs a suite and returns the exit status: 0 where flashtile was right everywhere. With `profile` calls are not
+    timed but looked into.
 
     `attention` stands in for flashtile's, in suite varlen for its attention_varlen, in suites decode and prefill for
-    its attention_kvcache; `cases` for the suite's. `peers` (NAME=MODULE:FUNCTION) run beside the usual peers of suites
-    forward, backward, varlen, decode and prefill, and so does by `flex` FlexAttention in forward, backward and decode.
+    its attention_kvcache; `cases` for the suite's. `peers` (NAME=MODULE:FUNCTION) run beside the usual peers of all
+    suites but host and cpu, and so does by `flex` FlexAttention in forward, backward and decode.
     """
     has_cuda = torch.cuda.is_available()
     suite = suite or ("forward" if has_cuda else "cpu")
@@ -47,7 +53,7 @@ def measure(
     except ValueError as error:
         console.print(str(error), markup=False, soft_wrap=True)
         return 2
-    if suite in ("forward", "backward") and not has_cuda:
+    if suite in ("forward", "backward", "memory") and not has_cuda:
         console.print(f"bench: suite {suite} needs a CUDA device, and torch sees none; try --suite cpu")
         return 2
     device = torch.device("cuda" if has_cuda and suite != "cpu" else "cpu")
@@ -56,12 +62,22 @@ def measure(
         options = {} if quick else {"full": full}
         cases = choose(suite, dtype=dtype, device_type=device.type, **options)
 
-    facts = machine.describe(device)
+    there, versions = found_peers(suite, device.type)
+    asked = {peer.name for peer in further}
+    further = [*(peer for peer in there if peer.name not in asked), *further]
+
+    facts = machine.describe(device) | ({"peers": versions} if versions else {})
     if suite == "decode" and device.type == "cuda":
         facts["read_gb_s"] = machine.read_gb_s(device)
     console.print(f"{facts['device']}, torch {facts['torch']}, flashtile {facts['flashtile']} {facts['commit']}")
+    for name, version in versions.items():
+        console.print(f"{name} {version}", markup=False, soft_wrap=True)
     effort = _effort(suite, device, quick)
-    if suite == "host":
+    if profile:
+        running = run_profiled_cases(cases, device, Profiler(console), attention, further)
+    elif suite == "memory":
+        running = run_memory_cases(cases, device, attention, further)
+    elif suite == "host":
         running = run_host_cases(cases, device, effort, attention)
     else:
         running = run_cases(cases, device, effort, attention, further)
@@ -72,27 +88,63 @@ def measure(
         facts["readings_after"] = machine.gpu_readings(device)
 
     record = report.to_record(suite, facts, cells)
+    if profile:
+        _print_lines(console, report.remarks(record))
+        console.print(HINT.format(suite=suite), markup=False, soft_wrap=True)
+        return _exit_status(cells)
     show(console, record)
     if json_path:
         report.write(json_path, record)
         console.print(f"stored in {json_path}")
+    for path in draw([record], plots_folder):
+        console.print(f"drawn in {path}")
+    return _exit_status(cells)
+
+
+def _exit_status(cells: Sequence[Cell]) -> int:
     return 1 if any(entry.wrong for cell in cells for entry in cell.entries if entry.name in OURS_ALL) else 0
 
 
 def show(console: Console, record: report.Record) -> None:
     console.print(report.table(record))
-    for line in report.summary_lines(record) + report.remarks(record):
-        console.print(line)
+    _print_lines(console, report.summary_lines(record) + report.remarks(record))
 
 
-def show_stored(paths: Sequence[Path], page: Path | None) -> int:
-    """Prints stored runs as Markdown, or puts them between the result marks of `page`."""
-    text = "\n\n".join(report.markdown(report.read(path)) for path in paths)
+def _print_lines(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(line, markup=False)  # the words of a refusal are somebody else's, brackets and all
+
+
+def show_stored(
+    paths: Sequence[Path], page: Path | None, *, plots_folder: Path | None = None, brief: bool = False
+) -> int:
+    """Prints stored runs as Markdown, or puts them between the result marks of `page`; draws them if told where."""
+    records = [report.read(path) for path in paths]
+    pictures = draw(records, plots_folder)
+    if brief:
+        text = report.brief(records)
+    else:
+        here = page.parent if page else Path()
+        links = [Path(os.path.relpath(picture, here)).as_posix() for picture in pictures] or [None] * len(records)
+        text = "\n\n".join(map(report.markdown, records, links))
     if page is None:
         print(text)
     else:
         report.replace_between_marks(page, text)
     return 0
+
+
+def draw(records: Sequence[report.Record], folder: Path | None) -> list[Path]:
+    """One SVG for each suite."""
+    names = [record["suite"] for record in records]
+    if folder is None:
+        return []
+    if len(set(names)) < len(names):
+        raise ValueError(f"bench: --plots draws suites {', '.join(names)}, expected one run of each")
+    paths = [folder / f"{name}.svg" for name in names]
+    for record, path in zip(records, paths, strict=True):
+        plots.draw(record, path)
+    return paths
 
 
 def wide_console() -> Console:

@@ -1,4 +1,5 @@
-"""Peers that run only where they are asked for: FlexAttention, and attentions from outside."""
+"""Peers that run only where they are asked for: FlexAttention, and attentions from outside; one that has the name of a
+package that was found takes its place."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from flashtile.bench import decode, ragged
+from flashtile.bench import decode, found, ragged
 from flashtile.bench.cases import Case, Work
+from flashtile.bench.memory import FORMULA
 from flashtile.bench.oracle import Attention
-from flashtile.bench.peers import Peer, cuda_settings
+from flashtile.bench.peers import MATH, Peer, cuda_settings, output_of
 from flashtile.bench.ragged import DENSE, TORCH_VARLEN
 from flashtile.bench.report import BEST_PEER, BEST_VARLEN, FORMS, OF_MATMUL, OF_READ
 
@@ -22,6 +24,8 @@ PEER_FORM = "NAME=MODULE:FUNCTION"
 TAKEN = (
     *decode.OURS_ALL,
     *cuda_settings(),
+    MATH,
+    FORMULA,
     FLEX,
     DENSE,
     TORCH_VARLEN,
@@ -32,7 +36,7 @@ TAKEN = (
     FORMS,
 )
 FLEX_SUITES = ("forward", "backward", "decode")
-PEER_SUITES = ("forward", "backward", "varlen", *decode.SUITES)
+PEER_SUITES = found.SUITES
 
 
 def further_peers(suite: str, texts: Sequence[str] = (), *, flex: bool = False) -> list[Peer]:
@@ -85,18 +89,12 @@ def _outside_attention(function: Callable[..., Any]) -> Attention:
         if case.window is not None:
             raise NotImplementedError("--peer: its function has no argument for a window")
         if case.over_a_cache:
-            found = function(q, k, v, **decode.arguments(case, q.device))
+            result = function(q, k, v, **decode.arguments(case, q.device))
         elif case.lengths is None:
-            found = function(q, k, v, case.causal)
+            result = function(q, k, v, case.causal)
         else:
-            found = function(q, k, v, **ragged.arguments(case, q.device))
-        out = found[0] if isinstance(found, tuple) and found else found
-        expected = (*q.shape[:-1], v.shape[-1])
-        if not isinstance(out, torch.Tensor):
-            raise RuntimeError(f"--peer: its function returned {type(out).__name__}, expected a tensor")
-        if out.shape != expected:
-            raise RuntimeError(f"--peer: its function returned shape {tuple(out.shape)}, expected {expected}")
-        return out
+            result = function(q, k, v, **ragged.arguments(case, q.device))
+        return output_of(result, q, v)
 
     return attention
 

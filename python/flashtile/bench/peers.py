@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flashtile.bench.cases import Case, Inputs, Work
 from flashtile.bench.oracle import Attention, attention_sdpa
 
-OURS = "flashtile"
+OURS, MATH = "flashtile", "SDPA math"
+RECORDED = (Work.FORWARD_WITH_GRAD, Work.BACKWARD)  # by autograd
 Setting = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
@@ -50,13 +52,13 @@ def peers_of(device_type: str, attention: Callable[..., torch.Tensor]) -> list[P
 
 def contestant(peer: Peer, inputs: Inputs, case: Case) -> Contestant:
     """Binds a peer to its inputs. A backward call differentiates a graph that is made here, once."""
-    q, k, v, dout = inputs
+    leaves = [t.detach().requires_grad_(case.work in RECORDED) for t in inputs[:3]]
     if case.work is not Work.BACKWARD:
-        return Contestant(peer.name, lambda: peer.attention(q, k, v, case), peer.setting)
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        return Contestant(peer.name, lambda: peer.attention(*leaves, case), peer.setting)
     with peer.setting():
         out = peer.attention(*leaves, case)
-    return Contestant(peer.name, lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), peer.setting)
+    call = functools.partial(torch.autograd.grad, out, leaves, inputs.dout, retain_graph=True)
+    return Contestant(peer.name, call, peer.setting)
 
 
 def host_contestants(attention: Callable[..., torch.Tensor], inputs: Inputs, case: Case) -> list[Contestant]:
@@ -69,6 +71,22 @@ def host_contestants(attention: Callable[..., torch.Tensor], inputs: Inputs, cas
         settings["SDPA FA2"] = cuda_settings()["SDPA FA2"]
     theirs = [Contestant(name, lambda: sdpa(*heads_first), setting) for name, setting in settings.items()]
     return [Contestant(OURS, lambda: attention(q, k, v)), *theirs]
+
+
+def output_of(found: Any, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The output of somebody else's function, which may have returned it first in a tuple; a RuntimeError says what is
+    none."""
+    out = found[0] if isinstance(found, tuple) and found else found
+    expected = (*q.shape[:-1], v.shape[-1])
+    if not isinstance(out, torch.Tensor):
+        raise RuntimeError(f"its function returned {type(out).__name__}, expected a tensor")
+    if out.shape != expected:
+        raise RuntimeError(f"its function returned shape {tuple(out.shape)}, expected {expected}")
+    return out
+
+
+def math_setting() -> contextlib.AbstractContextManager[Any]:
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 def cuda_settings() -> dict[str, Setting]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from rich.text import Text
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.decode import GRAPH, OURS_ALL, SUITES
 from flashtile.bench.machine import MATMUL_SIZE
+from flashtile.bench.memory import FORMULA
 from flashtile.bench.peers import OURS
 from flashtile.bench.ragged import DENSE
 from flashtile.bench.run import Cell, Entry, against_the_best, summary, totals
 
 Record = dict[str, Any]
+Measure = Callable[[Record], float | None]
 
 # What the summary holds beside the peers.
 BEST_PEER, BEST_VARLEN, OF_MATMUL, OF_READ, FORMS = "best peer", "best varlen", "of matmul", "of read", "forms"
@@ -62,13 +64,41 @@ def table(record: Record) -> Group:
     return Group(Text(grid.title, style="bold"), result)
 
 
-def markdown(record: Record) -> str:
-    """For the README: a sentence on where the numbers come from, the table, the summary."""
+def markdown(record: Record, picture: str | None = None) -> str:
+    """For a page: a heading, a sentence on where the numbers come from, the picture, the table, the summary, notes."""
     grid = Grid(record)
     ruler = "|" + "---|" * grid.words + "---:|" * (len(grid.header) - grid.words)
     lines = [f"| {' | '.join(row)} |" for row in [grid.header, *grid.rows]]
-    summary = [f"- {line}" for line in summary_lines(record)]
-    return "\n".join([f"{grid.title}. {_source(record)}", "", lines[0], ruler, *lines[1:], "", *summary])
+    table = "\n".join([lines[0], ruler, *lines[1:]])
+    below = "\n".join(f"- {line}" for line in summary_lines(record) + remarks(record))
+    drawn = [f"![{grid.title}]({picture})"] if picture else []
+    return "\n\n".join([f"## Suite {record['suite']}", f"{grid.title}. {_source(record)}", *drawn, table, below])
+
+
+def brief(records: Sequence[Record]) -> str:
+    """For the README: how each run came out against the fastest of its peers, cell by cell."""
+    lines = [
+        "| suite | device | peers | to the fastest: geometric mean | minimum | cells |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for record in records:
+        names = peer_names(record)
+        fastest = [min(of.values()) for cell in record["cells"] if (of := _ratios_to(cell, names))]
+        if fastest:
+            of = totals(fastest)
+            numbers = f"{of['geomean']:.2f}× | {of['min']:.2f}× | {of['cells']}"
+            lines.append(f"| {record['suite']} | {record['machine']['device']} | {', '.join(names)} | {numbers} |")
+    return "\n".join(lines)
+
+
+def peer_names(record: Record) -> list[str]:
+    """Who was timed beside flashtile in its several forms."""
+    names = dict.fromkeys(name for cell in record["cells"] for name in cell["ratios"])
+    return [name for name in names if name not in (*OURS_ALL, DENSE, FORMULA)]
+
+
+def _ratios_to(cell: Record, names: Sequence[str]) -> dict[str, float]:
+    return {name: cell["ratios"][name] for name in names if name in cell["ratios"]}
 
 
 def summary_lines(record: Record) -> list[str]:
@@ -96,19 +126,24 @@ def _totals_text(of: Record) -> str:
 
 
 def remarks(record: Record) -> list[str]:
-    """What was refused, and what was found wrong."""
-    lines = []
+    """What was refused, with the cells of one reason together, and what was found wrong."""
+    refused: dict[tuple[str, str], list[str]] = {}
+    wrong = []
     for cell in record["cells"]:
         for name, result in cell["results"].items():
             if "refusal" in result:
-                lines.append(f"{name} did not run {cell['name']}: {result['refusal']}")
-            lines += [
+                refused.setdefault((name, result["refusal"]), []).append(cell["name"])
+            wrong += [
                 f"{name} is WRONG on {cell['name']}: {tensor} is off by {error['found']:.2e}, "
                 f"expected at most {error['allowed']:.2e}"
                 for tensor, error in result["errors"].items()
                 if not error["ok"]
             ]
-    return lines
+    lines = []
+    for (name, reason), (first, *others) in refused.items():
+        more = f" and {len(others)} more" if others else ""
+        lines.append(f"{name} did not run {first}{more}: {reason}")
+    return lines + wrong
 
 
 def replace_between_marks(page: Path, text: str) -> None:
@@ -130,7 +165,7 @@ class Grid:
         # What all cells share is said once, in the title.
         columns = [key for key in ("dtype", "work") if len({cell["case"][key] for cell in cells}) > 1]
         shared = [cells[0]["case"][key] for key in ("dtype", "work") if key not in columns] if cells else []
-        measure, unit = _measure(record)
+        measure, unit = measure_of(record)
         # Beside its own dense attention, what a ragged cell is measured by is the fastest of the others.
         name_of_best = ({"varlen": BEST_VARLEN} | dict.fromkeys(SUITES, BEST_PEER)).get(record["suite"])
         others = [name for name in peers if name != DENSE] if name_of_best else []
@@ -138,7 +173,8 @@ class Grid:
         read = record["machine"].get("read_gb_s")
         of_read = [OF_READ] if read else []
 
-        self.title = ", ".join([f"suite {record['suite']}", *shared, f"{unit}, median ± spread"])
+        spread = [] if record["suite"] == "memory" else ["median ± spread"]
+        self.title = ", ".join([f"suite {record['suite']}", *shared, unit, *spread])
         self.words = 2 + len(columns)
         self.header = ["shape", "mask", *columns, *names, *(f"/ {name}" for name in peers + best), *of_read]
         self.rows = [
@@ -152,16 +188,17 @@ class Grid:
         ]
 
 
-def _measure(record: Record) -> tuple[Any, str]:
-    """How a result becomes a number, and the unit: microseconds of the host, else a rate of a readable size."""
+def measure_of(record: Record) -> tuple[Measure, str]:
+    """How a result becomes a number, None where it has none, and the unit: of time, else a rate of a readable size."""
     if record["suite"] == "host":
-        return lambda result: result["median_us"], "µs of host time a call"
+        return lambda result: result.get("median_us"), "µs of host time a call"
     if record["suite"] == "decode":
-        return lambda result: result["gb_s"], "GB/s of K, V, Q and O"
+        return lambda result: result.get("gb_s"), "GB/s of K, V, Q and O"
+    if record["suite"] == "memory":
+        return lambda result: result["peak_bytes"] / 2**20 if "peak_bytes" in result else None, "MiB beyond the inputs"
     rates = [result["tflops"] for cell in record["cells"] for result in cell["results"].values() if "tflops" in result]
-    if max(rates, default=0) >= 5:
-        return lambda result: result["tflops"], "TFLOP/s"
-    return lambda result: result["tflops"] * 1e3, "GFLOP/s"
+    factor, unit = (1, "TFLOP/s") if max(rates, default=0) >= 5 else (1e3, "GFLOP/s")
+    return lambda result: result["tflops"] * factor if "tflops" in result else None, unit
 
 
 def _ratio(ratios: dict[str, float], names: Sequence[str]) -> str:
@@ -174,14 +211,15 @@ def _part(result: Record | None, whole: float) -> str:
     return f"{result['gb_s'] / whole:.2f}" if result and "gb_s" in result else "—"
 
 
-def _value(result: Record | None, measure: Any) -> str:
+def _value(result: Record | None, measure: Measure) -> str:
     if result is None or "refusal" in result:
         return "—"
-    if "median_us" not in result:
+    if (number := measure(result)) is None:
         return "wrong"
-    number = measure(result)
-    spread = (result["high_us"] - result["low_us"]) / 2 / result["median_us"]
-    return f"{number:.0f} ±{spread:.0%}" if number >= 100 else f"{number:.1f} ±{spread:.0%}"
+    text = f"{number:.0f}" if number >= 100 else f"{number:.1f}"
+    if "median_us" not in result:
+        return text
+    return f"{text} ±{(result['high_us'] - result['low_us']) / 2 / result['median_us']:.0%}"
 
 
 def _summary(suite: str, machine: dict[str, Any], cells: Sequence[Cell]) -> Record:
@@ -278,14 +316,19 @@ def _entry_record(entry: Entry, case: Case) -> Record:
         }
         if case.work is Work.DECODE:
             result["gb_s"] = case.bytes / timing.median / 1e9
+    if entry.peak_bytes is not None:
+        result["peak_bytes"] = entry.peak_bytes
     return result
 
 
 def _source(record: Record) -> str:
     machine = record["machine"]
     versions = f"torch {machine['torch']}" + (f", cuDNN {machine['cudnn']}" if machine.get("cudnn") else "")
+    for peer, version in machine.get("peers", {}).items():
+        versions += f", {peer} {version}"
     commit = machine["commit"][:12] or "an unknown commit"
+    cost, rounds = ("bytes", "") if record["suite"] == "memory" else ("time", " in interleaved rounds")
     return (
-        f"Measured on {machine['device']} on {machine['date'][:10]} in interleaved rounds, flashtile "
-        f"{machine['flashtile']} at {commit}, {versions}; `/ peer` is the peer's time over flashtile's."
+        f"Measured on {machine['device']} on {machine['date'][:10]}{rounds}, flashtile "
+        f"{machine['flashtile']} at {commit}, {versions}; `/ peer` is the peer's {cost} over flashtile's."
     )

@@ -1,33 +1,45 @@
-"""Runs a suite: checks every contestant, then times those that are right."""
+"""Runs a suite: checks every contestant, then measures those that are right."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 
+from flashtile.bench import memory
 from flashtile.bench.cases import Case, Inputs, Work, make_inputs
 from flashtile.bench.decode import OURS_ALL, cache_peers_of
 from flashtile.bench.oracle import GRADIENTS, Oracle, Verdict, results
 from flashtile.bench.peers import OURS, Contestant, Peer, contestant, host_contestants, peers_of
+from flashtile.bench.profile import Profiler
 from flashtile.bench.ragged import ragged_peers_of
 from flashtile.bench.timing import Effort, Timing, time_device, time_host
+
+Result = dict[str, Any]  # fields of an Entry
+Measure = Callable[[Sequence[Contestant], Case], list[Result]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What one contestant did in one cell: its time, or why there is none."""
+    """What one contestant did in one cell: its time or its bytes, or why there are none."""
 
     name: str
     timing: Timing | None = None
+    peak_bytes: int | None = None
     verdicts: Sequence[Verdict] = ()
     refusal: str = ""
 
     @property
     def wrong(self) -> bool:
         return not all(verdict.ok for verdict in self.verdicts)
+
+    @property
+    def cost(self) -> float | None:
+        """The seconds of a call, or its bytes; None where neither was measured."""
+        return self.timing.median if self.timing else self.peak_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +48,10 @@ class Cell:
     entries: Sequence[Entry]
 
     def ratios(self) -> dict[str, float]:
-        """Each peer's time over flashtile's: above 1, flashtile is faster."""
-        times = {entry.name: entry.timing.median for entry in self.entries if entry.timing}
-        ours = times.pop(OURS, None)
-        return {} if ours is None else {name: theirs / ours for name, theirs in times.items()}
+        """Each peer's time or bytes over flashtile's: above 1, flashtile takes less."""
+        costs = {entry.name: cost for entry in self.entries if (cost := entry.cost) is not None}
+        ours = costs.pop(OURS, None)
+        return {} if ours is None else {name: theirs / ours for name, theirs in costs.items()}
 
 
 def run_cases(
@@ -51,6 +63,52 @@ def run_cases(
 ) -> Iterator[Cell]:
     """Yields one cell per case, as it is done; `further` peers run beside the usual ones. Of ragged cases `attention`
     is attention_varlen, of those over a cache attention_kvcache."""
+
+    def measure(contestants: Sequence[Contestant], case: Case) -> list[Result]:
+        return [{"timing": timing} for timing in time_device(contestants, device, effort)]
+
+    return _run(cases, device, attention, further, measure)
+
+
+def run_memory_cases(
+    cases: Sequence[Case],
+    device: torch.device,
+    attention: Callable[..., torch.Tensor],
+    further: Sequence[Peer] = (),
+) -> Iterator[Cell]:
+    """The same, with bytes in place of times, and beside the contestants what the contract's formula says."""
+
+    def measure(contestants: Sequence[Contestant], case: Case) -> list[Result]:
+        return [{"peak_bytes": peak} for peak in memory.peaks(contestants, device)]
+
+    for cell in _run(cases, device, attention, further, measure):
+        formula = Entry(memory.FORMULA, peak_bytes=memory.formula_bytes(cell.case))
+        yield Cell(cell.case, [*cell.entries, formula])
+
+
+def run_profiled_cases(
+    cases: Sequence[Case],
+    device: torch.device,
+    profiler: Profiler,
+    attention: Callable[..., torch.Tensor],
+    further: Sequence[Peer] = (),
+) -> Iterator[Cell]:
+    """The same, with tables of what calls consist of, printed as they are done, in place of times."""
+
+    def measure(contestants: Sequence[Contestant], case: Case) -> list[Result]:
+        profiler(contestants, case, device)
+        return [{} for _ in contestants]
+
+    return _run(cases, device, attention, further, measure)
+
+
+def _run(
+    cases: Sequence[Case],
+    device: torch.device,
+    attention: Callable[..., torch.Tensor],
+    further: Sequence[Peer],
+    measure: Measure,
+) -> Iterator[Cell]:
     for case in cases:
         inputs = make_inputs(case, device)
         if case.over_a_cache:
@@ -59,7 +117,7 @@ def run_cases(
             usual = peers_of(device.type, attention)
         else:
             usual = ragged_peers_of(device.type, attention, case)
-        yield Cell(case, _run_device_cell([*usual, *further], inputs, case, effort))
+        yield Cell(case, _run_device_cell([*usual, *further], inputs, case, measure))
 
 
 def run_host_cases(
@@ -94,7 +152,7 @@ def totals(ratios: Sequence[float]) -> dict[str, float]:
     return {"geomean": math.exp(sum(map(math.log, ratios)) / len(ratios)), "min": min(ratios), "cells": len(ratios)}
 
 
-def _run_device_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, effort: Effort) -> list[Entry]:
+def _run_device_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, measure: Measure) -> list[Entry]:
     judge = _Judge(inputs, case)
     entries: dict[str, Entry] = {}
     ready: list[Contestant] = []
@@ -102,21 +160,26 @@ def _run_device_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, effort: 
         try:
             with peer.setting():
                 found = results(peer.attention, inputs, case, gradients=case.work is Work.BACKWARD)
-        except RuntimeError as refusal:
-            # What a kernel does not serve it refuses with a RuntimeError, flashtile with the subclass below.
+            entry = Entry(peer.name, verdicts=judge(found))
+            if not entry.wrong:
+                ready.append(contestant(peer, inputs, case))
+        except Exception as refusal:
+            # A peer may refuse, or fail, in any way; what flashtile does not serve it refuses with this one.
             if peer.name in OURS_ALL and not isinstance(refusal, NotImplementedError):
                 raise
-            reason = str(refusal).strip() or type(refusal).__name__
-            entries[peer.name] = Entry(peer.name, refusal=reason.splitlines()[0])
-            continue
-        entry = Entry(peer.name, verdicts=judge(found))
+            entry = Entry(peer.name, refusal=_reason(refusal))
         entries[peer.name] = entry
-        if not entry.wrong:
-            ready.append(contestant(peer, inputs, case))
     if ready:
-        for who, timing in zip(ready, time_device(ready, inputs.q.device, effort), strict=True):
-            entries[who.name] = dataclasses.replace(entries[who.name], timing=timing)
+        for who, result in zip(ready, measure(ready, case), strict=True):
+            entries[who.name] = dataclasses.replace(entries[who.name], **result)
     return list(entries.values())
+
+
+def _reason(refusal: Exception) -> str:
+    name, text = type(refusal).__name__, str(refusal).strip()
+    if not text:
+        return name
+    return text.splitlines()[0] if isinstance(refusal, RuntimeError) else f"{name}: {text.splitlines()[0]}"
 
 
 class _Judge:

@@ -14,8 +14,9 @@ RAGGED_HEADS = ((16, 16), (32, 8))
 DECODE_HEADS = ((32, 8, 128), (16, 16, 128), (64, 8, 64))  # H_q, H_k, D
 DECODE_SIZES = ((1, 8192), (1, 131072), (4, 8192), (16, 8192), (64, 4096), (128, 4096), (128, 8192))  # B, S_k
 PREFILL_SIZES = ((16, 128, 2048), (4, 512, 8192), (1, 2048, 32768))  # B, S_q, S_k
-NAMES = ("forward", "backward", "varlen", "decode", "prefill", "host", "cpu")
+NAMES = ("forward", "backward", "varlen", "decode", "prefill", "memory", "host", "cpu")
 TRAINING = (Work.FORWARD, Work.BACKWARD)
+MEMORY = (Work.FORWARD, Work.FORWARD_WITH_GRAD, Work.BACKWARD)
 
 
 def cases(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda", full: bool = False) -> list[Case]:
@@ -28,6 +29,8 @@ def cases(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda", full
         return _decode(dtype, device_type)
     if name == "prefill":
         return _prefill(dtype, device_type)
+    if name == "memory":
+        return _memory(dtype, full)
     if name == "host":
         return _host(dtype, device_type)
     if name == "cpu":
@@ -53,7 +56,7 @@ def quick(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda") -> l
         return [Case.prefill(*each, dtype=dtype) for each in ((2, 64, 256, 4, 2, 64), (1, 192, 320, 8, 1, 128))]
     if name == "cpu":
         dtype = "float32"
-    works = TRAINING if name == "cpu" else (Work(name),)
+    works = {"cpu": TRAINING, "memory": MEMORY}.get(name) or (Work(name),)
     return [
         Case.square(1, 256, 2, 64, dtype=dtype, causal=causal, work=work)
         for work, causal in itertools.product(works, (False, True))
@@ -130,6 +133,14 @@ def _prefill(dtype: str, device_type: str) -> list[Case]:
     return [
         Case.prefill(batch, chunk // part, seqlen // part, heads // part, kv_heads // part, head_dim, dtype=dtype)
         for (heads, kv_heads, head_dim), (batch, chunk, seqlen) in itertools.product(DECODE_HEADS, PREFILL_SIZES)
+    ]
+
+
+def _memory(dtype: str, full: bool) -> list[Case]:
+    # One sequence: what grows with its square shows soonest.
+    return [
+        Case.square(1, seqlen, HIDDEN // head_dim, head_dim, dtype=dtype, causal=True, work=work)
+        for work, head_dim, seqlen in itertools.product(MEMORY, (64, 128, 256), _seqlens(full))
     ]
 
 

@@ -1,0 +1,235 @@
+"""A stored run as a picture: small multiples of the rates, with what the machine gives at most drawn in.
+
+Files are text (SVG) that repeats to the byte with one version of matplotlib, so that a picture can stand beside the run
+that it was drawn from. Colours are told apart by colour-blind readers, on white as on black, and each contestant has a
+marker too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flashtile.bench.cases import Work, pair
+from flashtile.bench.decode import GRAPH, PAGE_SIZES, SUITES
+from flashtile.bench.machine import MATMUL_SIZE
+from flashtile.bench.memory import FORMULA
+from flashtile.bench.peers import OURS
+from flashtile.bench.ragged import DENSE, TORCH_VARLEN
+from flashtile.bench.report import Record, measure_of
+
+INK = "#7d7d7d"  # of text and axes: as far from white as from a dark page
+VERMILION, BLUE, GREEN, PURPLE, SKY, BROWN = "#d55e00", "#0072b2", "#009e73", "#b8629b", "#3a8fc4", "#96722e"
+COLOURS = (BLUE, GREEN, PURPLE, SKY, BROWN, INK)  # of the peers
+MARKERS = "sDv^P*X<>hp"
+
+
+@dataclasses.dataclass(frozen=True)
+class Style:
+    colour: str
+    marker: str
+    line: str = "-"
+
+
+# flashtile has a colour of its own, whatever form it is timed in, and a peer the same look on every picture.
+STYLES = {
+    OURS: Style(VERMILION, "o"),
+    DENSE: Style(VERMILION, "s", "--"),
+    GRAPH: Style(VERMILION, "D", "--"),
+    **{f"page {size}": Style(VERMILION, marker, ":") for size, marker in zip(PAGE_SIZES, "v^", strict=True)},
+    "SDPA": Style(INK, "X"),
+    "SDPA FA2": Style(BLUE, "s"),
+    TORCH_VARLEN: Style(BLUE, "s"),
+    "SDPA cuDNN": Style(GREEN, "D"),
+    "SDPA efficient": Style(PURPLE, "v"),
+    "FA3": Style(SKY, "P"),
+    "Flex": Style(BROWN, "^"),
+    FORMULA: Style(INK, "", "--"),
+}
+
+
+@dataclasses.dataclass
+class Panel:
+    """Places on the axis, in order, and for each contestant its number at some of them; a place in `curve` is joined
+    to the one before."""
+
+    places: list[str] = dataclasses.field(default_factory=list)
+    curve: set[str] = dataclasses.field(default_factory=set)
+    lines: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """What is drawn: panels by row and column, the unit of their numbers, and the most that the machine gives."""
+
+    title: str
+    unit: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    panels: dict[tuple[str, str], Panel]
+    names: Sequence[str]
+    roof: tuple[str, float] | None
+    logarithmic: bool
+
+    @property
+    def most(self) -> float:
+        numbers = [
+            number for panel in self.panels.values() for line in panel.lines.values() for number in line.values()
+        ]
+        return max([*numbers, *([self.roof[1]] if self.roof else [])], default=1.0)
+
+
+def figure_of(record: Record) -> Figure:
+    measure, unit = measure_of(record)
+    panels: dict[tuple[str, str], Panel] = {}
+    names: dict[str, None] = {}
+    cells = record["cells"]
+    if record["suite"] == "decode":
+        cells = sorted(cells, key=lambda cell: cell["bytes"])
+    for cell in cells:
+        row, column, place, joined = _place(record["suite"], cell)
+        panel = panels.setdefault((row, column), Panel())
+        panel.places.append(place)
+        if joined:
+            panel.curve.add(place)
+        for name, result in cell["results"].items():
+            if (number := measure(result)) is not None:
+                names[name] = None
+                panel.lines.setdefault(name, {})[place] = number
+    machine = record["machine"]
+    return Figure(
+        title=f"flashtile bench, suite {record['suite']}: {unit} on {machine['device']}, {machine['date'][:10]}",
+        unit=unit,
+        rows=list(dict.fromkeys(row for row, _ in panels)),
+        columns=list(dict.fromkeys(_place(record["suite"], cell)[1] for cell in record["cells"])),
+        panels=panels,
+        names=list(names),
+        roof=_roof(record, unit),
+        logarithmic=record["suite"] == "memory",
+    )
+
+
+def draw(record: Record, path: Path) -> None:
+    """Writes an SVG. Raises ImportError where there is no matplotlib."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure as Canvas
+
+    figure = figure_of(record)
+    settings = {
+        "svg.hashsalt": "flashtile",
+        "svg.fonttype": "none",  # letters, not outlines: a tenth of the size, and they can be searched
+        "font.family": "sans-serif",
+        "font.sans-serif": ["DejaVu Sans"],  # of which the widths are; a viewer that lacks it takes its own
+        "font.size": 9,
+        **{f"{part}.color": INK for part in ("text", "xtick", "ytick")},
+        **{f"axes.{part}": INK for part in ("labelcolor", "edgecolor", "titlecolor")},
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with rc_context(settings):
+        size = max(3.3 * len(figure.columns), 6.6), 0.9 + 2.2 * len(figure.rows)
+        canvas = Canvas(figsize=size, layout="constrained")
+        FigureCanvasSVG(canvas)
+        widths = [
+            2 + max(len(of.places) for (_, other), of in figure.panels.items() if other == column)
+            for column in figure.columns
+        ]
+        axes = canvas.subplots(len(figure.rows), len(figure.columns), squeeze=False, sharey=True, width_ratios=widths)
+        seen: dict[str, Any] = {}
+        for (i, row), (j, column) in _grid(figure):
+            panel, ax = figure.panels.get((row, column)), axes[i][j]
+            if panel is None:
+                ax.set_axis_off()
+                continue
+            seen |= _draw_panel(ax, panel, figure)
+            ax.set_title(", ".join(word for word in (column, row) if word), fontsize=9, loc="left")
+            if j == 0:
+                ax.set_ylabel(figure.unit)
+        handles = [seen[name] for name in (*figure.names, "roof") if name in seen]
+        canvas.suptitle(figure.title, fontsize=10, fontweight="bold", color=INK)
+        canvas.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6), frameon=False)
+        written = io.StringIO()
+        canvas.savefig(written, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator")))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        "".join(f"{line.lstrip()}\n" for line in written.getvalue().splitlines())
+    )  # a fifth of it is indents
+
+
+def _grid(figure: Figure) -> list[tuple[tuple[int, str], tuple[int, str]]]:
+    return [(row, column) for row in enumerate(figure.rows) for column in enumerate(figure.columns)]
+
+
+def _draw_panel(ax: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
+    """Draws the contestants, flashtile last and so on top; returns what the legend is made of."""
+    from matplotlib.lines import Line2D
+
+    handles: dict[str, Any] = {}
+    for name in sorted(panel.lines, key=lambda name: name == OURS):
+        numbers, style = panel.lines[name], style_of(name, figure.names)
+        look = {"color": style.colour, "marker": style.marker, "markersize": 5 if name == OURS else 4}
+        thickness = 2.2 if name == OURS else 1.1
+        order = 3 if name == OURS else 2
+        points = [(x, place) for x, place in enumerate(panel.places) if place in numbers]
+        for of_curve, line in ((True, style.line), (False, "none")):
+            where = [(x, numbers[place]) for x, place in points if (place in panel.curve) is of_curve]
+            if where:
+                ax.plot(*zip(*where, strict=True), **look, linewidth=thickness, linestyle=line, zorder=order)
+        handles[name] = Line2D([], [], **look, linewidth=thickness, linestyle=style.line, label=name)
+    if figure.roof:
+        label, roof = figure.roof
+        handles["roof"] = ax.axhline(roof, color=INK, linewidth=1, linestyle=(0, (5, 3)), label=label, zorder=1)
+    ax.set_xticks(range(len(panel.places)), panel.places)
+    ax.margins(x=0.12)
+    ax.grid(axis="y", color=INK, alpha=0.25, linewidth=0.6)
+    ax.tick_params(labelsize=8 if len(panel.places) < 5 else 6.5)
+    if figure.logarithmic:
+        ax.set_yscale("log", base=2)
+    else:
+        ax.set_ylim(0, 1.05 * figure.most)
+    return handles
+
+
+def style_of(name: str, names: Sequence[str]) -> Style:
+    """That of STYLES; a peer that has none there gets one by its place among `names`."""
+    if name in STYLES:
+        return STYLES[name]
+    place = [other for other in names if other not in STYLES].index(name)
+    return Style(COLOURS[place % len(COLOURS)], MARKERS[-1 - place % len(MARKERS)], "-.")
+
+
+def _place(suite: str, cell: Record) -> tuple[str, str, str, bool]:
+    """A cell's row and column, its place on the panel's axis, and whether it belongs to the panel's curve."""
+    case, mask = cell["case"], cell["mask"]
+    head_dim, heads = f"D{pair(case['head_dim'], case['head_dim_v'])}", f"H{pair(case['heads_q'], case['heads_k'])}"
+    grouped = case["heads_q"] != case["heads_k"]
+    if suite in SUITES:
+        length = (
+            str(case["seqlen_k"]) if case["work"] == Work.DECODE.value else f"{case['seqlen_q']}/{case['seqlen_k']}"
+        )
+        return "", f"{heads} {head_dim}", f"B{case['batch']}\n{length}", True
+    if suite in ("forward", "backward"):
+        return mask, head_dim, f"{case['seqlen_q']}" + (f"\n{heads}" if grouped else ""), not grouped
+    if suite == "memory":
+        return f"{case['work']}, {mask}", head_dim, str(case["seqlen_q"]), True
+    if suite == "varlen":
+        equal = len(set(case["lengths"])) == 1
+        name = str(case["lengths"][0]) if equal else re.sub(r"\+|×(?=\()", r"\g<0>\n", cell["shape"].split(" ")[0])
+        return f"{case['work']}, {mask}", head_dim, name + (f"\n{heads}" if grouped else ""), equal and not grouped
+    if suite == "cpu":
+        return case["work"], case["dtype"], f"{head_dim}\n{mask}", False
+    return "", case["work"], cell["shape"].replace(" H", "\nH") + f"\n{mask}", False
+
+
+def _roof(record: Record, unit: str) -> tuple[str, float] | None:
+    machine = record["machine"]
+    if unit.startswith("TFLOP/s") and (rate := machine.get("matmul_tflops")):
+        return f"an {MATMUL_SIZE}³ matmul in this run: {rate:.0f}", rate
+    if unit.startswith("GB/s") and (rate := machine.get("read_gb_s")):
+        return f"reading alone in this run: {rate:.0f}", rate
+    return None
