@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import flashtile
+from flashtile import _capability
 
 
 def pytest_addoption(parser):
@@ -17,7 +18,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if config.getoption("--compute-capability"):
-        flashtile._C._limit_compute_capability(config.getoption("--compute-capability"))
+        _capability.limit(config.getoption("--compute-capability"))
     # The cases are small: waking threads costs more than they save, several times more where other work runs beside.
     # test_threads.py covers the rest.
     torch.set_num_threads(1)

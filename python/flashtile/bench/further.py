@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from flashtile.bench import decode, ragged
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.oracle import Attention
-from flashtile.bench.peers import Peer, cuda_settings
+from flashtile.bench.peers import TRITON, Peer, cuda_settings
 from flashtile.bench.ragged import DENSE, TORCH_VARLEN
 from flashtile.bench.report import BEST_PEER, BEST_VARLEN, FORMS, OF_MATMUL, OF_READ
 
@@ -22,6 +22,7 @@ PEER_FORM = "NAME=MODULE:FUNCTION"
 TAKEN = (
     *decode.OURS_ALL,
     *cuda_settings(),
+    TRITON,
     FLEX,
     DENSE,
     TORCH_VARLEN,

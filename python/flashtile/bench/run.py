@@ -59,7 +59,7 @@ def run_cases(
             usual = peers_of(device.type, attention)
         else:
             usual = ragged_peers_of(device.type, attention, case)
-        yield Cell(case, _run_device_cell([*usual, *further], inputs, case, effort))
+        yield Cell(case, run_cell([*usual, *further], inputs, case, effort))
 
 
 def run_host_cases(
@@ -94,7 +94,8 @@ def totals(ratios: Sequence[float]) -> dict[str, float]:
     return {"geomean": math.exp(sum(map(math.log, ratios)) / len(ratios)), "min": min(ratios), "cells": len(ratios)}
 
 
-def _run_device_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, effort: Effort) -> list[Entry]:
+def run_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, effort: Effort) -> list[Entry]:
+    """Checks `peers`, then times those that are right; one entry each, in their order."""
     judge = _Judge(inputs, case)
     entries: dict[str, Entry] = {}
     ready: list[Contestant] = []
