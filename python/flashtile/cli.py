@@ -150,6 +150,8 @@ def _ladder(options: argparse.Namespace) -> int:
 
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     gpu = device.type == "cuda"
+    if gpu and not torch.cuda.is_available():
+        return _refuse("ladder: --device is cuda, and torch sees no CUDA device")
     seqlen = options.seqlen or (4096 if gpu else 1024)
     heads = options.heads or (16 if gpu else 4)
     head_dim = options.head_dim or (128 if gpu else 64)

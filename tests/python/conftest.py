@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 
 import pytest
 import torch
@@ -22,6 +23,9 @@ def pytest_configure(config):
     # The cases are small: waking threads costs more than they save, several times more where other work runs beside.
     # test_threads.py covers the rest.
     torch.set_num_threads(1)
+    # Triton reads this as it is imported, which PyTorch may do at any time.
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def _reason_to_skip_gpu():

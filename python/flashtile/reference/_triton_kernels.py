@@ -6,16 +6,19 @@ nothing has lse 0, and its weights are 0 because all its scores are −inf.
 """
 
 import math
+import subprocess
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
+from triton.errors import TritonError
 
 from flashtile.reference.triton_flash2 import forward_tile
 
 LOG2_E = math.log2(math.e)
+# One kernel for all lengths, not one more for those that 16 divides: addresses are multiples of D anyway.
+SIZES = ("seqlen_q", "seqlen_k", "heads_q", "heads_k")
 LOWEST = tl.constexpr(-3.0e38)  # a row's maximum before it has seen anything: finite, so differences are never NaN
 
 
@@ -62,7 +65,7 @@ def _sweep(
     return o, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _forward(
     q, k, v, out, lse, scale_log2, seqlen_q, seqlen_k, heads_q, heads_k,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
@@ -103,7 +106,7 @@ def _forward(
     tl.store(lse + head * seqlen_q + rows, lse_tile, mask=rows < seqlen_q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _backward_keys(
     q, k, v, dout, lse, delta, dk, dv, scale, scale_log2, seqlen_q, seqlen_k, heads_q, heads_k,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
@@ -150,7 +153,7 @@ def _backward_keys(
     tl.store(dv_at, dv_tile.to(dv.dtype.element_ty), mask=inside_k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _backward_queries(
     q, k, v, dout, lse, delta, dq, scale, scale_log2, seqlen_q, seqlen_k, heads_q, heads_k,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
@@ -230,5 +233,5 @@ def _launch(kernel, programs: int, arguments: tuple, q: Tensor, block_m: int, bl
     try:
         with torch.cuda.device(q.device if q.is_cuda else -1):
             kernel[(programs,)](*arguments, **constants, num_warps=warps, num_stages=2)
-    except OutOfResources as error:
-        raise NotImplementedError(f"triton_flash2: D = {q.shape[3]} in {q.dtype} needs more: {error}") from error
+    except (TritonError, subprocess.CalledProcessError) as error:  # too large a tile, or no working compiler
+        raise NotImplementedError(f"triton_flash2: D = {q.shape[3]} in {q.dtype}: {error}") from error

@@ -144,6 +144,7 @@ def _launch(kernel: ctypes.c_void_p, blocks: int, arguments: list[ctypes._Simple
     _check(_driver().cuLaunchKernel(kernel, blocks, 1, 1, BLOCK, 1, 1, 0, stream, addresses, None))
 
 
+@functools.cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 

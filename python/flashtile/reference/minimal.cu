@@ -1,7 +1,7 @@
 // FlashAttention-1's forward (Algorithm 1 of arXiv:2205.14135) in float32: a thread block a head, a thread a query row.
 //
-// q (B, S_q, H_q, D), k and v (B, S_k, H_k, D), out as q and full of 0; sums (B, H_q, S_q), full of 0, and tops, as sums
-// and full of the lowest float, are each row's l and m. All are contiguous. Launch B·H_q blocks of 32 threads, and
+// q (B, S_q, H_q, D), k and v (B, S_k, H_k, D), out as q and full of 0; sums (B, H_q, S_q), full of 0, and tops, as
+// sums and full of the lowest float, are each row's l and m. All are contiguous. Launch B·H_q blocks of 32 threads, and
 // compile with HEAD_DIM defined, up to 128: q, k and v together fill shared memory's 48 KiB then.
 
 constexpr int D = HEAD_DIM;
@@ -10,7 +10,7 @@ constexpr int kColumns = 32;  // Bc: of K and V
 
 extern "C" __global__ void flash1(const float* q, const float* k, const float* v, float* out, float* sums, float* tops,
                                   float scale, int seqlen_q, int seqlen_k, int heads_q, int heads_k, int causal) {
-  __shared__ float sQ[D][kRows];  // transposed: the threads read 32 neighbours, one from each bank
+  __shared__ float sQ[D][kRows];                      // transposed: the threads read 32 neighbours, one from each bank
   __shared__ float sK[kColumns][D], sV[kColumns][D];  // all threads read the same element
 
   const int t = threadIdx.x, b = blockIdx.x / heads_q, h = blockIdx.x % heads_q, g = h / (heads_q / heads_k);
@@ -34,7 +34,7 @@ extern "C" __global__ void flash1(const float* q, const float* k, const float* v
 
     for (int i0 = 0; i0 < seqlen_q; i0 += kRows) {
       if (causal && j0 > i0 + kRows - 1 + diagonal) continue;  // hidden from all rows, so all threads agree
-      __syncthreads();  // all have done with the last tile of Q
+      __syncthreads();                                         // all have done with the last tile of Q
       for (int i = 0; i < kRows && i0 + i < seqlen_q; ++i)
         for (int c = t; c < D; c += kRows) sQ[c][i] = q[(i0 + i) * q_step + c];
       __syncthreads();  // all of Q, K and V is here

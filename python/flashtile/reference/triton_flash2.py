@@ -49,8 +49,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: f
     float16, bfloat16 or float32; D = D_v, one of 16, 32, 64, 128 and 256.
 
     Raises:
-        NotImplementedError: other dtypes or head dimensions, a tile that is too large for the GPU's shared memory, or
-            :func:`available` has a reason.
+        NotImplementedError: other dtypes or head dimensions, a kernel that Triton fails to compile or that is too large
+            for the GPU, or :func:`available` has a reason.
 
     >>> import torch
     >>> from flashtile.reference import triton_flash2
