@@ -42,6 +42,8 @@ from flashtile.reference import (
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 IN_PYTORCH = ("standard", "flash1", "flash2", "flash-decoding", "flash-decoding++")
+RUNG_MODULES = ("standard", "flash1", "flash2", "flash_decoding", "flash_decoding_pp", "cuda_minimal", "triton_flash2")
+RUNG_MODULES += ("flashtile_rungs",)
 LENGTHS = (1, 3, 31, 32, 33, 127, 128, 129, 200, 257)  # around the edges of tiles, and more than one of them
 
 
@@ -155,7 +157,7 @@ def test_what_is_not_float64_is_computed_in_float32(key):
     """Scores of a half precision would be off by more than this."""
     q, k, v = (x.double() for x in tensors(40, 300, 2, 1, 16, dtype=F16))
     exact = rung(key).attention(q, k, v)
-    assert (exact - reference.attention(q, k, v)[0]).abs().max() < 1e-14
+    assert (exact - reference.attention(q, k, v)[0]).abs().max() < 1e-13
     found = rung(key).attention(q.half(), k.half(), v.half())
     assert (found - exact).abs().max() <= torch.finfo(F16).eps / 2 * exact.abs().max() + 1e-6
 
@@ -315,7 +317,8 @@ def test_the_minimal_kernel_says_where_it_does_not_run():
 
 @pytest.fixture
 def triton():
-    pytest.importorskip("triton", reason="needs triton: pip install 'flashtile[triton]'")
+    # The interpreter of 3.6 fails with NumPy 2.4.
+    pytest.importorskip("triton", minversion="3.9", reason="needs triton 3.9: pip install 'flashtile[triton]'")
     if torch.cuda.is_available():
         pytest.skip("triton compiles on this machine: test_ladder_gpu.py covers it")
     return triton_flash2.attention
@@ -483,7 +486,8 @@ def test_docstrings(name):
     torch.manual_seed(0)
     module = importlib.import_module(f"flashtile.reference.{name}")
     assert doctest.testmod(module).failed == 0
-    assert re.search(r"Rungs? |What the rungs|`flashtile ladder`", module.__doc__)
+    if name in RUNG_MODULES:
+        assert re.search(r"^Rungs? \d", module.__doc__) and re.search(r"arXiv:|pytorch\.org/blog", module.__doc__)
 
 
 def test_the_package_docstring():

@@ -53,7 +53,7 @@ def counting() -> Iterator[Traffic]:
     try:
         yield traffic
     finally:
-        _counters.remove(traffic)
+        _counters.pop()
 
 
 def load(x: Tensor) -> Tensor:
