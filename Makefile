@@ -16,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 BUILD := build/wheel
 PIP := $(BIN)/pip install --disable-pip-version-check
-CXX_FILES = $(shell find include cpp python/bindings tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+CXX_FILES = $(shell find include cpp python tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := $(shell find CMakeLists.txt pyproject.toml cmake third_party include cpp python tests/cpp -type f \
              -not -name '*.pyc')
 # Changes with the options, so that another choice of them builds anew.

@@ -1,4 +1,4 @@
-"""The command line: info, explain, demo, bench."""
+"""The command line: info, explain, demo, bench, ladder."""
 
 from __future__ import annotations
 
@@ -76,6 +76,26 @@ def _parser() -> argparse.ArgumentParser:
         "--into", type=Path, metavar="PAGE", help="with --markdown: put them between the page's result marks"
     )
     bench.set_defaults(command=_bench)
+
+    ladder = commands.add_parser("ladder", help="attention from the textbook to Hopper: each rung's time, bytes, error")
+    for name, what in (
+        ("--batch", "(default: 2, or 1 on a CPU)"),
+        ("--seqlen", "of K and V (default: 4096, or 1024 on a CPU)"),
+        ("--seqlen-q", "of Q (default: as --seqlen; 1 is decoding)"),
+        ("--heads", "of Q (default: 16, or 4 on a CPU)"),
+        ("--kv-heads", "(default: as --heads)"),
+        ("--head-dim", "(default: 128, or 64 on a CPU)"),
+    ):
+        ladder.add_argument(name, type=int, help=what)
+    ladder.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="(default: bfloat16, or float32 on a CPU)"
+    )
+    ladder.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    ladder.add_argument("--causal", action="store_true")
+    ladder.add_argument("--quick", action="store_true", help="a few rounds each: does everything run?")
+    ladder.add_argument("--measure", action="store_true", help="also count the bytes of DRAM, by Nsight Compute's ncu")
+    ladder.add_argument("--once", metavar="KEY", help="no table: run this rung a single time, for a profiler")
+    ladder.set_defaults(command=_ladder)
     return parser
 
 
@@ -143,6 +163,40 @@ def _without_matplotlib(command: str, extra: str) -> int:
     except ImportError:
         return _refuse(f"{command} draws with matplotlib: pip install 'flashtile[{extra}]'")
     return 0
+
+
+def _ladder(options: argparse.Namespace) -> int:
+    import torch
+
+    from flashtile.bench.cases import Case
+    from flashtile.reference import command
+
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    gpu = device.type == "cuda"
+    if gpu and not torch.cuda.is_available():
+        return _refuse("ladder: --device is cuda, and torch sees no CUDA device")
+    seqlen = options.seqlen or (4096 if gpu else 1024)
+    heads = options.heads or (16 if gpu else 4)
+    head_dim = options.head_dim or (128 if gpu else 64)
+    case = Case(
+        batch=options.batch or (2 if gpu else 1),
+        seqlen_q=options.seqlen_q or seqlen,
+        seqlen_k=seqlen,
+        heads_q=heads,
+        heads_k=options.kv_heads or heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=options.dtype or ("bfloat16" if gpu else "float32"),
+        causal=options.causal,
+    )
+    if case.heads_q % case.heads_k:
+        return _refuse(f"ladder: --heads is {case.heads_q}, expected a multiple of --kv-heads, {case.heads_k}")
+    if options.once is None:
+        return command.show(case, device, quick=options.quick, measure=options.measure)
+    try:
+        return command.once(options.once, case, device)
+    except (ValueError, NotImplementedError) as error:
+        return _refuse(error)
 
 
 def _refuse(reason: object) -> int:

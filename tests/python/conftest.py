@@ -2,11 +2,13 @@
 
 import contextlib
 import functools
+import os
 
 import pytest
 import torch
 
 import flashtile
+from flashtile import _capability
 
 
 def pytest_addoption(parser):
@@ -17,10 +19,13 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if config.getoption("--compute-capability"):
-        flashtile._C._limit_compute_capability(config.getoption("--compute-capability"))
+        _capability.limit(config.getoption("--compute-capability"))
     # The cases are small: waking threads costs more than they save, several times more where other work runs beside.
     # test_threads.py covers the rest.
     torch.set_num_threads(1)
+    # Triton reads this as it is imported, which PyTorch may do at any time.
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def _reason_to_skip_gpu():

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+import torch
 
 import flashtile
 from flashtile.cli import main
@@ -61,6 +62,37 @@ def test_bench_passes_further_peers_on(monkeypatch):
 def test_bench_refuses_a_peer_that_is_not_there(capsys):
     assert main(["bench", "--suite", "forward", "--peer", "Mine=no_such_module:f"]) == 2
     assert "has module 'no_such_module', expected one that can be imported" in capsys.readouterr().out
+
+
+SMALL_LADDER = ["ladder", "--device", "cpu", "--seqlen", "40", "--heads", "2", "--kv-heads", "1", "--head-dim", "16"]
+
+
+def test_ladder(capsys):
+    assert main([*SMALL_LADDER, "--seqlen-q", "3", "--causal", "--quick"]) == 0
+    shown = capsys.readouterr().out
+    assert "B1 S3/40 H2/1 D16 causal f32" in shown
+    assert "FlashAttention-1, PyTorch" in shown and "needs an NVIDIA GPU" in shown and "WRONG" not in shown
+
+
+def test_ladder_once(capsys):
+    assert main([*SMALL_LADDER, "--once", "standard"]) == 0
+    # Q and O, K and V, and four times the scores of two heads.
+    assert f"{2 * 4 * 40 * 16 * (2 + 1) + 4 * 4 * 2 * 40 * 40} bytes by formula" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, reason",
+    [
+        (["--once", "flash9"], "ladder: rung is 'flash9', expected one of standard, "),
+        (["--once", "sm90"], "ladder: --once is 'sm90', which needs an NVIDIA GPU"),
+        (["--device", "cuda"], "ladder: --device is cuda, and torch sees no CUDA device"),
+        (["--kv-heads", "3"], "ladder: --heads is 2, expected a multiple of --kv-heads, 3"),
+    ],
+)
+def test_ladder_refuses(capsys, monkeypatch, arguments, reason):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([*SMALL_LADDER, *arguments]) == 2
+    assert reason in capsys.readouterr().err
 
 
 def test_demo_says_what_it_lacks(monkeypatch, capsys):

@@ -14,7 +14,7 @@ from flashtile.bench import decode, found, ragged
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.memory import FORMULA
 from flashtile.bench.oracle import Attention
-from flashtile.bench.peers import MATH, Peer, cuda_settings, output_of
+from flashtile.bench.peers import MATH, TRITON, Peer, cuda_settings, output_of
 from flashtile.bench.ragged import DENSE, TORCH_VARLEN
 from flashtile.bench.report import BEST_PEER, BEST_VARLEN, FORMS, OF_MATMUL, OF_READ
 
@@ -26,6 +26,7 @@ TAKEN = (
     *cuda_settings(),
     MATH,
     FORMULA,
+    TRITON,
     FLEX,
     DENSE,
     TORCH_VARLEN,

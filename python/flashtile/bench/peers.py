@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from flashtile.bench.cases import Case, Inputs, Work
 from flashtile.bench.oracle import Attention, attention_sdpa
 
 OURS, MATH = "flashtile", "SDPA math"
+TRITON = "Triton"  # the ladder's rung
 RECORDED = (Work.FORWARD_WITH_GRAD, Work.BACKWARD)  # by autograd
 Setting = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -38,13 +40,16 @@ class Contestant:
 
 
 def peers_of(device_type: str, attention: Callable[..., torch.Tensor]) -> list[Peer]:
-    """`attention`, which has flashtile's signature, and PyTorch's kernels on this kind of device."""
+    """`attention`, which has flashtile's signature, PyTorch's kernels on this kind of device and, where Triton is
+    installed, the ladder's in Triton."""
 
     def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
         return attention(q, k, v, causal=case.causal, window=case.window)
 
     if device_type == "cuda":
         theirs = [Peer(name, attention_sdpa, setting) for name, setting in cuda_settings().items()]
+        if importlib.util.find_spec("triton"):
+            theirs.append(Peer(TRITON, _attention_triton))
     else:
         theirs = [Peer("SDPA", attention_sdpa)]
     return [Peer(OURS, ours), *theirs]
@@ -87,6 +92,14 @@ def output_of(found: Any, q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def math_setting() -> contextlib.AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.MATH)
+
+
+def _attention_triton(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
+    from flashtile.reference import triton_flash2
+
+    if case.window is not None:
+        raise NotImplementedError("triton_flash2: has no argument for a window")
+    return triton_flash2.attention(q, k, v, causal=case.causal)
 
 
 def cuda_settings() -> dict[str, Setting]:

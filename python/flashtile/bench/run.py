@@ -63,11 +63,14 @@ def run_cases(
 ) -> Iterator[Cell]:
     """Yields one cell per case, as it is done; `further` peers run beside the usual ones. Of ragged cases `attention`
     is attention_varlen, of those over a cache attention_kvcache."""
+    return _run(cases, device, attention, further, by_time(device, effort))
 
+
+def by_time(device: torch.device, effort: Effort) -> Measure:
     def measure(contestants: Sequence[Contestant], case: Case) -> list[Result]:
         return [{"timing": timing} for timing in time_device(contestants, device, effort)]
 
-    return _run(cases, device, attention, further, measure)
+    return measure
 
 
 def run_memory_cases(
@@ -117,7 +120,7 @@ def _run(
             usual = peers_of(device.type, attention)
         else:
             usual = ragged_peers_of(device.type, attention, case)
-        yield Cell(case, _run_device_cell([*usual, *further], inputs, case, measure))
+        yield Cell(case, run_cell([*usual, *further], inputs, case, measure))
 
 
 def run_host_cases(
@@ -152,7 +155,8 @@ def totals(ratios: Sequence[float]) -> dict[str, float]:
     return {"geomean": math.exp(sum(map(math.log, ratios)) / len(ratios)), "min": min(ratios), "cells": len(ratios)}
 
 
-def _run_device_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, measure: Measure) -> list[Entry]:
+def run_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, measure: Measure) -> list[Entry]:
+    """Checks `peers`, then measures those that are right; one entry each, in their order."""
     judge = _Judge(inputs, case)
     entries: dict[str, Entry] = {}
     ready: list[Contestant] = []
