@@ -88,7 +88,7 @@ struct RaggedOrder {
   int rows = 1;   // of a block
   Band band;      // of queries, whatever is listed
   int heads = 1;  // of which there is a tile in each place
-  RaggedParts parts;
+  RaggedParts parts{};
 };
 
 }  // namespace flashtile
