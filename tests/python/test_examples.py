@@ -1,5 +1,6 @@
 """Every example and every Python block of the documentation runs, and the README's do what they say."""
 
+import doctest
 import re
 import runpy
 import sys
@@ -41,12 +42,20 @@ def test_example(path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_block_of_a_page_runs(page):
-    """One after another, with the names of those before."""
+    """One after another, with the names of those before; those with prompts print what they say."""
     text, names = text_of(page), {}
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
+    torch.manual_seed(0)
     blocks = BLOCK.findall(text)
     assert len(blocks) == len(LOOKS_LIKE_ONE.findall(text)), "a block is not written as ```python at a line's begin"
     try:
         for reason, code in blocks:
+            if code.startswith(">>> "):
+                test = parser.get_doctest(code, names, page.name, str(page), 0)
+                if not reason:
+                    assert runner.run(test, clear_globs=False).failed == 0
+                    names.update(test.globs)
+                continue
             compiled = compile(code, str(page), "exec")
             if not reason:
                 exec(compiled, names)
