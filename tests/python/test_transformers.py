@@ -331,17 +331,22 @@ def test_no_mask_where_nothing_is_hidden():
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_masks_of_other_rules_go_to_pytorch(name, monkeypatch):
     monkeypatch.setattr(flashtile.sdpa, "_said", set())
-    block_ids = torch.tensor([[-1, 0, 0, 0, -1, -1, -1, 1, 1, 1, 1, 1, -1]]).expand(3, -1)
+    image = torch.tensor([0, 1, 1, 1, 0, 0, 0, 2, 2, 2, 2, 2, 0])  # whose parts see each other
+
+    def same_image(batch, head, row, column):
+        return (image[row] == image[column]) & (image[row] > 0)
+
     results = []
     for implementation in ("flashtile", "eager"):
         model = switched(model_of(name), implementation)
         embeddings = torch.empty(3, 13, 0)
         make = getattr(masking_utils, f"create_{'causal' if name == 'llama' else 'sliding_window_causal'}_mask")
-        mask = make(model.config, embeddings, torch.tensor(PADDING["left"]), None, block_sequence_ids=block_ids)
+        padding, options = torch.tensor(PADDING["left"]), {"past_key_values": None, "or_mask_function": same_image}
+        mask = make(model.config, embeddings, padding, **options)
         assert mask.shape == (3, 1, 13, 13)
         with torch.no_grad(), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            results.append(model(tokens(), attention_mask=mask).logits[torch.tensor(PADDING["left"]).bool()])
+            results.append(model(tokens(), attention_mask=mask).logits[padding.bool()])
         said = [warning for warning in said if warning.category is flashtile.sdpa.FallbackWarning]
         assert len(said) == (implementation == "flashtile")
     assert_close(*results)
