@@ -1,11 +1,14 @@
-"""Operands as other interfaces allow them: last dimensions that are not contiguous, or no multiples of 8."""
+"""Operands as other interfaces allow them: last dimensions that are not contiguous, or no multiples of 8; padding."""
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .varlen import attention_varlen
+
 
 def attend_padded(attention, q, k, v, *, scale, **options):
-    """``flashtile.attention`` or ``attention_varlen``, of copies where the operands are not as these want them."""
+    """``flashtile.attention`` or its like, of copies where the operands are not as these want them."""
     q, k, v = contiguous(q), contiguous(k), contiguous(v)
     head_dim, head_dim_v = _last(q), _last(v)
     if head_dim % 8 == 0 == head_dim_v % 8 or _last(k) != head_dim:
@@ -21,6 +24,39 @@ def attend_padded(attention, q, k, v, *, scale, **options):
 def contiguous(x):
     """`x` with a contiguous last dimension; what is no tensor stays, for flashtile to say what is wrong."""
     return x.contiguous() if isinstance(x, Tensor) and x.dim() > 0 and x.stride(-1) != 1 else x
+
+
+def visible_first(visible):
+    """(order, count) of `visible` (B, S) bool: the rows of each entry with the visible ones in front, (B, S) int64, and
+    how many these are, (B) int32. Everything stays on the device."""
+    order = visible.view(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+    return order, visible.sum(dim=-1, dtype=torch.int32)
+
+
+def gathered(x, order):
+    """Rows of `x` (B, S, H, D) in this order (B, S)."""
+    return x[torch.arange(x.shape[0], device=x.device)[:, None], order]
+
+
+def attend_visible(q, k, v, keys, queries=None, **options):
+    """Attention of the rows that count, where `keys` and `queries` are what :func:`visible_first` says of each. Visible
+    keys stand in front, where a length tells them from the others, and so do queries, if they are given: then masks
+    are aligned at the last query and the last key that count, distances are in rows that count, and out is 0 elsewhere.
+    """
+    (batch, seqlen_q), seqlen_k = q.shape[:2], k.shape[1]
+    offsets = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    out = attend_padded(
+        attention_varlen,
+        (q if queries is None else gathered(q, queries[0])).flatten(0, 1),
+        gathered(k, keys[0]).flatten(0, 1),
+        gathered(v, keys[0]).flatten(0, 1),
+        cu_seqlens_q=offsets * seqlen_q,
+        cu_seqlens_k=offsets * seqlen_k,
+        seqused_q=None if queries is None else queries[1],
+        seqused_k=keys[1],
+        **options,
+    ).unflatten(0, (batch, seqlen_q))
+    return out if queries is None else gathered(out, queries[0].argsort(dim=-1))
 
 
 def _last(x):

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._autograd import under_functorch
-from ._padding import attend_padded
+from ._padding import attend_padded, attend_visible, visible_first
 from .attention import attention
-from .varlen import attention_varlen
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16), "cuda": (torch.float16, torch.bfloat16)}
@@ -203,24 +202,9 @@ def _visible_keys(attn_mask, query, seqlen_k, batched):
 
 
 def _attend_to(keys, q, k, v, options):
-    """Without a mask no key has a place of its own, so those of each entry that `keys` (B, S_k) shows may stand in
-    front, where a length tells them from the others."""
+    """Without a mask no key has a place of its own, so those that `keys` (B, S_k) shows may stand in front."""
     (batch, seqlen_q), seqlen_k = q.shape[:2], k.shape[1]
     if batch * max(seqlen_q, seqlen_k) >= 2**31:
         found = f"query and key have {batch} x {seqlen_q} and {batch} x {seqlen_k} rows"
         raise NotImplementedError(f"{found}, expected less than 2^31 of either with an attn_mask")
-    entry = torch.arange(batch, device=q.device)[:, None]
-    order = keys.view(torch.uint8).argsort(dim=-1, descending=True, stable=True)
-    k, v = (x[entry, order].flatten(0, 1) for x in (k, v))
-    offsets = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-    out = attend_padded(
-        attention_varlen,
-        q.flatten(0, 1),
-        k,
-        v,
-        cu_seqlens_q=offsets * seqlen_q,
-        cu_seqlens_k=offsets * seqlen_k,
-        seqused_k=keys.sum(dim=-1, dtype=torch.int32),
-        **options,
-    )
-    return out.unflatten(0, (batch, seqlen_q))
+    return attend_visible(q, k, v, visible_first(keys), **options)

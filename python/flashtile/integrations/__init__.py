@@ -1,0 +1,1 @@
+"""flashtile behind the switches of other libraries. Nothing is changed until a ``register()`` is called."""
