@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from . import _C
-from ._autograd import aligned, as_float32, attend
+from ._autograd import attend
+from ._core import aligned, as_float32
 
 Window = tuple[int | None, int | None] | None
 

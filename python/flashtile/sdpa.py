@@ -7,13 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import under_functorch
+from ._autograd import is_compiling
+from ._core import DTYPES
+from ._ops import under_functorch
 from ._padding import attend_padded
 from .attention import attention
 from .varlen import attention_varlen
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16), "cuda": (torch.float16, torch.bfloat16)}
 _WIDEST = 256
 _said = set()  # what calls would have had to be, of all that fell back
 
@@ -91,6 +92,8 @@ def scaled_dot_product_attention(
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
+    if is_compiling():
+        return out  # a graph has no place for a warning
     # Only now: an illegal call is PyTorch's to explain.
     expected = reason.partition(", expected ")[2]
     if expected not in _said:
@@ -113,13 +116,13 @@ def _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gq
         out = _served(query[None], key[None], value[None], attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return out[0]
     device = query.device.type
-    if device not in _DTYPES:
+    if device not in DTYPES:
         raise NotImplementedError(f"query is on {query.device}, expected the CPU or a CUDA device")
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (x if x.dtype is torch.float64 else x.to(dtype) for x in (query, key, value))
-    if query.dtype not in _DTYPES[device]:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES[device])
+    if query.dtype not in DTYPES[device]:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES[device])
         raise NotImplementedError(f"query has dtype {query.dtype}, expected {names} on {device}")
     leading, seqlen_q, seqlen_k, head_dim_v = _sizes(query.shape, key.shape, value.shape, enable_gqa)
 
