@@ -129,6 +129,7 @@ def attend(function, q, k, v, options, return_lse):
 
 def _seed_tensor(function, seed):
     """As an int64, for which the upper half of seeds becomes negative numbers."""
+    seed = seed if isinstance(seed, int) else operator.index(seed)
     if not 0 <= seed < 2**64:
         raise TypeError(f"{function}: seed is {seed!r}, expected an int from 0 to 2^64 - 1 or None")
     if seed >= 2**63:
@@ -218,7 +219,7 @@ _attention_kvcache = _define(
 )
 _attention_kvcache_append = _define(
     "attention_kvcache_append",
-    f"Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, {_CACHE_REST}",
+    f"Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_new, Tensor? v_new, {_CACHE_REST}",
     _RESULTS,
     _append,
     _new_cache_results,
