@@ -9,10 +9,8 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import _C, _ops
-from ._core import DTYPES, aligned, as_float32, gradients
-from ._ops import under_functorch
+from ._core import DTYPES, aligned, as_float32, gradients, is_compiling, under_functorch
 
-is_compiling = torch.compiler.is_dynamo_compiling
 _count_of_modes = torch._C._len_torch_dispatch_stack
 _no_dispatch = Tensor.__torch_dispatch__
 _ALIBI_SLOPES, _SINKS, _DROPOUT_P, _SEED = 0, 1, 6, 7  # places in `options`, which _C.pyi lists
@@ -67,7 +65,7 @@ def is_traced():
 def _attend_traced(function, q, k, v, options, return_lse):
     """Casts as eager calls do, who ask the module what it serves."""
     dtype = _autocast_dtype(q, k, v)
-    if dtype is not None and (not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES.get(q.device.type, ())):
+    if dtype is not None and (not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES[q.device.type]):
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     return _ops.attend(function, q, k, v, options, return_lse)
 
@@ -147,7 +145,7 @@ def _autocast_dtype(*tensors):
     if not all(isinstance(x, Tensor) for x in tensors):
         return None
     device_type = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if device_type not in DTYPES or not torch.is_autocast_enabled(device_type):
         return None
     dtype = torch.get_autocast_dtype(device_type)
     return None if all(x.dtype == dtype for x in tensors) else dtype

@@ -1,10 +1,12 @@
-"""The compiled core, as eager calls and the operators of torch.library use it."""
+"""What eager calls and the operators of torch.library have in common: the compiled core, and who asks for it."""
 
 import torch
 from torch import Tensor
 
 from . import _C
 
+is_compiling = torch.compiler.is_dynamo_compiling
+under_functorch = torch._C._are_functorch_transforms_active
 _CONTIGUOUS = torch.contiguous_format
 DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16), "cuda": (torch.float16, torch.bfloat16)}
 

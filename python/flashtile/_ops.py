@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
 from . import _C
-from ._core import aligned, gradients
+from ._core import aligned, gradients, is_compiling, under_functorch
 
 _SCORES = "Tensor? alibi_slopes, Tensor? sinks, bool causal, SymInt? window_left, SymInt? window_right, float? scale"
 _OPTIONS = f"{_SCORES}, float softcap, float dropout_p, Tensor? seed, bool? deterministic"
@@ -24,8 +24,6 @@ _CACHE_REST = f"""Tensor? rotary_cos, Tensor? rotary_sin, {_CACHE_TABLES}, Tenso
 _RESULTS = "(Tensor out, Tensor lse)"
 _INCOMING = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool[4] needed"
 _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
-
-under_functorch = torch._C._are_functorch_transforms_active
 
 
 # ---- attention, dense and ragged
@@ -110,9 +108,17 @@ def _one_by_one(call):
 
 def _transformable(call, setup_context, backward):
     """`call` with its formula as transforms of torch.func want it; they do not take torch.library's."""
-    members = dict(forward=call, setup_context=setup_context, backward=backward)
-    members = {name: staticmethod(member) for name, member in members.items()}
-    return type(f"_Transformable_{call.__name__}", (Function,), members | dict(generate_vmap_rule=True)).apply
+
+    class Transformable(Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*arguments):
+            return call(*arguments)
+
+    Transformable.setup_context = staticmethod(setup_context)
+    Transformable.backward = staticmethod(backward)
+    return Transformable.apply
 
 
 def attend(function, q, k, v, options, return_lse):
@@ -122,7 +128,8 @@ def attend(function, q, k, v, options, return_lse):
     if seed is not None and not isinstance(seed, Tensor):
         seed = _seed_tensor(function, seed)
     scores = (alibi_slopes, sinks, causal, left, right, scale, softcap, dropout_p, seed, deterministic)
-    call = (_attention if sequences is None else _attention_varlen)[under_functorch()]
+    transformed = under_functorch() and not is_compiling()  # Dynamo cannot trace the function that serves transforms
+    call = (_attention if sequences is None else _attention_varlen)[transformed]
     out, lse = call(q, k, v, *scores, *(sequences or ()))
     return (out, lse) if return_lse else out
 

@@ -7,8 +7,8 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
 from . import _ops
-from ._autograd import is_compiling, is_traced, refuse_tangents
-from ._core import as_float32
+from ._autograd import is_traced, refuse_tangents
+from ._core import as_float32, is_compiling
 from .attention import Window
 
 

@@ -7,9 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import is_compiling
-from ._core import DTYPES
-from ._ops import under_functorch
+from ._core import DTYPES, is_compiling, under_functorch
 from ._padding import attend_padded
 from .attention import attention
 from .varlen import attention_varlen
@@ -67,7 +65,8 @@ def scaled_dot_product_attention(
     Whatever else PyTorch takes, it computes: biases, masks that differ from query to query or head to head, wider
     heads, other dtypes and devices, broadcast keys, nested tensors and subclasses, transforms of torch.func,
     forward-mode differentiation. A :class:`flashtile.sdpa.FallbackWarning` names the argument, once for each reason in
-    a process; ``warnings.simplefilter("error", FallbackWarning)`` makes an error of every such call.
+    a process; ``warnings.simplefilter("error", FallbackWarning)`` makes an error of every such call. Under torch.compile
+    nothing is said.
 
     Raises:
         What PyTorch raises: illegal arguments go to its function.

@@ -5,7 +5,8 @@ import operator
 import torch
 from torch import Tensor
 
-from ._autograd import attend, is_compiling
+from ._autograd import attend
+from ._core import is_compiling
 from .attention import Window
 
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)

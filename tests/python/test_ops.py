@@ -486,6 +486,12 @@ def test_gradients_of_each_sample():
         assert_all_bitwise([x[i] for x in found], expected)
 
 
+def test_vmap_within_a_compiled_function():
+    inputs = Case("vmap", dtype=F32, batch=3).tensors()
+    function = torch.vmap(lambda *x: flashtile.attention(*(each[None] for each in x)), randomness="error")
+    assert_bitwise(compiled(function)(*inputs), function(*inputs))
+
+
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_dropout_under_vmap(randomness):
     q, k, v = (x.expand(4, *x.shape) for x in Case("vmap", dtype=F32).tensors())
