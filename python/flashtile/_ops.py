@@ -106,19 +106,19 @@ def _one_by_one(call):
     return entries
 
 
-def _transformable(call, setup_context, backward):
-    """`call` with its formula as transforms of torch.func want it; they do not take torch.library's."""
+def _differentiable(call, save, differentiate):
+    """`call` with its formula, also for transforms of torch.func."""
 
-    class Transformable(Function):
+    class Differentiable(Function):
         generate_vmap_rule = True
 
         @staticmethod
         def forward(*arguments):
             return call(*arguments)
 
-    Transformable.setup_context = staticmethod(setup_context)
-    Transformable.backward = staticmethod(backward)
-    return Transformable.apply
+    Differentiable.setup_context = staticmethod(save)
+    Differentiable.backward = staticmethod(differentiate)
+    return Differentiable.apply
 
 
 def attend(function, q, k, v, options, return_lse):
@@ -128,7 +128,8 @@ def attend(function, q, k, v, options, return_lse):
     if seed is not None and not isinstance(seed, Tensor):
         seed = _seed_tensor(function, seed)
     scores = (alibi_slopes, sinks, causal, left, right, scale, softcap, dropout_p, seed, deterministic)
-    transformed = under_functorch() and not is_compiling()  # Dynamo cannot trace the function that serves transforms
+    # An operator under a transform has no autograd, and Dynamo cannot trace the function that it stands for.
+    transformed = under_functorch() and not is_compiling()
     call = (_attention if sequences is None else _attention_varlen)[transformed]
     out, lse = call(q, k, v, *scores, *(sequences or ()))
     return (out, lse) if return_lse else out
@@ -195,7 +196,9 @@ _library = torch.library.Library("flashtile", "DEF")
 
 def _define(name, arguments, results, kernel, new_results):
     """The kernel wants the last dimension contiguous, as it is in eager mode; the tag keeps compilers from others."""
-    _library.define(f"{name}({arguments}) -> {results}", tags=(torch.Tag.needs_fixed_stride_order,))
+    _library.define(
+        f"{name}({arguments}) -> {results}", tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
+    )
     for backend in ("CPU", "CUDA"):
         _library.impl(name, kernel, backend)
     torch.library.register_fake(f"flashtile::{name}", new_results, lib=_library)
@@ -203,16 +206,19 @@ def _define(name, arguments, results, kernel, new_results):
 
 
 def _define_attention(name, options):
-    """The operator, and what takes its place under transforms of torch.func."""
-    forward = _define(name, f"Tensor q, Tensor k, Tensor v, {options}", _RESULTS, _forward, _new_results)
+    """An operator that autograd takes apart into one for each direction, so that no compiled call pays for autograd
+    again; and the function that does it."""
+    inputs = f"Tensor q, Tensor k, Tensor v, {options}"
+    forward = _define(f"{name}_forward", inputs, _RESULTS, _forward, _new_results)
     backward = _define(f"{name}_backward", f"{_INCOMING}, {options}", _GRADIENTS, _backward, _new_gradients)
-    formula = _differentiated_by(backward)
-    torch.library.register_autograd(f"flashtile::{name}", formula, setup_context=_save, lib=_library)
-    torch.library.register_autograd(f"flashtile::{name}_backward", _refuse_twice, lib=_library)
-    for call in (forward, backward):
+    formula = _differentiated_by(_differentiable(backward, _save_nothing, _refuse_twice))
+    _library.define(f"{name}({inputs}) -> {_RESULTS}", tags=(torch.Tag.pt2_compliant_tag,))
+    differentiable = _differentiable(forward, _save, formula)
+    _library.impl(name, differentiable, "CompositeImplicitAutograd")
+    whole = getattr(torch.ops.flashtile, name).default
+    for call in (whole, forward, backward):
         torch.library.register_vmap(call, _one_by_one(call), lib=_library)
-    transformable_backward = _transformable(backward, _save_nothing, _refuse_twice)
-    return forward, _transformable(forward, _save, _differentiated_by(transformable_backward))
+    return whole, differentiable
 
 
 _attention = _define_attention("attention", _OPTIONS)

@@ -65,8 +65,8 @@ def scaled_dot_product_attention(
     Whatever else PyTorch takes, it computes: biases, masks that differ from query to query or head to head, wider
     heads, other dtypes and devices, broadcast keys, nested tensors and subclasses, transforms of torch.func,
     forward-mode differentiation. A :class:`flashtile.sdpa.FallbackWarning` names the argument, once for each reason in
-    a process; ``warnings.simplefilter("error", FallbackWarning)`` makes an error of every such call. Under torch.compile
-    nothing is said.
+    a process; ``warnings.simplefilter("error", FallbackWarning)`` makes an error of every such call. Nothing is said
+    under torch.compile.
 
     Raises:
         What PyTorch raises: illegal arguments go to its function.
