@@ -8,8 +8,9 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from . import _C, _ops
+from . import _C
 from ._core import DTYPES, aligned, as_float32, gradients, is_compiling, under_functorch
+from ._ops import attend_operator
 
 _count_of_modes = torch._C._len_torch_dispatch_stack
 _no_dispatch = Tensor.__torch_dispatch__
@@ -67,7 +68,7 @@ def _attend_traced(function, q, k, v, options, return_lse):
     dtype = _autocast_dtype(q, k, v)
     if dtype is not None and (not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES[q.device.type]):
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    return _ops.attend(function, q, k, v, options, return_lse)
+    return attend_operator(function, q, k, v, options, return_lse)
 
 
 def _dispatches(x):

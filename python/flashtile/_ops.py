@@ -121,16 +121,16 @@ def _differentiable(call, save, differentiate):
     return Differentiable.apply
 
 
-def attend(function, q, k, v, options, return_lse):
+def attend_operator(function, q, k, v, options, return_lse):
     """What `_autograd.attend` returns, by way of an operator; a seed may be a tensor here."""
     alibi_slopes, sinks, causal, window, scale, softcap, dropout_p, seed, deterministic, sequences = options
     left, right = (None, None) if window is None else window
     if seed is not None and not isinstance(seed, Tensor):
         seed = _seed_tensor(function, seed)
     scores = (alibi_slopes, sinks, causal, left, right, scale, softcap, dropout_p, seed, deterministic)
-    # An operator under a transform has no autograd, and Dynamo cannot trace the function that it stands for.
-    transformed = under_functorch() and not is_compiling()
-    call = (_attention if sequences is None else _attention_varlen)[transformed]
+    call = _attention if sequences is None else _attention_varlen
+    if not is_compiling() and under_functorch():
+        call = _differentiable_calls[call]  # operators have no autograd there, and Dynamo cannot trace these functions
     out, lse = call(q, k, v, *scores, *(sequences or ()))
     return (out, lse) if return_lse else out
 
@@ -176,7 +176,7 @@ def _new_cache_results(q, k_cache, v_cache, *_):
     return _new_results(q, k_cache, v_cache)
 
 
-def attend_cache(k_cache, v_cache, readable, tables, options):
+def kvcache_operator(k_cache, v_cache, readable, tables, options):
     """What `call_kvcache` returns, by way of an operator: one that declares that it writes, or one that does not."""
     q, k_new, v_new, *rotary = readable
     alibi_slopes, sinks, causal, window, *others, return_lse = options
@@ -191,6 +191,7 @@ def attend_cache(k_cache, v_cache, readable, tables, options):
 
 # ---- their definitions
 
+_differentiable_calls = {}  # by operator: the function that it stands for
 _library = torch.library.Library("flashtile", "DEF")
 
 
@@ -207,7 +208,7 @@ def _define(name, arguments, results, kernel, new_results):
 
 def _define_attention(name, options):
     """An operator that autograd takes apart into one for each direction, so that no compiled call pays for autograd
-    again; and the function that does it."""
+    again."""
     inputs = f"Tensor q, Tensor k, Tensor v, {options}"
     forward = _define(f"{name}_forward", inputs, _RESULTS, _forward, _new_results)
     backward = _define(f"{name}_backward", f"{_INCOMING}, {options}", _GRADIENTS, _backward, _new_gradients)
@@ -218,7 +219,8 @@ def _define_attention(name, options):
     whole = getattr(torch.ops.flashtile, name).default
     for call in (whole, forward, backward):
         torch.library.register_vmap(call, _one_by_one(call), lib=_library)
-    return whole, differentiable
+    _differentiable_calls[whole] = differentiable
+    return whole
 
 
 _attention = _define_attention("attention", _OPTIONS)

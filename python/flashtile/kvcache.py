@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
-from . import _ops
 from ._autograd import is_traced, refuse_tangents
 from ._core import as_float32, is_compiling
+from ._ops import call_kvcache, kvcache_operator
 from .attention import Window
 
 
@@ -151,7 +151,7 @@ def attention_kvcache(
     readable = (q, k_new, v_new, rotary_cos, rotary_sin)
     options = (alibi_slopes, sinks, causal, window, scale, softcap)
     options += (rotary_interleaved, num_splits, batch_invariant, return_lse)
-    call = _ops.attend_cache if is_traced() else _ops.call_kvcache
+    call = kvcache_operator if is_traced() else call_kvcache
     out, lse = call(k_cache, v_cache, readable, tables, options)
     return (out, lse) if return_lse else out
 
