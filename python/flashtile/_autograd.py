@@ -1,4 +1,5 @@
-"""What every attention function has in common: the compiled core, behind autograd where an input asks for it."""
+"""What every attention function has in common: the compiled core, behind autograd where an input asks for it; or, where
+PyTorch traces, the operator that stands for both."""
 
 import operator
 
@@ -8,9 +9,11 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import _C
+from ._core import DTYPES, aligned, as_float32, gradients, is_compiling, under_functorch
+from ._ops import attend_operator
 
-_CONTIGUOUS = torch.contiguous_format
-under_functorch = torch._C._are_functorch_transforms_active
+_count_of_modes = torch._C._len_torch_dispatch_stack
+_no_dispatch = Tensor.__torch_dispatch__
 _ALIBI_SLOPES, _SINKS, _DROPOUT_P, _SEED = 0, 1, 6, 7  # places in `options`, which _C.pyi lists
 
 
@@ -24,8 +27,13 @@ def attend(function, q, k, v, options, return_lse):
     if sinks is not None:
         sinks = as_float32(sinks)
         options = _replaced(options, _SINKS, sinks)
+    traced = is_compiling() or _count_of_modes() > 0  # is_traced(), 0.05 µs sooner
     if options[_DROPOUT_P] and options[_SEED] is None:
-        options = _replaced(options, _SEED, int(torch.randint(2**63 - 1, (), device="cpu")))
+        seed = torch.randint(2**63 - 1, (), device="cpu")
+        traced = traced or under_functorch()  # vmap may have drawn many
+        options = _replaced(options, _SEED, seed if traced else int(seed))
+    if traced:
+        return _attend_traced(function, q, k, v, options, return_lse)
     try:
         differentiable = is_grad_enabled() and (
             q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
@@ -41,13 +49,31 @@ def attend(function, q, k, v, options, return_lse):
     except _C.Misaligned:
         readable = aligned
     except (TypeError, RuntimeError):
-        if differentiable and under_functorch():
-            raise NotImplementedError(f"{function}: called under a transform of torch.func, expected none") from None
+        if under_functorch() or _dispatches(q) or _dispatches(k) or _dispatches(v):
+            return _attend_traced(function, q, k, v, options, return_lse)
         dtype = _autocast_dtype(q, k, v)
         if dtype is None:
             raise
         readable = operator.methodcaller("to", dtype)
     return attend(function, readable(q), readable(k), readable(v), options, return_lse)
+
+
+def is_traced():
+    """Whether operators are wanted: by torch.compile, or a mode such as those of fake tensors and make_fx."""
+    return is_compiling() or _count_of_modes() > 0
+
+
+def _attend_traced(function, q, k, v, options, return_lse):
+    """Casts as eager calls do, who ask the module what it serves."""
+    dtype = _autocast_dtype(q, k, v)
+    if dtype is not None and (not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES[q.device.type]):
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    return attend_operator(function, q, k, v, options, return_lse)
+
+
+def _dispatches(x):
+    """Whether `x` is of a class that takes operators itself, as fake tensors do outside of their mode."""
+    return getattr(type(x), "__torch_dispatch__", _no_dispatch) is not _no_dispatch
 
 
 class _Attention(torch.autograd.Function):
@@ -89,29 +115,14 @@ for _function in (_Attention, _AttentionWithLse):
 
 
 def _gradients(ctx, dout, dlse, lse, options, q, k, v, alibi_slopes, out, sinks=None, *sequences):
-    dout = torch.zeros_like(out) if dout is None else _dense(dout)
-    if dlse is not None:
-        dlse = dlse.contiguous()
-    gradients = [
-        torch.empty_like(x, memory_format=_CONTIGUOUS) if needed else None
-        for x, needed in zip((q, k, v), ctx.needs_input_grad, strict=False)
-    ]
-    dsinks = torch.empty_like(sinks) if sinks is not None and ctx.needs_input_grad[4] else None
-    *scalars, deterministic, _ = options[2:]
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    options = (alibi_slopes, sinks, *scalars, deterministic, sequences or None)
-    _C.backward(dout, dlse, q, k, v, out, lse, *gradients, dsinks, options)
-    return (*gradients, None) if sinks is None else (*gradients, None, dsinks)
+    needed = (*ctx.needs_input_grad[:3], sinks is not None and ctx.needs_input_grad[4])
+    options = (alibi_slopes, sinks, *options[2:-1], sequences or None)
+    *found, dsinks = gradients(needed, dout, dlse, q, k, v, out, lse, options)
+    return (*found, None) if sinks is None else (*found, None, dsinks)
 
 
 def _replaced(options, place, value):
     return (*options[:place], value, *options[place + 1 :])
-
-
-def as_float32(sinks):
-    """Few numbers, which models keep in their own dtype; autograd casts the gradient back."""
-    return sinks.float() if isinstance(sinks, Tensor) and sinks.is_floating_point() else sinks
 
 
 def _refuse_gradient(function, alibi_slopes):
@@ -135,22 +146,7 @@ def _autocast_dtype(*tensors):
     if not all(isinstance(x, Tensor) for x in tensors):
         return None
     device_type = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if device_type not in DTYPES or not torch.is_autocast_enabled(device_type):
         return None
     dtype = torch.get_autocast_dtype(device_type)
     return None if all(x.dtype == dtype for x in tensors) else dtype
-
-
-def aligned(x):
-    """`x`, or a contiguous copy if its address or a stride is no multiple of 16 bytes."""
-    size = x.element_size()
-    if x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:-1]):
-        return x
-    return x.clone(memory_format=_CONTIGUOUS)
-
-
-def _dense(x):
-    """`x` as a kernel can read it: autograd expands gradients of sums with stride 0, and slices those of parts."""
-    if x.stride(-1) != 1:
-        return x.contiguous()
-    return aligned(x) if x.is_cuda else x

@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from . import _C
-from ._autograd import aligned, as_float32, attend
+from ._autograd import attend
+from ._core import aligned, as_float32
 
 Window = tuple[int | None, int | None] | None
 
@@ -54,8 +55,8 @@ def attention(
         dropout_p: the probability, at least 0 and below 1, with which a weight is dropped; 0: none. Also in backward,
             where the same weights are dropped. Pass 0 in evaluation.
         seed: of dropout, an int from 0 to 2^64 - 1. A weight is dropped by its place (b, h, i, j) and the seed alone,
-            alike on every device. By default drawn from PyTorch's CPU generator, so torch.manual_seed and activation
-            checkpointing repeat it; in a captured CUDA graph it is fixed.
+            alike on every device. By default drawn from PyTorch's CPU generator, by a compiled function in each run,
+            so torch.manual_seed and activation checkpointing repeat it; in a captured CUDA graph it is fixed.
         deterministic: whether the gradients must be the same bits in every run. By default what
             torch.are_deterministic_algorithms_enabled() says when backward runs.
         return_lse: also return lse.

@@ -5,10 +5,10 @@ import operator
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
-from torch.autograd.graph import increment_version
 
-from . import _C
-from ._autograd import aligned, as_float32, refuse_tangents
+from ._autograd import is_traced, refuse_tangents
+from ._core import as_float32, is_compiling
+from ._ops import call_kvcache, kvcache_operator
 from .attention import Window
 
 
@@ -151,22 +151,22 @@ def attention_kvcache(
     readable = (q, k_new, v_new, rotary_cos, rotary_sin)
     options = (alibi_slopes, sinks, causal, window, scale, softcap)
     options += (rotary_interleaved, num_splits, batch_invariant, return_lse)
-    try:
-        out, lse = _call(k_cache, v_cache, *readable, tables, options)
-    except _C.Misaligned:  # of a cache: raised again
-        out, lse = _call(k_cache, v_cache, *(None if x is None else aligned(x) for x in readable), tables, options)
-    if k_new is not None:  # autograd notices when a cache has changed that it keeps
-        increment_version(k_cache)
-        increment_version(v_cache)
+    call = kvcache_operator if is_traced() else call_kvcache
+    out, lse = call(k_cache, v_cache, readable, tables, options)
     return (out, lse) if return_lse else out
-
-
-def _call(k_cache, v_cache, q, k_new, v_new, rotary_cos, rotary_sin, tables, options):
-    return _C.kvcache(q, k_cache, v_cache, (k_new, v_new, rotary_cos, rotary_sin, *tables), options)
 
 
 def _for_all_sequences(length, q, cu_seqlens_q):
     """cache_seqlens, of an int."""
+    if not (is_compiling() and isinstance(length, int)):  # where a look at the value would tie the graph to it
+        length = _checked_length(length)
+    if not isinstance(q, Tensor):
+        return length  # the module says what is wrong with q
+    count = _rows(q) if cu_seqlens_q is None else max(_rows(cu_seqlens_q) - 1, 0)
+    return torch.full((count,), length, dtype=torch.int32, device=q.device)
+
+
+def _checked_length(length):
     try:
         length = operator.index(length)
     except TypeError:
@@ -174,10 +174,7 @@ def _for_all_sequences(length, q, cu_seqlens_q):
         raise TypeError(message) from None
     if not 0 <= length < 2**31:
         raise ValueError(f"attention_kvcache: cache_seqlens is {length}, expected an int from 0 to 2^31 - 1")
-    if not isinstance(q, Tensor):
-        return length  # the module says what is wrong with q
-    count = _rows(q) if cu_seqlens_q is None else max(_rows(cu_seqlens_q) - 1, 0)
-    return torch.full((count,), length, dtype=torch.int32, device=q.device)
+    return length
 
 
 def _rows(x):

@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._autograd import under_functorch
+from ._core import DTYPES, is_compiling, under_functorch
 from ._padding import attend_padded, attend_visible, visible_first
 from .attention import attention
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16), "cuda": (torch.float16, torch.bfloat16)}
 _WIDEST = 256
 _said = set()  # what calls would have had to be, of all that fell back
 
@@ -65,7 +64,8 @@ def scaled_dot_product_attention(
     Whatever else PyTorch takes, it computes: biases, masks that differ from query to query or head to head, wider
     heads, other dtypes and devices, broadcast keys, nested tensors and subclasses, transforms of torch.func,
     forward-mode differentiation. A :class:`flashtile.sdpa.FallbackWarning` names the argument, once for each reason in
-    a process; ``warnings.simplefilter("error", FallbackWarning)`` makes an error of every such call.
+    a process; ``warnings.simplefilter("error", FallbackWarning)`` makes an error of every such call. Nothing is said
+    under torch.compile.
 
     Raises:
         What PyTorch raises: illegal arguments go to its function.
@@ -90,6 +90,8 @@ def scaled_dot_product_attention(
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
+    if is_compiling():
+        return out  # a graph has no place for a warning
     # Only now: an illegal call is PyTorch's to explain.
     expected = reason.partition(", expected ")[2]
     if expected not in _said:
@@ -112,13 +114,13 @@ def _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gq
         out = _served(query[None], key[None], value[None], attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return out[0]
     device = query.device.type
-    if device not in _DTYPES:
+    if device not in DTYPES:
         raise NotImplementedError(f"query is on {query.device}, expected the CPU or a CUDA device")
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (x if x.dtype is torch.float64 else x.to(dtype) for x in (query, key, value))
-    if query.dtype not in _DTYPES[device]:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES[device])
+    if query.dtype not in DTYPES[device]:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES[device])
         raise NotImplementedError(f"query has dtype {query.dtype}, expected {names} on {device}")
     leading, seqlen_q, seqlen_k, head_dim_v = _sizes(query.shape, key.shape, value.shape, enable_gqa)
 

@@ -494,8 +494,11 @@ def test_what_is_unsupported_is_said_and_not_timed(capsys, monkeypatch):
 
 def test_host_suite_measures_both_calls(capsys, monkeypatch):
     monkeypatch.setattr(timing, "HOST_EFFORT", EFFORT)
-    assert command.measure("host", cases=[Case.square(1, 1, 2, 8, work=Work.FORWARD_WITH_GRAD)]) == 0
-    assert "µs of host time a call" in capsys.readouterr().out
+    works = (Work.FORWARD_WITH_GRAD, Work.COMPILED)
+    assert command.measure("host", cases=[Case.square(1, 1, 2, 8, work=work) for work in works]) == 0
+    printed = capsys.readouterr().out
+    assert "µs of host time a call" in printed
+    assert all(work.value in printed for work in works)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

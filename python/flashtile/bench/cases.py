@@ -19,6 +19,8 @@ class Work(enum.Enum):
 
     FORWARD = "forward"
     FORWARD_WITH_GRAD = "forward with grad"  # the same, recorded by autograd
+    COMPILED = "compiled forward"  # under torch.compile
+    COMPILED_WITH_GRAD = "compiled forward with grad"
     BACKWARD = "backward"
     DECODE = "decode"  # a forward of one new token, whose keys and values are in a cache
     PREFILL = "prefill"  # the same of many new tokens

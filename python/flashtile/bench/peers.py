@@ -67,10 +67,15 @@ def contestant(peer: Peer, inputs: Inputs, case: Case) -> Contestant:
 
 
 def host_contestants(attention: Callable[..., torch.Tensor], inputs: Inputs, case: Case) -> list[Contestant]:
-    """The bare calls: no wrapper around them, and SDPA's transposed views made beforehand."""
-    q, k, v = (t.detach().requires_grad_(case.work is Work.FORWARD_WITH_GRAD) for t in inputs[:3])
+    """The bare calls: no wrapper around them, and SDPA's transposed views made beforehand. Or both compiled."""
+    with_grad = case.work in (Work.FORWARD_WITH_GRAD, Work.COMPILED_WITH_GRAD)
+    q, k, v = (t.detach().requires_grad_(with_grad) for t in inputs[:3])
     heads_first = [t.transpose(1, 2) for t in (q, k, v)]
     sdpa = torch.nn.functional.scaled_dot_product_attention
+    if case.work in (Work.COMPILED, Work.COMPILED_WITH_GRAD):
+        # Of SDPA its own choice alone: a graph keeps the kernel that it was made with.
+        ours, theirs = (torch.compile(function, fullgraph=True, dynamic=False) for function in (attention, sdpa))
+        return [Contestant(OURS, lambda: ours(q, k, v)), Contestant("SDPA", lambda: theirs(*heads_first))]
     settings = {"SDPA": contextlib.nullcontext}
     if q.is_cuda:
         settings["SDPA FA2"] = cuda_settings()["SDPA FA2"]

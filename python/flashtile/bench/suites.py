@@ -147,7 +147,8 @@ def _memory(dtype: str, full: bool) -> list[Case]:
 def _host(dtype: str, device_type: str) -> list[Case]:
     # A CPU call returns when the work is done, so only a problem of one token shows the cost of the call itself.
     seqlen = 128 if device_type == "cuda" else 1
-    return [Case.square(1, seqlen, 16, 128, dtype=dtype, work=work) for work in (Work.FORWARD, Work.FORWARD_WITH_GRAD)]
+    works = (Work.FORWARD, Work.FORWARD_WITH_GRAD, Work.COMPILED, Work.COMPILED_WITH_GRAD)
+    return [Case.square(1, seqlen, 16, 128, dtype=dtype, work=work) for work in works]
 
 
 def _cpu() -> list[Case]:

@@ -64,7 +64,7 @@ def time_device(contestants: Sequence[Contestant], device: torch.device, effort:
 
 
 def time_host(contestants: Sequence[Contestant], device: torch.device, effort: Effort) -> list[Timing]:
-    """Time until an eager call returns, the device still at work: the mean of a batch is one sample."""
+    """Time until a call returns, the device still at work: the mean of a batch is one sample."""
     synchronize = _synchronizer(device)
 
     def one_round() -> list[float]:

@@ -5,7 +5,8 @@ import torch.nn.attention
 from torch import Tensor
 
 from .. import _C
-from .._autograd import aligned, attend
+from .._autograd import attend
+from .._core import aligned
 from .._padding import contiguous
 
 NAME = "flashtile"

@@ -1,0 +1,241 @@
+"""The operators of torch.library, by which torch.compile, torch.export and torch.func know attention.
+
+Eager calls do without the dispatcher (`_autograd.py`, `kvcache.py`) and give the same bits. An operator takes every
+option, in the order of `_C.pyi`, a window as its two distances, and a seed as an integer tensor on the CPU, so that a
+graph can draw one in each run. It always returns lse.
+"""
+
+import operator
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import increment_version
+
+from . import _C
+from ._core import aligned, gradients, is_compiling, under_functorch
+
+_SCORES = "Tensor? alibi_slopes, Tensor? sinks, bool causal, SymInt? window_left, SymInt? window_right, float? scale"
+_OPTIONS = f"{_SCORES}, float softcap, float dropout_p, Tensor? seed, bool? deterministic"
+_SEQUENCES = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k"
+_CACHE_TABLES = "Tensor cache_seqlens, Tensor? block_table, Tensor? cache_batch_idx, Tensor? leftpad"
+_CACHE_REST = f"""Tensor? rotary_cos, Tensor? rotary_sin, {_CACHE_TABLES}, Tensor? cu_seqlens_q,
+    {_SCORES}, float softcap, bool rotary_interleaved, SymInt num_splits, bool batch_invariant"""
+_RESULTS = "(Tensor out, Tensor lse)"
+_INCOMING = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool[4] needed"
+_GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
+
+
+# ---- attention, dense and ragged
+
+
+def _forward(q, k, v, *options):
+    options = _for_core(*options)
+    try:
+        return _C.forward_with_lse(q, k, v, options)
+    except _C.Misaligned:
+        return _C.forward_with_lse(aligned(q), aligned(k), aligned(v), options)
+
+
+def _new_results(q, k, v, *_):
+    *batch, rows, heads, _ = q.shape
+    return q.new_empty(*batch, rows, heads, v.shape[-1]), q.new_empty(*batch, heads, rows, dtype=torch.float32)
+
+
+def _backward(dout, dlse, q, k, v, out, lse, needed, *options):
+    if q.is_cuda:
+        q, k, v = aligned(q), aligned(k), aligned(v)
+    found = gradients(needed, dout, dlse, q, k, v, out, lse, _for_core(*options))
+    return tuple(q.new_empty(0) if x is None else x for x in found)
+
+
+def _new_gradients(dout, dlse, q, k, v, out, lse, needed, alibi_slopes, sinks, *_):
+    inputs = zip((q, k, v, sinks), needed, strict=True)
+    return tuple(x.new_empty(x.shape) if wanted else q.new_empty(0) for x, wanted in inputs)
+
+
+def _for_core(alibi_slopes, sinks, causal, left, right, scale, softcap, dropout_p, seed, deterministic, *sequences):
+    if seed is not None:
+        seed = operator.index(seed) % 2**64
+    window = left, right
+    return alibi_slopes, sinks, causal, window, scale, softcap, dropout_p, seed, deterministic, sequences or None
+
+
+def _save(ctx, inputs, output):
+    q, k, v, *options = inputs
+    ctx.options = [None if isinstance(x, Tensor) else x for x in options]
+    ctx.save_for_backward(q, k, v, *output, *(x if isinstance(x, Tensor) else None for x in options))
+    ctx.set_materialize_grads(False)  # a loss of one output must not pay for zeros of the other
+
+
+def _differentiated_by(backward):
+    """The formula of autograd for results whose gradients `backward` computes."""
+
+    def differentiate(ctx, dout, dlse):
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        options = [other if x is None else x for x, other in zip(tensors, ctx.options, strict=True)]
+        q_needed, k_needed, v_needed, _, sinks_needed, *_ = ctx.needs_input_grad
+        needed = [q_needed, k_needed, v_needed, sinks_needed]
+        found = backward(dout, dlse, q, k, v, out, lse, needed, *options)
+        dq, dk, dv, dsinks = (x if wanted else None for x, wanted in zip(found, needed, strict=True))
+        return dq, dk, dv, None, dsinks, *(None for _ in options[2:])
+
+    return differentiate
+
+
+def _refuse_twice(ctx, *_):
+    raise NotImplementedError("attention: differentiated twice, expected once: no kernel computes second derivatives")
+
+
+def _save_nothing(ctx, inputs, output):
+    pass
+
+
+def _one_by_one(call):
+    """The rule by which vmap computes `call`: for each entry of its own."""
+
+    def entries(info, in_dims, *arguments):
+        def entry(i):
+            pairs = zip(arguments, in_dims, strict=True)
+            return call(*(x.select(dim, i) if isinstance(dim, int) else x for x, dim in pairs))
+
+        results = zip(*map(entry, range(info.batch_size)), strict=True)
+        stacked = tuple(torch.stack(parts) for parts in results)
+        return stacked, (0,) * len(stacked)
+
+    return entries
+
+
+def _differentiable(call, save, differentiate):
+    """`call` with its formula, also for transforms of torch.func."""
+
+    class Differentiable(Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*arguments):
+            return call(*arguments)
+
+    Differentiable.setup_context = staticmethod(save)
+    Differentiable.backward = staticmethod(differentiate)
+    return Differentiable.apply
+
+
+def attend_operator(function, q, k, v, options, return_lse):
+    """What `_autograd.attend` returns, by way of an operator; a seed may be a tensor here."""
+    alibi_slopes, sinks, causal, window, scale, softcap, dropout_p, seed, deterministic, sequences = options
+    left, right = (None, None) if window is None else window
+    if seed is not None and not isinstance(seed, Tensor):
+        seed = _seed_tensor(function, seed)
+    scores = (alibi_slopes, sinks, causal, left, right, scale, softcap, dropout_p, seed, deterministic)
+    call = _attention if sequences is None else _attention_varlen
+    if not is_compiling() and under_functorch():
+        call = _differentiable_calls[call]  # operators have no autograd there, and Dynamo cannot trace these functions
+    out, lse = call(q, k, v, *scores, *(sequences or ()))
+    return (out, lse) if return_lse else out
+
+
+def _seed_tensor(function, seed):
+    """As an int64, for which the upper half of seeds becomes negative numbers."""
+    seed = seed if isinstance(seed, int) else operator.index(seed)
+    if not 0 <= seed < 2**64:
+        raise TypeError(f"{function}: seed is {seed!r}, expected an int from 0 to 2^64 - 1 or None")
+    if seed >= 2**63:
+        seed = operator.index(seed) - 2**64  # a number even where it was a symbol, which cannot be that large
+    return torch.full((), seed, dtype=torch.int64, device="cpu")
+
+
+# ---- a cache of keys and values
+
+
+def _kvcache(q, k_cache, v_cache, *others):
+    return _append(q, k_cache, v_cache, None, None, *others)
+
+
+def _append(q, k_cache, v_cache, k_new, v_new, rotary_cos, rotary_sin, *others):
+    *tables, alibi_slopes, sinks, causal, left, right, scale, softcap, interleaved, num_splits, invariant = others
+    options = (alibi_slopes, sinks, causal, (left, right), scale, softcap, interleaved, num_splits, invariant, True)
+    return call_kvcache(k_cache, v_cache, (q, k_new, v_new, rotary_cos, rotary_sin), tables, options)
+
+
+def call_kvcache(k_cache, v_cache, readable, tables, options):
+    """(out, lse or None). `readable` are the operands that may be copied: q, k_new, v_new, rotary_cos, rotary_sin."""
+    q, *optional = readable
+    try:
+        results = _C.kvcache(q, k_cache, v_cache, (*optional, *tables), options)
+    except _C.Misaligned:  # of a cache: raised again
+        q, *optional = (None if x is None else aligned(x) for x in readable)
+        results = _C.kvcache(q, k_cache, v_cache, (*optional, *tables), options)
+    if optional[0] is not None:  # autograd notices when a cache has changed that it keeps
+        increment_version(k_cache)
+        increment_version(v_cache)
+    return results
+
+
+def _new_cache_results(q, k_cache, v_cache, *_):
+    return _new_results(q, k_cache, v_cache)
+
+
+def kvcache_operator(k_cache, v_cache, readable, tables, options):
+    """What `call_kvcache` returns, by way of an operator: one that declares that it writes, or one that does not."""
+    q, k_new, v_new, *rotary = readable
+    alibi_slopes, sinks, causal, window, *others, return_lse = options
+    left, right = (None, None) if window is None else window
+    given = (*rotary, *tables, alibi_slopes, sinks, causal, left, right, *others)
+    if k_new is None and v_new is None:
+        out, lse = _attention_kvcache(q, k_cache, v_cache, *given)
+    else:
+        out, lse = _attention_kvcache_append(q, k_cache, v_cache, k_new, v_new, *given)
+    return out, lse if return_lse else None
+
+
+# ---- their definitions
+
+_differentiable_calls = {}  # by operator: the function that it stands for
+_library = torch.library.Library("flashtile", "DEF")
+
+
+def _define(name, arguments, results, kernel, new_results):
+    """The kernel wants the last dimension contiguous, as it is in eager mode; the tag keeps compilers from others."""
+    _library.define(
+        f"{name}({arguments}) -> {results}", tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
+    )
+    for backend in ("CPU", "CUDA"):
+        _library.impl(name, kernel, backend)
+    torch.library.register_fake(f"flashtile::{name}", new_results, lib=_library)
+    return getattr(torch.ops.flashtile, name).default
+
+
+def _define_attention(name, options):
+    """An operator that autograd takes apart into one for each direction, so that no compiled call pays for autograd
+    again."""
+    inputs = f"Tensor q, Tensor k, Tensor v, {options}"
+    forward = _define(f"{name}_forward", inputs, _RESULTS, _forward, _new_results)
+    backward = _define(f"{name}_backward", f"{_INCOMING}, {options}", _GRADIENTS, _backward, _new_gradients)
+    formula = _differentiated_by(_differentiable(backward, _save_nothing, _refuse_twice))
+    _library.define(f"{name}({inputs}) -> {_RESULTS}", tags=(torch.Tag.pt2_compliant_tag,))
+    differentiable = _differentiable(forward, _save, formula)
+    _library.impl(name, differentiable, "CompositeImplicitAutograd")
+    whole = getattr(torch.ops.flashtile, name).default
+    for call in (whole, forward, backward):
+        torch.library.register_vmap(call, _one_by_one(call), lib=_library)
+    _differentiable_calls[whole] = differentiable
+    return whole
+
+
+_attention = _define_attention("attention", _OPTIONS)
+_attention_varlen = _define_attention("attention_varlen", f"{_OPTIONS}, {_SEQUENCES}")
+_attention_kvcache = _define(
+    "attention_kvcache",
+    f"Tensor q, Tensor k_cache, Tensor v_cache, {_CACHE_REST}",
+    _RESULTS,
+    _kvcache,
+    _new_cache_results,
+)
+_attention_kvcache_append = _define(
+    "attention_kvcache_append",
+    f"Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_new, Tensor? v_new, {_CACHE_REST}",
+    _RESULTS,
+    _append,
+    _new_cache_results,
+)

@@ -1,0 +1,531 @@
+"""The operators, and all that traces them: torch.compile, torch.export, torch.func, modes."""
+
+import io
+import warnings
+
+import pytest
+import torch
+from cached import Cached, ints
+from cases import BF16, DEVICE_PARAMS, F16, F32, SEED, Case, on_devices
+from compare import assert_bitwise
+from ragged import Ragged
+from test_backward import differentiable
+from test_kvcache import assert_same, results
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import flashtile
+from flashtile import _C
+from flashtile.compat import flash_attn, flash_attn_interface
+
+# What TorchDynamo does with the rest of PyTorch.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+everything = dict(
+    window=(50, 7), softcap=10.0, scale=0.3, alibi="per batch and head", sinks=0.0, dropout_p=0.2, head_dim=72
+)
+grouped = dict(heads_q=6, heads_k=2)
+CASES = [
+    Case("plain", dtype=F32),
+    Case("causal", dtype=BF16, causal=True, **grouped),
+    Case("sinks", dtype=F16, sinks=0.0, head_dim_v=128),
+    Case("everything", dtype=F32, head_dim_v=40, layout="gaps", **grouped, **everything),
+    Case("everything", dtype=BF16, layout="packed", **everything),
+    Case("misaligned", dtype=BF16, layout="misaligned", causal=True),
+    Case("no_keys", dtype=F16, seqlen_k=0),
+    Ragged("ragged", dtype=F32, causal=True, **grouped),
+    Ragged("ragged", dtype=BF16, tail=3, **grouped),
+    Ragged("used", dtype=F16, used_q=(60, 1, 0, 7, 0), used_k=(90, 0, 33, 130, 0), head_dim_v=128),
+    Ragged("everything", dtype=F32, layout="gaps", tail=2, **grouped, **everything),
+]
+CACHES = [
+    Cached("decode", dtype=F32),
+    Cached("append", dtype=BF16, new=1),
+    Cached("pages", dtype=F16, seqlen_q=5, new=5, page_size=16, rotary=32, head_dim_v=128),
+    Cached("indexed", dtype=F32, seqlen_q=3, indexed=True, causal=False, window=(20, 5), leftpad=(3, 0, 0, 30)),
+    Cached("ragged", dtype=BF16, lengths_q=(1, 0, 17, 5), new=0, page_size=16, tail=3, sinks=0.0, rotary=16),
+    Cached("options", dtype=F32, new=3, alibi="per batch and head", softcap=5.0, scale=0.3, num_splits=2),
+    Cached("invariant", dtype=F16, interleaved=False, rotary=64, new=2, batch_invariant=True),
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before():
+    torch.compiler.reset()
+
+
+def compiled(function, backend="aot_eager", **options):
+    return torch.compile(function, backend=backend, fullgraph=True, **options)
+
+
+def attend(case, inputs, options, **others):
+    """Of the inputs of `differentiable`."""
+    function = flashtile.attention_varlen if isinstance(case, Ragged) else flashtile.attention
+    sinks = dict(sinks=inputs[3]) if len(inputs) > 3 else {}
+    return function(*inputs[:3], **options | sinks | others)
+
+
+def assert_all_bitwise(found, expected):
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert_bitwise(a, b, f"number {i}")
+
+
+def gradients_of(function, inputs):
+    """Through out and lse, and through out alone, as of a sum: expanded, with strides of 0."""
+    out, lse = function(*inputs)
+    incoming = [torch.randn(x.shape, generator=torch.Generator().manual_seed(3)).to(x) for x in (out, lse)]
+    both = torch.autograd.grad([out, lse], inputs, incoming)
+    return (*both, *torch.autograd.grad(function(*inputs)[0].sum(), inputs))
+
+
+class Recorded(TorchDispatchMode):
+    """[(operator, arguments)] of flashtile."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "flashtile":
+            self.calls.append((func, args))
+        return func(*args, **kwargs or {})
+
+    @property
+    def names(self):
+        return [func._schema.name.removeprefix("flashtile::") for func, _ in self.calls]
+
+
+# ---- attention, dense and ragged
+
+
+@pytest.mark.parametrize("case, device", on_devices(CASES))
+def test_opcheck(case, device):
+    inputs, options = differentiable(case, device)
+    with Recorded() as recorded:
+        out, lse = attend(case, inputs, options, return_lse=True, deterministic=True)
+        torch.autograd.grad([out, lse], inputs, [torch.ones_like(out), torch.ones_like(lse)], retain_graph=True)
+        torch.autograd.grad(out, inputs[:2], torch.ones_like(out))
+    name = "attention_varlen" if isinstance(case, Ragged) else "attention"
+    assert recorded.names == [f"{name}_forward", f"{name}_backward", f"{name}_backward"]
+    torch.library.opcheck(getattr(torch.ops.flashtile, name).default, recorded.calls[0][1])
+    for op, given in recorded.calls:
+        torch.library.opcheck(op, [x.detach() if isinstance(x, torch.Tensor) else x for x in given])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("case, device", on_devices(CASES))
+def test_compiled_calls_are_eager_ones(case, device, dynamic):
+    inputs, options = differentiable(case, device)
+
+    def function(*inputs):
+        return attend(case, inputs, options, return_lse=True, deterministic=True)
+
+    call = compiled(function, dynamic=dynamic)
+    found, expected = call(*inputs), function(*inputs)
+    assert_all_bitwise(found, expected)
+    assert [x.stride() for x in found] == [x.stride() for x in expected]
+    assert_all_bitwise(gradients_of(call, inputs), gradients_of(function, inputs))
+    assert_bitwise(compiled(lambda *x: function(*x)[0])(*inputs), expected[0])
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_inductor(device):
+    """Between operations that it fuses, whose layouts it chooses."""
+    case = Case("inductor", dtype=BF16, causal=True, sinks=0.0, head_dim_v=128, **grouped)
+    inputs, options = differentiable(case, device)
+
+    def function(q, k, v, sinks):
+        q, k, v = ((x.transpose(1, 2) * 2).transpose(1, 2) for x in (q, k, v))
+        out, lse = flashtile.attention(q, k, v, **options | dict(sinks=sinks, return_lse=True, deterministic=True))
+        return out.transpose(1, 2) + 1, lse
+
+    call = compiled(function, "inductor")
+    assert_all_bitwise(call(*inputs), function(*inputs))
+    assert_all_bitwise(gradients_of(call, inputs), gradients_of(function, inputs))
+
+
+def test_other_sizes_need_no_other_graph():
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(flashtile.attention, backend=counter, fullgraph=True, dynamic=True)
+    for batch, seqlen_q, seqlen_k in ((4, 65, 97), (3, 33, 50), (5, 1100, 40)):
+        sizes = dict(batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **grouped)
+        inputs = Case("sizes", dtype=F32, **sizes).tensors()
+        assert_bitwise(call(*inputs, causal=True), flashtile.attention(*inputs, causal=True))
+        if batch == 4:
+            first = counter.frame_count
+    assert counter.frame_count == first
+
+
+@pytest.mark.parametrize("name", ["window", "seed", "max_seqlen"])
+def test_other_integers_need_no_other_graph(name):
+    """But one for the first, which PyTorch takes for a constant."""
+    case = Ragged("integers", dtype=F32)
+    inputs, tables = case.tensors(), case.tables()
+
+    def function(n):
+        option = {
+            "window": dict(window=(n, None)),
+            "seed": dict(seed=n, dropout_p=0.3),
+            "max_seqlen": dict(max_seqlen_q=n, max_seqlen_k=n),
+        }[name]
+        return flashtile.attention_varlen(*inputs, **tables, **option)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(function, backend=counter, fullgraph=True)
+    for n in (130, 131, 150, 1000):
+        assert_bitwise(call(n), function(n))
+    assert counter.frame_count <= 2
+
+
+def test_max_seqlen_may_be_a_tensor_or_known_at_run_time_alone():
+    case = Ragged("lengths", dtype=F32)
+    inputs, tables = case.tensors(), case.tables()
+    expected = flashtile.attention_varlen(*inputs, **tables)
+
+    def function(longest):
+        return flashtile.attention_varlen(*inputs, max_seqlen_q=longest, max_seqlen_k=longest, **tables)
+
+    assert_bitwise(compiled(function)(torch.tensor(130)), expected)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        assert_bitwise(compiled(lambda longest: function(longest.item()))(torch.tensor(130)), expected)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.float64])
+def test_autocast(dtype):
+    q, k, v = (x.to(dtype) for x in Case("autocast", dtype=F32).tensors())
+    for inputs in ((q, k, v), (q, k.to(F16), v)):
+        with torch.autocast("cpu", dtype=BF16):
+            expected = flashtile.attention(*inputs)
+            found = compiled(flashtile.attention)(*inputs)
+        assert found.dtype == expected.dtype
+        assert_bitwise(found, expected)
+
+
+def test_deterministic_is_asked_when_backward_runs(monkeypatch):
+    asked = []
+
+    def backward(*arguments):
+        asked.append(arguments[-1][8])
+        return kernel(*arguments)
+
+    kernel = _C.backward
+    monkeypatch.setattr(_C, "backward", backward)
+    inputs = Case("deterministic", dtype=F32).tensors(requires_grad=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        out = compiled(flashtile.attention)(*inputs)
+        torch.autograd.grad(out.sum(), inputs, retain_graph=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.autograd.grad(out.sum(), inputs)
+    assert asked == [True, False]
+
+
+# ---- dropout
+
+
+def dropout(q, k, v):
+    return flashtile.attention(q * 1.5, k, v, dropout_p=0.3).sin()
+
+
+def seeded_gradients(function, inputs, seed=1):
+    torch.manual_seed(seed)
+    out = function(*inputs)
+    torch.manual_seed(-1)
+    return out, *torch.autograd.grad(out.square().sum(), inputs)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_each_run_draws_another_seed_that_manual_seed_repeats(backend):
+    inputs = Case("dropout", dtype=F32).tensors(requires_grad=True)
+    call = compiled(dropout, backend)
+    first = seeded_gradients(call, inputs)
+    assert not torch.equal(call(*inputs), call(*inputs))
+    assert_all_bitwise(seeded_gradients(call, inputs), first)
+    if backend != "inductor":  # which has random numbers of its own
+        assert_all_bitwise(first, seeded_gradients(dropout, inputs))
+    for reentrant in (True, False):
+        # Under torch.compile either kind recomputes in its own way; outside, the reentrant one needs .backward().
+        inside = compiled(lambda *x, reentrant=reentrant: checkpoint(dropout, *x, use_reentrant=reentrant), backend)
+        assert_all_bitwise(seeded_gradients(inside, inputs), first)
+    outside = seeded_gradients(lambda *x: checkpoint(call, *x, use_reentrant=False), inputs)
+    assert_all_bitwise(outside, first)
+
+
+def test_eager_checkpoints_of_either_kind():
+    inputs = Case("dropout", dtype=F32).tensors(requires_grad=True)
+    _, *expected = seeded_gradients(dropout, inputs)
+    for reentrant in (True, False):
+        torch.manual_seed(1)
+        for x in inputs:
+            x.grad = None
+        checkpoint(dropout, *inputs, use_reentrant=reentrant).square().sum().backward()
+        assert_all_bitwise([x.grad for x in inputs], expected)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**63 - 1, 2**63, SEED, 2**64 - 1, torch.tensor(7)], ids=str)
+def test_seeds(seed):
+    inputs = Case("seeds", dtype=F32).tensors()
+    call = compiled(lambda *x: flashtile.attention(*x, dropout_p=0.5, seed=seed))
+    assert_bitwise(call(*inputs), flashtile.attention(*inputs, dropout_p=0.5, seed=seed))
+
+
+# ---- caches
+
+
+@pytest.mark.parametrize("case, device", on_devices(CACHES))
+def test_opcheck_of_caches(case, device):
+    given = case.arguments(device)
+    with Recorded() as recorded:
+        flashtile.attention_kvcache(**given)
+    assert recorded.names == ["attention_kvcache_append" if "k_new" in given else "attention_kvcache"]
+    for op, arguments in recorded.calls:
+        torch.library.opcheck(op, arguments)
+
+
+@pytest.mark.parametrize("case, device", on_devices(CACHES))
+def test_compiled_calls_over_a_cache_are_eager_ones(case, device):
+    given = case.arguments(device)
+    assert_same(results(given, compiled(flashtile.attention_kvcache)), results(given))
+
+
+def test_a_compiled_step_of_decoding_writes_into_the_caller_s_memory():
+    """Two layers, whose caches are parts of one tensor; inductor need not copy it."""
+    caches = torch.randn(2, 2, 3, 40, 2, 64)
+    expected, x = caches.clone(), torch.randn(3, 1, 4, 64)
+    address = caches.data_ptr()
+
+    def step(x, caches, held):
+        for k_cache, v_cache in caches:
+            new = dict(k_new=x[:, :, :2], v_new=x[:, :, 2:])
+            x = x + flashtile.attention_kvcache(x, k_cache, v_cache, cache_seqlens=held, **new)
+        return x
+
+    call = compiled(step, "inductor")
+    for held in (ints([5, 0, 39]), ints([6, 1, 0])):
+        assert_bitwise(call(x, caches, held), step(x, expected, held))
+        assert_bitwise(caches, expected)
+    assert caches.data_ptr() == address
+
+
+def test_only_what_is_written_is_declared():
+    read = torch.ops.flashtile.attention_kvcache.default._schema
+    append = torch.ops.flashtile.attention_kvcache_append.default._schema
+    assert not read.is_mutable
+    assert [x.name for x in append.arguments if x.is_write] == ["k_cache", "v_cache"]
+
+
+def test_other_lengths_need_no_other_graph():
+    given = Cached("lengths", dtype=F32).arguments()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def function(length):
+        return flashtile.attention_kvcache(**given | dict(cache_seqlens=length))
+
+    call = torch.compile(function, backend=counter, fullgraph=True)
+    for length in (3, 4, 5, 9):
+        assert_same(dict(out=call(length)), dict(out=function(length)))
+    assert counter.frame_count <= 2
+
+
+# ---- other interfaces
+
+
+def test_combine():
+    outs, lses = torch.randn(3, 2, 50, 4, 64), torch.randn(3, 2, 4, 50)
+    lses[1, 0] = -torch.inf
+    for given in ((outs, lses), (list(outs), list(lses))):
+        assert_all_bitwise(compiled(flashtile.combine)(*given), flashtile.combine(*given))
+
+
+heads_first = torch.randn(3, 2, 4, 70, 64, generator=torch.Generator().manual_seed(1))
+SDPA_CALLS = {
+    "plain": {},
+    "causal": dict(is_causal=True),
+    "scale": dict(scale=0.3),
+    "padding": dict(attn_mask=torch.arange(70) < torch.tensor([70, 31])[:, None, None, None]),
+    "bias": dict(attn_mask=torch.zeros(70, 70).bernoulli_(generator=torch.Generator().manual_seed(1))),
+}
+
+
+@pytest.mark.parametrize("name", SDPA_CALLS)
+@pytest.mark.parametrize("head_dim", [64, 50])
+def test_scaled_dot_product_attention(name, head_dim):
+    """Served or left to PyTorch: no graph breaks, and nothing is said."""
+    inputs = [x[..., :head_dim] for x in heads_first]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", flashtile.sdpa.FallbackWarning)
+        expected = flashtile.scaled_dot_product_attention(*inputs, **SDPA_CALLS[name])
+        warnings.simplefilter("error", flashtile.sdpa.FallbackWarning)
+        found = compiled(flashtile.scaled_dot_product_attention)(*inputs, **SDPA_CALLS[name])
+    assert_bitwise(found, expected)
+
+
+def _packed():
+    x = torch.randn(60, 3, 4, 64)
+    return x, ints([0, 20, 60]), 40
+
+
+COMPAT_CALLS = {
+    "flash_attn_func": lambda module, x, cu, n: module.flash_attn_func(*x[None].unbind(2), causal=True),
+    "window": lambda module, x, cu, n: module.flash_attn_func(
+        *x[None, ..., :50].unbind(2), window_size=(9, -1), return_attn_probs=True
+    )[:2],
+    "qkvpacked": lambda module, x, cu, n: module.flash_attn_qkvpacked_func(x[None], softcap=9.0),
+    "varlen": lambda module, x, cu, n: module.flash_attn_varlen_func(*x.unbind(1), cu, cu, n, n, causal=True),
+    "kvcache": lambda module, x, cu, n: module.flash_attn_with_kvcache(
+        x[None, :1, 0], *x[None, :, 1:].clone().unbind(2), *x[None, 1:2, 1:].unbind(2), cache_seqlens=n, causal=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPAT_CALLS)
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_interface], ids=["FA2", "FA3"])
+def test_compat(module, name):
+    def function(x, cu, n):
+        found = COMPAT_CALLS[name](module, x, cu, n)
+        return found if isinstance(found, tuple) else (found,)
+
+    given = _packed()
+    assert_all_bitwise(compiled(function)(*given), function(*given))
+
+
+# ---- other tracers
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.projection = torch.nn.Linear(64, 3 * 64)
+
+    def forward(self, x):
+        q, k, v = self.projection(x).unflatten(-1, (3, 4, 16)).unbind(-3)
+        return flashtile.attention(q, k, v, causal=True).flatten(2)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict):
+    model, memory = Model(), io.BytesIO()
+    lengths = {"x": {1: torch.export.Dim("S", min=2, max=500)}}
+    program = torch.export.export(model, (torch.randn(2, 10, 64),), dynamic_shapes=lengths, strict=strict)
+    torch.export.save(program, memory)
+    memory.seek(0)
+    loaded = torch.export.load(memory)
+    assert torch.ops.flashtile.attention.default in [node.target for node in loaded.graph.nodes]
+    x = torch.randn(2, 33, 64)
+    assert_bitwise(loaded.module()(x), model(x))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_fake_tensors(inside):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode()
+    with mode:
+        q, k, v = Case("fake", dtype=F32, head_dim_v=128).tensors(requires_grad=True)
+        if inside:
+            out, lse = flashtile.attention(q, k, v, dropout_p=0.1, return_lse=True)
+    if not inside:
+        out, lse = flashtile.attention(q, k, v, return_lse=True)
+    assert (out.shape, lse.shape, lse.dtype) == ((2, 65, 2, 128), (2, 2, 65), F32)
+    assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [x.shape for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx(mode):
+    """Of tensors with data too nothing is computed unseen."""
+    inputs = Case("graph", dtype=F32).tensors()
+    graph = torch.fx.experimental.proxy_tensor.make_fx(lambda *x: flashtile.attention(*x), tracing_mode=mode)(*inputs)
+    others = [x + 1 for x in inputs]
+    assert_bitwise(graph(*others), flashtile.attention(*others))
+
+
+def test_a_selective_checkpoint_may_keep_attention(monkeypatch):
+    calls = []
+
+    def forward(*arguments):
+        calls.append(arguments)
+        return kernel(*arguments)
+
+    kernel = _C.forward_with_lse
+    monkeypatch.setattr(_C, "forward_with_lse", forward)
+    inputs = Case("kept", dtype=F32).tensors(requires_grad=True)
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op.namespace == "flashtile" else CheckpointPolicy.MUST_RECOMPUTE
+
+    contexts = dict(context_fn=lambda: create_selective_checkpoint_contexts(policy))
+    found = seeded_gradients(lambda *x: checkpoint(dropout, *x, use_reentrant=False, **contexts), inputs)
+    assert len(calls) == 1
+    assert_all_bitwise(found, seeded_gradients(dropout, inputs))
+
+
+@pytest.mark.parametrize("case", [CASES[3], CASES[-1]], ids=str)
+def test_transforms_of_gradients(case):
+    inputs, options = differentiable(case)
+    out, lse = attend(case, inputs, options, return_lse=True)
+    incoming = case.incoming(out, lse)
+    expected = torch.autograd.grad([out, lse], inputs, incoming)
+    given = [x.detach() for x in inputs]
+    _, pull_back = torch.func.vjp(lambda *x: attend(case, x, options, return_lse=True), *given)
+    assert_all_bitwise(pull_back(tuple(incoming)), expected)
+
+
+def test_gradients_of_each_sample():
+    q, k, v = Case("samples", dtype=F32, batch=3).tensors()
+    sinks = torch.tensor([1.0, -1.0])
+
+    def loss(sinks, q, k, v):
+        return flashtile.attention(q[None], k[None], v[None], sinks=sinks).square().sum()
+
+    found = torch.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=(None, 0, 0, 0))(sinks, q, k, v)
+    for i in range(3):
+        expected = torch.func.grad(loss, argnums=(0, 1))(sinks, q[i], k[i], v[i])
+        assert_all_bitwise([x[i] for x in found], expected)
+
+
+def test_vmap_within_a_compiled_function():
+    inputs = Case("vmap", dtype=F32, batch=3).tensors()
+    function = torch.vmap(lambda *x: flashtile.attention(*(each[None] for each in x)), randomness="error")
+    assert_bitwise(compiled(function)(*inputs), function(*inputs))
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_dropout_under_vmap(randomness):
+    q, k, v = (x.expand(4, *x.shape) for x in Case("vmap", dtype=F32).tensors())
+    function = torch.vmap(lambda *x: flashtile.attention(*x, dropout_p=0.5), randomness=randomness)
+    first, *others = function(q, k, v)
+    assert all(torch.equal(x, first) == (randomness == "same") for x in others)
+
+
+def test_second_derivatives_are_refused():
+    q, k, v = Case("twice", dtype=F32).tensors()
+
+    def gradient(q):
+        return torch.func.grad(lambda x: flashtile.attention(x, k, v).square().sum())(q).sum()
+
+    with pytest.raises(NotImplementedError, match=r"^attention: differentiated twice, expected once"):
+        torch.func.grad(gradient)(q)
+    with Recorded(), pytest.raises(NotImplementedError, match=r"^attention: differentiated twice, expected once"):
+        q.requires_grad_()
+        out = flashtile.attention(q, k, v)
+        (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        dq.sum().backward()
+
+
+# ---- errors
+
+
+def test_errors_are_those_of_eager_calls():
+    q, k, v = Case("errors", dtype=F32).tensors()
+    with pytest.raises(ValueError, match=r"^attention: k has shape \(2, 97, 1, 32\), expected \(2, 97, 1, 64\)"):
+        compiled(flashtile.attention)(q, k[..., :32], v)
+    with pytest.raises(ValueError, match=r"^attention: dropout_p is 1.5, expected"):
+        compiled(flashtile.attention)(q, k, v, dropout_p=1.5)
+    # These show while the call is traced, where PyTorch leaves the graph to let them happen.
+    call = torch.compile(lambda **x: flashtile.attention(q, k, v, **x), backend="aot_eager")
+    with pytest.raises(TypeError, match=r"^attention: seed is -1, expected an int from 0 to 2\^64 - 1"):
+        call(dropout_p=0.1, seed=-1)
+    with pytest.raises(NotImplementedError, match=r"^attention: alibi_slopes requires grad"):
+        call(alibi_slopes=torch.ones(2, requires_grad=True))
