@@ -128,7 +128,7 @@ def attend_operator(function, q, k, v, options, return_lse):
     if seed is not None and not isinstance(seed, Tensor):
         seed = _seed_tensor(function, seed)
     scores = (alibi_slopes, sinks, causal, left, right, scale, softcap, dropout_p, seed, deterministic)
-    call = _attention if sequences is None else _attention_varlen
+    call = _attentions[sequences is not None, seed is not None]
     if not is_compiling() and under_functorch():
         call = _differentiable_calls[call]  # operators have no autograd there, and Dynamo cannot trace these functions
     out, lse = call(q, k, v, *scores, *(sequences or ()))
@@ -195,23 +195,22 @@ _differentiable_calls = {}  # by operator: the function that it stands for
 _library = torch.library.Library("flashtile", "DEF")
 
 
-def _define(name, arguments, results, kernel, new_results):
-    """The kernel wants the last dimension contiguous, as it is in eager mode; the tag keeps compilers from others."""
-    _library.define(
-        f"{name}({arguments}) -> {results}", tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
-    )
+def _define(name, arguments, results, kernel, new_results, *tags):
+    """The kernel wants the last dimension contiguous, as it is in eager mode; a tag keeps compilers from others."""
+    tags = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag, *tags)
+    _library.define(f"{name}({arguments}) -> {results}", tags=tags)
     for backend in ("CPU", "CUDA"):
         _library.impl(name, kernel, backend)
     torch.library.register_fake(f"flashtile::{name}", new_results, lib=_library)
     return getattr(torch.ops.flashtile, name).default
 
 
-def _define_attention(name, options):
+def _define_attention(name, options, *tags):
     """An operator that autograd takes apart into one for each direction, so that no compiled call pays for autograd
     again."""
     inputs = f"Tensor q, Tensor k, Tensor v, {options}"
-    forward = _define(f"{name}_forward", inputs, _RESULTS, _forward, _new_results)
-    backward = _define(f"{name}_backward", f"{_INCOMING}, {options}", _GRADIENTS, _backward, _new_gradients)
+    forward = _define(f"{name}_forward", inputs, _RESULTS, _forward, _new_results, *tags)
+    backward = _define(f"{name}_backward", f"{_INCOMING}, {options}", _GRADIENTS, _backward, _new_gradients, *tags)
     formula = _differentiated_by(_differentiable(backward, _save_nothing, _refuse_twice))
     _library.define(f"{name}({inputs}) -> {_RESULTS}", tags=(torch.Tag.pt2_compliant_tag,))
     differentiable = _differentiable(forward, _save, formula)
@@ -223,8 +222,14 @@ def _define_attention(name, options):
     return whole
 
 
-_attention = _define_attention("attention", _OPTIONS)
-_attention_varlen = _define_attention("attention_varlen", f"{_OPTIONS}, {_SEQUENCES}")
+# A CUDA graph would keep the seed of its capture.
+_EAGER = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+_attentions = {  # by whether sequences are ragged, and whether there is a seed
+    (False, False): _define_attention("attention", _OPTIONS),
+    (False, True): _define_attention("attention_dropout", _OPTIONS, *_EAGER),
+    (True, False): _define_attention("attention_varlen", f"{_OPTIONS}, {_SEQUENCES}"),
+    (True, True): _define_attention("attention_varlen_dropout", f"{_OPTIONS}, {_SEQUENCES}", *_EAGER),
+}
 _attention_kvcache = _define(
     "attention_kvcache",
     f"Tensor q, Tensor k_cache, Tensor v_cache, {_CACHE_REST}",

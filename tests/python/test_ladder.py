@@ -17,7 +17,7 @@ import pytest
 import reference
 import torch
 from cases import BF16, F16, F32
-from compare import assert_accurate
+from compare import assert_accurate, score_rounding
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -54,11 +54,11 @@ def tensors(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v=None, dty
 
 
 def assert_is_attention(attention, q, k, v, **options):
-    exact, _ = reference.attention(q, k, v, **options)
+    exact, lse = reference.attention(q, k, v, **options)
     rough, _ = reference.attention(q, k, v, dtype=q.dtype, **options)
     out = attention(q, k, v, **options)
     assert out.dtype == q.dtype
-    assert_accurate(out, exact, rough)
+    assert_accurate(out, exact, rough, slack=score_rounding(lse))
     return out
 
 
@@ -74,8 +74,12 @@ def assert_gradients_are_right(attention, q, k, v, **options):
         for dtype in (torch.float64, q.dtype)
     )
     found = gradients(lambda *x: attention(*x, **options), q.dtype)
-    for name, *three in zip(("dq", "dk", "dv"), found, exact, rough, strict=True):
-        assert_accurate(*three, what=name)
+    # dP and delta are float32 sums, each rounded in its own way; where a row has one key, nothing else is left of dS.
+    products = torch.finfo(F32).eps * dout.abs().sum(dim=-1).max().item() * v.abs().max().item()
+    scale = abs(options.get("scale", q.shape[-1] ** -0.5))
+    slacks = (scale * products * k.abs().max().item(), scale * products * q.abs().max().item(), 0.0)
+    for name, *three, slack in zip(("dq", "dk", "dv"), found, exact, rough, slacks, strict=True):
+        assert_accurate(*three, what=name, slack=slack)
 
 
 # Every rung is attention.

@@ -107,6 +107,7 @@ def test_opcheck(case, device):
         torch.autograd.grad([out, lse], inputs, [torch.ones_like(out), torch.ones_like(lse)], retain_graph=True)
         torch.autograd.grad(out, inputs[:2], torch.ones_like(out))
     name = "attention_varlen" if isinstance(case, Ragged) else "attention"
+    name += "_dropout" if options.get("dropout_p") else ""
     assert recorded.names == [f"{name}_forward", f"{name}_backward", f"{name}_backward"]
     torch.library.opcheck(getattr(torch.ops.flashtile, name).default, recorded.calls[0][1])
     for op, given in recorded.calls:
