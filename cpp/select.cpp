@@ -238,14 +238,14 @@ int key_blocks(const Problem& p, const Variant& v) {
 /// only in short heads, of which more can share the L2 cache than have to wait for each other (docs/performance.md).
 int thread_blocks(const Problem& p, const Variant& v, const DeviceInfo& device, int tiles) {
   constexpr int kFewQueries = 4096;
-  constexpr int kShortHead = 1024;  // in blocks · head_dim
-  constexpr double kBusy = 0.95;    // of the multiprocessors, at the least
+  constexpr std::int64_t kShortHead = 1 << 16;  // in blocks · head_dim²
+  constexpr double kBusy = 0.95;                // of the multiprocessors, at the least
   if (p.ragged) return v.one_pass() ? std::min(tiles, device.multiprocessors) : tiles;
   const std::int64_t queries = std::int64_t{p.group()} * p.seqlen_q;
   if (!v.may_loop() || queries == 0 || queries > kFewQueries) return tiles;
   const int at_a_time = device.multiprocessors;
-  if (p.deterministic) return key_blocks(p, v) * v.head_dim <= kShortHead ? std::min(tiles, at_a_time) : tiles;
-  if (p.band == Band::full()) return std::min(tiles, at_a_time);
+  if (p.deterministic && std::int64_t{key_blocks(p, v)} * v.head_dim * v.head_dim > kShortHead) return tiles;
+  if (p.deterministic || p.band == Band::full()) return std::min(tiles, at_a_time);
   const int of_whole_heads = at_a_time / key_blocks(p, v) * key_blocks(p, v);
   return of_whole_heads < kBusy * at_a_time ? tiles : std::min(tiles, of_whole_heads);
 }
@@ -272,12 +272,10 @@ int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, 
   return static_cast<int>(std::clamp<std::int64_t>(wanted, 1, std::max<std::int64_t>(all, 1)));
 }
 
-/// In how many parts ragged sequences are listed: under a mask, where the work of its blocks differs, until the last is
-/// a twelfth; of so many of them that each multiprocessor gets a last block.
-RaggedParts parts_of_sequences(const Problem& p, int heads, const DeviceInfo& device) {
-  if (p.band == Band::full()) return {};
-  const std::int64_t last_blocks = std::int64_t{p.batch} * heads;
-  return {.most = 4, .every = static_cast<int>(std::max<std::int64_t>(last_blocks / device.multiprocessors, 1))};
+/// In how many parts a ragged sequence is listed: under a mask, where the work of its blocks differs, until the last is
+/// a twelfth.
+int parts_of_sequence(const Problem& p) {
+  return p.band == Band::full() ? 1 : 4;
 }
 
 /// Of a ragged backward: as heads_at_once says of a dense one.
@@ -377,8 +375,8 @@ ForwardPlan plan_tiles(const Problem& problem, const Variant& v, HeadPacking pac
     if (!problem.ragged) plan.scheduler = balanced_scheduler(plan);
   }
   if (v.arch != Arch::kCpu && problem.ragged) {
-    plan.parts = parts_of_sequences(problem, problem.heads_q / packing.heads(), device);
-    plan.parts.blocks_of_section = blocks_of_section(plan);
+    plan.parts_of_sequence = parts_of_sequence(problem);
+    plan.blocks_of_section = blocks_of_section(plan);
     plan.workspace_bytes = RaggedTiles::bytes(plan.m_blocks);
   }
   if (v.arch == Arch::kCpu) plan.workspace_bytes = cpu::forward_workspace_bytes(problem, v, plan.grid);
@@ -459,8 +457,8 @@ BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
     plan.grid = thread_blocks(problem, v, device, countable("k", plan.tiles, kTiles));
     plan.heads_at_once = heads_at_once(problem, v, device, plan.grid < plan.tiles);
     // Where sums are in order, so are the blocks of a head.
-    if (!problem.deterministic) plan.parts = parts_of_sequences(problem, problem.heads_k, device);
-    plan.parts.blocks_of_section = blocks_of_section(problem, v, device);
+    plan.parts_of_sequence = problem.deterministic ? 1 : parts_of_sequence(problem);
+    plan.blocks_of_section = blocks_of_section(problem, v, device);
     plan.workspace_bytes = workspace.bytes();
   }
   plan.why = choice.why;

@@ -60,13 +60,11 @@ __global__ void __launch_bounds__(kThreads) list_tiles(const __grid_constant__ O
   }
 
   const auto for_each_part = [&](auto&& visit) {
-    for (int i = threadIdx.x; i < params.sequences.q.entries() * order.parts.most; i += kThreads) {
-      const int b = i / order.parts.most, part = i - b * order.parts.most;
-      const int parts = b % order.parts.every == 0 ? order.parts.most : 1;
-      if (part >= parts) continue;
+    for (int i = threadIdx.x; i < params.sequences.q.entries() * order.parts; i += kThreads) {
+      const int b = i / order.parts;
       const Sequence sequence = params.sequences.at(b);
       const int all = Spans::tiles(of_keys ? sequence.k.size : sequence.q.size, order.rows);
-      const Range blocks = blocks_of_part(all, part, parts, !of_keys);
+      const Range blocks = blocks_of_part(all, i - b * order.parts, order.parts, !of_keys);
       if (blocks.empty()) continue;
       const int length = length_of(order, sequence, of_keys ? blocks.begin : blocks.end - 1);
       visit(b, sequence, all, blocks, &places[class_of(length)]);
@@ -100,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) list_tiles(const __grid_constant__ O
   for_each_part([&](int b, Sequence const& sequence, int all, Range blocks, int* place) {
     const int count = blocks.end - blocks.begin;
     const int first = atomicAdd(place, count);
-    const int sections = Spans::tiles(order.heads, max(order.parts.blocks_of_section / all, 1));  // as even as can be
+    const int sections = Spans::tiles(order.heads, max(order.blocks_of_section / all, 1));  // as even as can be
     const RaggedEntry entry{first, b, blocks.begin, count, all, Spans::tiles(order.heads, sections), sequence};
     for (int i = 0; i < count; ++i) order.tiles.list[first + i] = entry;
   });

@@ -102,8 +102,8 @@ struct ForwardParams {
     if (ragged.given()) {
       RaggedTile found;
       if (!ragged.find(index, packs, true, found)) return false;
-      tile = {found.entry.batch, found.head, found.block};
-      sequence = found.entry.sequence;
+      tile = {found.entry->batch, found.head, found.block};
+      sequence = found.entry->sequence;
     } else {
       tile = scheduler.tile(index);
       sequence = sequences.at(tile.batch);
@@ -120,7 +120,8 @@ inline RaggedOrder forward_order(const ForwardPlan& plan, RaggedTiles tiles) {
           .rows = plan.packing.query(plan.variant.tile_m),
           .band = p.band,
           .heads = p.heads_q / plan.packing.heads(),
-          .parts = plan.parts};
+          .parts = plan.parts_of_sequence,
+          .blocks_of_section = plan.blocks_of_section};
 }
 
 /// What a backward kernel is launched with. Its tiles of scores are transposed: keys are rows, queries are columns.
@@ -190,7 +191,7 @@ struct BackwardParams {
     if (ragged_queries.given()) {
       RaggedTile found;
       if (!ragged_queries.find(index, heads, true, found)) return false;
-      const RaggedEntry& entry = found.entry;
+      const RaggedEntry& entry = *found.entry;
       tile = {entry.batch, found.head, found.block, entry.sequence,
               workspace_tile(entry.batch, found.head, entry.sequence.q) + found.block};
     } else {

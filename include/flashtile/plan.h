@@ -9,7 +9,6 @@
 #include "flashtile/math/head_packing.h"
 #include "flashtile/problem.h"
 #include "flashtile/scheduler/persistent.h"
-#include "flashtile/scheduler/ragged.h"
 #include "flashtile/variant.h"
 
 namespace flashtile {
@@ -45,15 +44,17 @@ using ForwardKernel = void (*)(const ForwardPlan&, const ForwardTensors&, void* 
 using BackwardKernel = void (*)(const BackwardPlan&, const BackwardTensors&, void* workspace, Stream);
 
 struct ForwardPlan : Plan {
-  HeadPacking packing;                                   // of the rows of a tile
-  int m_blocks = 0;                                      // tiles of rows in one head, or one pack of heads
-  RaggedParts parts;                                     // of a ragged batch
+  HeadPacking packing;        // of the rows of a tile
+  int m_blocks = 0;           // tiles of rows in one head, or one pack of heads
+  int parts_of_sequence = 1;  // of a ragged batch, as the next: see RaggedOrder
+  int blocks_of_section = 0;
   std::shared_ptr<const PersistentScheduler> scheduler;  // of a persistent kernel: Hopper's
   ForwardKernel run = nullptr;  // null: this build holds no such kernel (planned for another device)
 };
 struct BackwardPlan : Plan {
-  int heads_at_once = 1;  // KV heads whose key blocks take turns: see KeyBlock
-  RaggedParts parts;      // of a ragged batch
+  int heads_at_once = 1;      // KV heads whose key blocks take turns: see KeyBlock
+  int parts_of_sequence = 1;  // of a ragged batch, as the next: see RaggedOrder
+  int blocks_of_section = 0;
   BackwardKernel run = nullptr;
 };
 

@@ -375,29 +375,6 @@ TEST(Select, DeterministicKeyBlocksOfAHeadAreFewAtATime) {
   EXPECT_EQ(heads_at_once(256, 512), 1);    // nobody adds to dQ
 }
 
-TEST(Select, AsManyRaggedSequencesAreListedInPartsAsFillTheGpu) {
-  const DeviceInfo device = gpu(90, 227);
-  const auto parts = [&](int sequences, int heads, Band band = Band::causal(), bool deterministic = false) {
-    Problem problem = problem_on(device, DType::kBFloat16, 128, 128, sequences * 100);
-    problem.ragged = true;
-    problem.batch = sequences;
-    problem.heads_q = problem.heads_k = heads;
-    problem.band = band;
-    problem.deterministic = deterministic;
-    const RaggedParts forward = select_forward(problem, device).parts,
-                      backward = select_backward(problem, device).parts;
-    EXPECT_EQ(forward.most, deterministic ? 4 : backward.most);
-    EXPECT_EQ(forward.every, deterministic ? forward.every : backward.every);
-    return backward;
-  };
-  EXPECT_EQ(parts(8, 16).every, 1);
-  EXPECT_EQ(parts(32, 16).every, 32 * 16 / device.multiprocessors);
-  EXPECT_EQ(parts(1000, 32).every, 1000 * 32 / device.multiprocessors);
-  EXPECT_EQ(parts(32, 16).most, 4);
-  EXPECT_EQ(parts(32, 16, Band::full()).most, 1);          // all blocks are alike
-  EXPECT_EQ(parts(32, 16, Band::causal(), true).most, 1);  // blocks add in order
-}
-
 TEST(Select, BackwardTakesTheTileThatWastesLess) {
   const DeviceInfo device = gpu(90, 227);
   const auto tile_m = [&](int seqlen, Band band, float softcap = 0) {

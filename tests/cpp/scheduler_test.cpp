@@ -126,7 +126,7 @@ struct RaggedList {
     }
     counts[0] = static_cast<int>(entries.size());
   }
-  RaggedTiles tiles() { return {entries.data(), counts, counts + 1, static_cast<int>(entries.size())}; }
+  RaggedTiles tiles() { return {entries.data(), counts, counts + 1}; }
 };
 
 TEST(RaggedTiles, FindsEveryTileOnce) {
@@ -142,8 +142,8 @@ TEST(RaggedTiles, FindsEveryTileOnce) {
         for (unsigned index = 0; index < tiles; ++index) {
           ASSERT_TRUE(list.tiles().find(index, heads, last_first, tile));
           ASSERT_TRUE(0 <= tile.head && tile.head < heads);
-          ASSERT_TRUE(0 <= tile.block && tile.block < tile.entry.blocks_of_sequence);
-          ASSERT_TRUE(seen.emplace(tile.entry.batch, tile.head, tile.block).second) << "tile " << index << " again";
+          ASSERT_TRUE(0 <= tile.block && tile.block < tile.entry->blocks_of_sequence);
+          ASSERT_TRUE(seen.emplace(tile.entry->batch, tile.head, tile.block).second) << "tile " << index << " again";
         }
         EXPECT_EQ(seen.size(), tiles);
         for (const unsigned index : {tiles, tiles + 1, 2 * tiles, ~0u})

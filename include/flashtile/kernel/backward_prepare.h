@@ -117,7 +117,7 @@ void launch_backward_prepare(BackwardPlan const& plan, BackwardParams const& par
     order_tiles(params.sequences,
                 {RaggedOrder{params.ragged_queries, RaggedOrder::Of::kQueries, plan.variant.tile_m, band, params.heads},
                  RaggedOrder{params.ragged_keys, RaggedOrder::Of::kKeys, plan.variant.tile_n, band, params.heads_k,
-                             plan.parts}},
+                             plan.parts_of_sequence, plan.blocks_of_section}},
                 device, stream);
   }
   launch(backward_prepare<Row>, prepare, device, {int(params.workspace.tiles), kPrepareThreads, 0}, params, stream);

@@ -190,7 +190,7 @@ struct ForwardMainloopSm90 {
         RaggedTile tile;
         while (forward.ragged.find(index, forward.packs, true, tile)) {
           Work const& work = shared.work[at.stage];
-          hand_out({tile.entry.batch, tile.head, tile.block}, tile.entry.sequence);
+          hand_out({tile.entry->batch, tile.head, tile.block}, tile.entry->sequence);
           if (work.keys.blocks > 0) {
             shared.near_end.wait(parity);
             parity ^= 1;

@@ -51,11 +51,11 @@ struct KeyBlock {
     }
     RaggedTile tile;
     if (!params.ragged_keys.find(index, params.heads_k, false, tile)) return false;
-    batch = tile.entry.batch;
+    batch = tile.entry->batch;
     kv_head = tile.head;
     n_block = tile.block;
-    if constexpr (kRagged) sequence = tile.entry.sequence;
-    find_queries(params, tile.entry.blocks_of_sequence);
+    if constexpr (kRagged) sequence = tile.entry->sequence;
+    find_queries(params, tile.entry->blocks_of_sequence);
     return true;
   }
 

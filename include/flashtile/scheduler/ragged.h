@@ -23,16 +23,15 @@ static_assert(sizeof(RaggedEntry) == 48);
 
 /// Which block of rows a thread block takes.
 struct RaggedTile {
-  RaggedEntry entry;
+  const RaggedEntry* entry = nullptr;
   int head = 0;
   int block = 0;
 };
 
 /// The blocks of rows of all sequences, where the host does not know how long they are: a kernel that runs before
-/// (order_tiles) lists them, those with the most work first. Under a mask some sequences are listed in parts, of which
-/// the first is two thirds of its blocks, the next a half of the rest, and so on: so the last to come is little work,
-/// of whatever sequence, and thread blocks end together. Not all of them: each part brings from memory again what its
-/// blocks share.
+/// (order_tiles) lists them, those with the most work first. Under a mask a sequence is listed in parts, of which the
+/// first is two thirds of its blocks, the next a half of the rest, and so on: so the last to come is little work, of
+/// whatever sequence, and thread blocks end together.
 ///
 /// A place of the list stands for one block of rows in all heads. The blocks and heads of one part stand section by
 /// section: `heads_at_once` heads side by side, few enough for what they share to stay in the L2 cache, first the block
@@ -41,14 +40,13 @@ struct RaggedTiles {
   RaggedEntry* list = nullptr;  // of each place, its part; null: the batch is dense
   int* listed = nullptr;        // places that there are
   int* taken = nullptr;         // tiles that thread blocks have taken, beyond the first of each
-  int places = 0;               // that the list has room for
 
   /// Bytes for `places`, from a 16-byte aligned address on.
   static std::int64_t bytes(std::int64_t places) { return places * std::int64_t(sizeof(RaggedEntry)) + 16; }
-  static RaggedTiles at(void* memory, int places) {
+  static RaggedTiles at(void* memory, std::int64_t places) {
     auto* const list = static_cast<RaggedEntry*>(memory);
     int* const counts = reinterpret_cast<int*>(list + places);
-    return {list, counts, counts + 1, places};
+    return {list, counts, counts + 1};
   }
 
   FLASHTILE_HOST_DEVICE bool given() const { return list != nullptr; }
@@ -56,9 +54,8 @@ struct RaggedTiles {
   /// Whether there is a tile `index`, and which. `last_first`: whether the last block of a sequence has the most work.
   FLASHTILE_HOST_DEVICE bool find(unsigned index, int heads, bool last_first, RaggedTile& tile) const {
     const unsigned place = index / unsigned(heads);
-    if (place >= unsigned(places)) return false;
-    const RaggedEntry entry = list[place];  // even if it is none: it comes from memory together with the count
     if (place >= unsigned(*listed)) return false;
+    const RaggedEntry& entry = list[place];
     const int within = int(index - unsigned(entry.first_place) * unsigned(heads));
     const int of_section = entry.heads_at_once * entry.blocks;
     const int section = within / of_section;
@@ -66,18 +63,11 @@ struct RaggedTiles {
     const int first_head = section * entry.heads_at_once;
     const int here = heads - first_head < entry.heads_at_once ? heads - first_head : entry.heads_at_once;
     const int level = within_section / here;
-    tile.entry = entry;
+    tile.entry = &entry;
     tile.head = first_head + within_section - level * here;
     tile.block = entry.first_block + (last_first ? entry.blocks - 1 - level : level);
     return true;
   }
-};
-
-/// In what parts order_tiles lists the blocks of sequences.
-struct RaggedParts {
-  int most = 1;               // parts of a sequence
-  int every = 1;              // of so many sequences one is listed in parts
-  int blocks_of_section = 0;  // as many heads stand side by side as have so many blocks
 };
 
 /// What order_tiles is asked to list.
@@ -85,10 +75,11 @@ struct RaggedOrder {
   enum class Of : std::uint8_t { kQueries, kKeys };
   RaggedTiles tiles;
   Of of = Of::kQueries;
-  int rows = 1;   // of a block
-  Band band;      // of queries, whatever is listed
-  int heads = 1;  // of which there is a tile in each place
-  RaggedParts parts{};
+  int rows = 1;               // of a block
+  Band band;                  // of queries, whatever is listed
+  int heads = 1;              // of which there is a tile in each place
+  int parts = 1;              // of a sequence, at the most
+  int blocks_of_section = 0;  // as many heads stand side by side as have so many blocks
 };
 
 }  // namespace flashtile
