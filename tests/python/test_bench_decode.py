@@ -11,7 +11,7 @@ import flashtile
 from flashtile.bench import command, decode, further, report, run, suites, timing
 from flashtile.bench.cases import Case, Work, make_inputs, visible
 from flashtile.bench.oracle import attention_float64, attention_sdpa
-from flashtile.bench.peers import OURS, Peer
+from flashtile.bench.peers import OURS, Peer, contestant
 
 CPU = torch.device("cpu")
 EFFORT = timing.Effort(seconds=0, min_rounds=2, max_rounds=2)
@@ -92,6 +92,21 @@ def test_pages_hold_every_row_where_the_table_says(page_size):
     assert sorted(table.flatten().tolist()) == list(range(len(k_pages))) != table.flatten().tolist()
     for pages, rows in ((k_pages, inputs.k), (v_pages, inputs.v)):
         assert torch.equal(pages[table].flatten(1, 2), rows)
+
+
+def test_every_contestant_has_a_cache_of_its_own():
+    """Memory that another has just read would be found sooner."""
+    inputs, seen = make_inputs(CASE, CPU), []
+
+    def spy(q, k, v, case):
+        seen.append((k, v))
+        return q
+
+    for _ in range(2):
+        contestant(Peer("spy", spy), inputs, CASE).call()
+    assert len({x.data_ptr() for x in (*inputs[1:3], *seen[0], *seen[1])}) == 6
+    for caches in seen:
+        assert all(torch.equal(x, given) for x, given in zip(caches, inputs[1:3], strict=True))
 
 
 @pytest.mark.parametrize("function", ["outside_bare", "outside_tuple"])

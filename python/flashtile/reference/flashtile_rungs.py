@@ -13,7 +13,9 @@ docs/development.md says where each part stands.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import re
 
 import torch
@@ -48,9 +50,11 @@ class Kernels:
         """Arguments and result as :func:`flashtile.attention`; differentiable, by the device's usual backward."""
         if reason := self.available(q.device):
             raise NotImplementedError(f"{self.architecture}: {reason}")
-        with limited(self.capability):
+        with self._kernels(q.device):
             return flashtile.attention(q, k, v, causal=causal, scale=scale)
 
+    # There are three of them, and a call must not wait for this.
+    @functools.cache  # noqa: B019
     def available(self, device: torch.device) -> str | None:
         """Why this rung does not run on `device`, or None where it does."""
         if self.architecture == "cpu":
@@ -61,10 +65,16 @@ class Kernels:
             return f"this build of flashtile holds no {self.architecture} kernels"
         major, minor = torch.cuda.get_device_capability(device)
         found = 10 * major + minor
-        if found < self.capability or (self.architecture == "sm90" and found != 90):
+        if found < self.capability or (self.architecture == "sm90" and found != self.capability):
             expected = "9.0" if self.architecture == "sm90" else "8.0 or newer"
             return f"needs compute capability {expected}, and this GPU has {major}.{minor}"
         return None
+
+    def _kernels(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """Limits the process to this family where `device` would get another; each time, its plans are made anew."""
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) != divmod(self.capability, 10):
+            return limited(self.capability)
+        return contextlib.nullcontext()
 
     def bytes_moved(self, case: Case) -> int:
         """As rung 3's, for the tile that flashtile chooses, every query head reading its own K and V."""
@@ -77,7 +87,7 @@ class Kernels:
                 (case.seqlen_k, case.heads_k, case.head_dim_v),
             )
         )
-        with limited(self.capability):
+        with self._kernels(q.device):
             plan = flashtile.explain(q, k, v, causal=case.causal)
         block_m, block_n = map(int, re.search(r"tile +(\d+) rows × (\d+) keys", plan).groups())
         row_bytes = case.batch * case.heads_q * (case.head_dim + case.head_dim_v) * case.torch_dtype.itemsize
