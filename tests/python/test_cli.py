@@ -84,7 +84,7 @@ def test_ladder_once(capsys):
     "arguments, reason",
     [
         (["--once", "flash9"], "ladder: rung is 'flash9', expected one of standard, "),
-        (["--once", "sm90"], "ladder: --once is 'sm90', which needs an NVIDIA GPU"),
+        (["--once", "sm90"], "ladder: --once leaves out 'sm90': sm90: needs an NVIDIA GPU"),
         (["--device", "cuda"], "ladder: --device is cuda, and torch sees no CUDA device"),
         (["--kv-heads", "3"], "ladder: --heads is 2, expected a multiple of --kv-heads, 3"),
     ],

@@ -25,7 +25,7 @@ from rich.console import Console
 import flashtile
 import flashtile.reference
 from flashtile import _capability
-from flashtile.bench import peers
+from flashtile.bench import machine, peers
 from flashtile.bench.cases import Case
 from flashtile.reference import (
     RUNGS,
@@ -445,26 +445,129 @@ def test_measuring_needs_a_gpu(shown):
     assert "--measure needs an NVIDIA GPU" in shown.getvalue()
 
 
-NCU_OUTPUT = """==PROF== Connected to process 7
-==PROF== Profiling "first": 0%....100% - 1 pass
-FlashAttention-2, PyTorch on B1: 5 bytes by formula
-==PROF== Disconnected from process 7
-"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
-"0","7","first(int, float)","Command line profiler metrics","dram__bytes.sum","byte","1,024"
-"1","7","second","Command line profiler metrics","dram__bytes.sum","byte","512.5"
-"""
+COUNTED = [rung(key) for key in ("standard", "flash1", "flash2")]
+DRAM, L2 = command.METRICS
 
 
-def test_bytes_of_all_kernels_are_added_up():
-    assert command.ncu_bytes(NCU_OUTPUT) == 1536.5
+def ncu_output(ran, values):
+    """What ncu and `once` print when `ran` ran, and a range has each of `values`, (DRAM, L2), as ncu writes them."""
+    lines = ["==PROF== Connected to process 7 (/usr/bin/python3)"]
+    for i, each in enumerate(ran):
+        reported = f"{each.key} ran once: {each.bytes_moved(SMALL)} bytes by formula"
+        lines += [f'==PROF== Profiling "range" - {i}: Application replay pass 1', reported]
+    lines.append("==PROF== Disconnected from process 7")
+    if values:
+        lines.append('"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"')
+    for i, found in enumerate(values):
+        for metric, value in zip((DRAM, L2), found, strict=True):
+            lines.append(f'"{i}","7","range","Command line profiler metrics","{metric}","byte","{value}"')
+    return "\n".join(lines) + "\n"
+
+
+def test_every_rung_has_the_counts_of_its_range():
+    output = ncu_output(COUNTED, [("1,024", "2,048"), ("12", "n/a"), ("3.5", "4")])
+    assert command.counts_in(output, COUNTED, SMALL) == {
+        "standard": {DRAM: 1024, L2: 2048},
+        "flash1": {DRAM: 12},
+        "flash2": {DRAM: 3.5, L2: 4},
+    }
+
+
+def test_ranges_go_by_their_numbers():
+    many = [dataclasses.replace(COUNTED[0], key=f"rung{i}") for i in range(12)]
+    output = ncu_output(many, [(str(i), "0") for i in range(12)])
+    header = output.index('"ID"')
+    table = output[header:].splitlines()
+    backwards = output[:header] + "\n".join([table[0], *table[:0:-1]])
+    for text in (output, backwards):
+        counts = command.counts_in(text, many, SMALL)
+        assert [counts[each.key][DRAM] for each in many] == list(range(12))
+
+
+def test_a_rung_that_did_not_run_has_no_range():
+    output = ncu_output([COUNTED[0], COUNTED[2]], [("1", "2"), ("3", "4")])
+    assert command.counts_in(output, COUNTED, SMALL) == {"standard": {DRAM: 1, L2: 2}, "flash2": {DRAM: 3, L2: 4}}
+
+
+NO_RIGHTS = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters"
 
 
 @pytest.mark.parametrize(
-    "output, reason", [("", "ncu counted nothing"), ("a\n==ERROR== no rights\n", "==ERROR== no rights")]
+    "output, reason",
+    [
+        ("", "0 rungs ran, and ncu counted 0 ranges"),
+        (ncu_output(COUNTED, []), "3 rungs ran, and ncu counted 0 ranges"),
+        (ncu_output(COUNTED, [("1", "2")] * 2), "3 rungs ran, and ncu counted 2 ranges"),
+        (ncu_output(COUNTED[:1], [("1", "2")] * 2), "1 rungs ran, and ncu counted 2 ranges"),
+        (NO_RIGHTS + "\n" + ncu_output(COUNTED, []), NO_RIGHTS),
+    ],
 )
-def test_ncu_that_counts_nothing(output, reason):
-    with pytest.raises(ValueError, match=reason):
-        command.ncu_bytes(output)
+def test_ranges_that_cannot_be_told_apart(output, reason):
+    with pytest.raises(ValueError, match=f"^{reason}"):
+        command.counts_in(output, COUNTED, SMALL)
+
+
+@pytest.fixture
+def ncu(monkeypatch):
+    """Makes a program of Python stand in for ncu, and this CPU for a GPU."""
+    entries, describe = command._entries, machine.describe
+    monkeypatch.setattr(command, "_entries", lambda case, device, quick, rungs: entries(case, CPU, quick, rungs))
+    monkeypatch.setattr(machine, "describe", lambda device: describe(CPU))
+    return lambda program: monkeypatch.setattr(command, "NCU", (sys.executable, "-c", program))
+
+
+def measured(rungs):
+    return command.show(SMALL, torch.device("cuda"), quick=True, measure=True, rungs=rungs)
+
+
+def test_ncu_and_what_it_runs_are_stopped(ncu, monkeypatch, capsys):
+    """What ncu runs holds the pipe too: were it not stopped, its end would have to be waited for."""
+    sleeping = "import time; print('begun', flush=True); time.sleep(10**6)"
+    ncu(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleeping!r}])")
+    monkeypatch.setattr(command, "NCU_SECONDS", 2)
+    assert command.count(COUNTED, SMALL) == {}
+    said = capsys.readouterr().err
+    assert "--measure: ==ERROR== ncu was stopped after 2 seconds" in said
+    assert "ncu's last lines:" in said and "begun" in said
+
+
+def test_where_ncu_fails_the_times_are_shown_and_its_error(ncu, shown, capsys):
+    ncu(f"import sys; sys.exit({NO_RIGHTS!r})")
+    assert measured(COUNTED) == 1
+    assert re.search(r"3 +FlashAttention-2, PyTorch +flash2 +[\d.]+ (ms|µs)", shown.getvalue())
+    assert NO_RIGHTS in capsys.readouterr().err
+
+
+def test_what_ncu_counts_is_shown(ncu, shown, capsys):
+    ncu(f"print({ncu_output(COUNTED, [('1,500,000', '2,500,000')] * 3)!r})")
+    assert measured(COUNTED) == 0
+    assert re.search(r"3 +FlashAttention-2, PyTorch +flash2 +[\d.]+ MB +1\.5 MB +2\.5 MB", shown.getvalue())
+    assert capsys.readouterr().err == ""
+
+
+def test_a_rung_that_ncu_misses_does_not_spoil_the_others(ncu, shown, capsys):
+    ncu(f"print({ncu_output(COUNTED[1:], [('1,500,000', '2,500,000')] * 2)!r}); print('left out')")
+    assert measured(COUNTED) == 1
+    assert re.search(r"1 +standard attention +standard +[\d.]+ MB +— +—", shown.getvalue())
+    assert re.search(r"3 +FlashAttention-2, PyTorch +flash2 +[\d.]+ MB +1\.5 MB +2\.5 MB", shown.getvalue())
+    assert "left out" in capsys.readouterr().err
+
+
+def test_once_runs_each_rung_and_leaves_out_what_fails(capsys):
+    assert command.once(["flash2", "sm80", "standard"], SMALL, CPU) == 0
+    said = capsys.readouterr()
+    assert [line.split()[0] for line in said.out.splitlines()] == ["flash2", "standard"]
+    assert "leaves out 'sm80': sm80: needs an NVIDIA GPU" in said.err
+    assert command.once(["sm80"], SMALL, CPU) == 2
+    with pytest.raises(ValueError, match="rung is 'flash3'"):
+        command.once(["flash2", "flash3"], SMALL, CPU)
+
+
+def test_what_once_prints_is_what_is_looked_for(capsys):
+    command.once([each.key for each in COUNTED], SMALL, CPU)
+    assert capsys.readouterr().out.splitlines() == [
+        line for line in ncu_output(COUNTED, []).splitlines() if "ran once" in line
+    ]
 
 
 def test_the_command_for_ncu_asks_for_the_same_case(monkeypatch):
@@ -473,10 +576,10 @@ def test_the_command_for_ncu_asks_for_the_same_case(monkeypatch):
     seen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(command, "once", lambda *asked: seen.append(asked) or 0)
-    words = command.ncu_command("flash1", SMALL)
-    assert words[:3] == ["ncu", "--profile-from-start", "off"]
+    words = command.ncu_command(["flash1", "flash-decoding++"], SMALL)
+    assert words[:3] == ["ncu", "--replay-mode", "app-range"]
     assert cli.main(words[words.index("ladder") :]) == 0
-    assert seen == [("flash1", SMALL, torch.device("cuda"))]
+    assert seen == [(["flash1", "flash-decoding++"], SMALL, torch.device("cuda"))]
 
 
 def test_splits_are_few_and_cover_the_keys():

@@ -1,6 +1,7 @@
 """The ladder's rungs on a GPU: every one is attention there, by the kernels that its name says."""
 
 import itertools
+import shutil
 
 import pytest
 import torch
@@ -108,5 +109,21 @@ def test_the_table(causal, capsys):
 @pytest.mark.parametrize("key", [each.key for each in RUNGS if each.key != "cpu"])
 def test_once(key, capsys):
     needs(key)
-    assert command.once(key, Case(1, 200, 300, 4, 2, 64, 64), GPU) == 0
-    assert "bytes by formula" in capsys.readouterr().out
+    assert command.once([key], Case(1, 200, 300, 4, 2, 64, 64), GPU) == 0
+    assert capsys.readouterr().out.startswith(f"{key} ran once: ")
+
+
+def test_ncu_counts_every_rung(capsys):
+    """The caches are empty when a rung begins, so that most of Q, K and V comes from HBM, and through L2."""
+    if shutil.which("ncu") is None:
+        pytest.skip("needs ncu (Nsight Compute)")
+    case = Case.square(2, 2048, 8, 64)
+    rungs = [each for each in RUNGS if each.available(GPU) is None]
+    counts = command.count(rungs, case)
+    said = capsys.readouterr().err
+    if "ERR_NVGPUCTRPERM" in said or "Failed to initialize the profiler" in said:
+        pytest.skip("needs counters that ncu can read")
+    assert list(counts) == [each.key for each in rungs], said
+    for key, found in counts.items():
+        for metric in command.METRICS:
+            assert found[metric] > case.bytes / 2, (key, metric)

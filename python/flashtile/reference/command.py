@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,17 +22,21 @@ from flashtile.bench.peers import Peer
 from flashtile.bench.run import Entry, by_time, run_cell
 from flashtile.reference import RUNGS, Rung, rung
 
-METRIC = "dram__bytes.sum"
-# A rung is one call between the profiler's start and stop. Caches are left alone, so that a kernel finds in L2 what the
-# one before it has left there; `once` clears them before the call.
-NCU = ("ncu", "--profile-from-start", "off", "--cache-control", "none")
-NCU += ("--metrics", METRIC, "--print-units", "base", "--csv")
+METRICS = ("dram__bytes.sum", "lts__t_bytes.sum")  # what HBM carried, and what L2 was asked for
+# A rung is a range: all that is between a start and a stop of the profiler, counted as one, kernels and caches being as
+# they are without ncu. `once` clears the caches before each. With ranges ncu refuses --profile-from-start: nothing else
+# is counted anyway. Should it need several passes, it runs the program several times.
+NCU = ("ncu", "--replay-mode", "app-range", "--cache-control", "none", "--clock-control", "none")
+NCU += ("--metrics", ",".join(METRICS), "--print-units", "base", "--csv")
+NCU_SECONDS = 600  # then it is stopped
+NCU_LINES = 40  # of the end of what it printed, where that was not what we expected
 
 
 def show(
     case: Case, device: torch.device, *, quick: bool = False, measure: bool = False, rungs: Sequence[Rung] = RUNGS
 ) -> int:
-    """Prints the table; returns the exit status, 1 where a rung was wrong. `measure` adds the bytes that ncu counts."""
+    """Prints the table; returns the exit status, 1 where a rung was wrong. With `measure` a second table follows, of
+    the bytes that ncu counts; the status is 1 as well where one is missing."""
     console = wide_console()
     if measure and (device.type != "cuda" or shutil.which(NCU[0]) is None):
         console.print("ladder: --measure needs an NVIDIA GPU, and ncu (Nsight Compute) on PATH")
@@ -37,55 +44,61 @@ def show(
     entries = _entries(case, device, quick, rungs)
     facts = machine.describe(device)
     console.print(f"{facts['device']}, torch {facts['torch']}, flashtile {facts['flashtile']} {facts['commit']}")
-    table = Table(title=f"the ladder, {case}", title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column("", justify="right")
-    table.add_column("rung")
-    table.add_column("key")
-    for heading in ("time", "TFLOP/s", "bytes by formula", "of the least"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    if measure:
-        table.add_column(f"{METRIC} by ncu", justify="right")
-    for heading in ("error", "allowed"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = _table(f"the ladder, {case}", "time", "TFLOP/s", "bytes by formula", "of the least", "error", "allowed")
     table.add_column("")
     for each in rungs:
-        cells = [str(each.number), each.title, each.key]
         entry = entries[each.key]
-        cells += _time_cells(entry, case) + _bytes_cells(each, entry, case)
-        if measure:
-            cells.append("—" if entry.refusal else _measured(each, case))
-        table.add_row(*cells, *_error_cells(entry))
+        table.add_row(
+            *_name_cells(each), *_time_cells(entry, case), *_bytes_cells(each, entry, case), *_error_cells(entry)
+        )
     console.print(table)
     console.print(
         "error: the largest against float64, over one KV head. bytes: between HBM and the multiprocessors, if no cache "
         "helped; the least is Q, K, V and O once. docs/ladder.md explains both."
     )
-    return 1 if any(entry.wrong for entry in entries.values()) else 0
+    failed = any(entry.wrong for entry in entries.values())
+    if measure:
+        ran = [each for each in rungs if not entries[each.key].refusal]
+        console.print(f"Now ncu counts the bytes of {len(ran)} rungs, which may take some minutes.")
+        torch.cuda.empty_cache()  # they run again in another process
+        counts = count(ran, case)
+        if counts:
+            console.print(_counts_table(ran, counts, case))
+        failed = failed or not _complete(counts, ran)
+    return 1 if failed else 0
 
 
-def once(key: str, case: Case, device: torch.device) -> int:
-    """Runs one rung a single time between the start and the stop of CUDA's profiler; nothing else is between them."""
-    chosen = rung(key)
-    if reason := chosen.available(device):
-        raise ValueError(f"ladder: --once is {key!r}, which {reason}")
+def once(keys: Sequence[str], case: Case, device: torch.device) -> int:
+    """Runs these rungs a single time each, between a start and a stop of CUDA's profiler of its own, with nothing else
+    in between. A rung that fails is left out; the exit status is 2 where none is left."""
     q, k, v, _ = make_inputs(case, device)
-    chosen.attention(q, k, v, causal=case.causal)  # what compiles does so here
-    if device.type == "cuda":
-        # Reading this leaves none of the inputs in the L2 cache, nor anything that has yet to be written back.
-        torch.zeros(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device).sum()
-        torch.cuda.synchronize(device)
-        torch.cuda.profiler.start()
-    chosen.attention(q, k, v, causal=case.causal)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.profiler.stop()
-    # A comma-separated table by ncu may surround this line.
-    print(f"{chosen.title} on {case}: {chosen.bytes_moved(case)} bytes by formula")
-    return 0
+    ready = []
+    for chosen in [rung(key) for key in keys]:
+        try:
+            chosen.attention(q, k, v, causal=case.causal)  # what compiles does so here
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except Exception as refusal:  # a rung may fail in any way, and the others run nevertheless
+            print(f"flashtile: ladder: --once leaves out {chosen.key!r}: {refusal}", file=sys.stderr, flush=True)
+        else:
+            ready.append(chosen)
+    for chosen in ready:
+        if device.type == "cuda":
+            # Reading this leaves none of the inputs in the L2 cache, nor anything that has yet to be written back.
+            l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+            torch.zeros(2 * l2_bytes, dtype=torch.int8, device=device).sum()
+            torch.cuda.synchronize(device)
+            torch.cuda.profiler.start()
+        chosen.attention(q, k, v, causal=case.causal)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.profiler.stop()
+        print(_report(chosen, case), flush=True)  # in between what ncu prints
+    return 0 if ready else 2
 
 
-def ncu_command(key: str, case: Case) -> list[str]:
-    """The command that has ncu count the DRAM bytes of one rung; docs/ladder.md shows it."""
+def ncu_command(keys: Sequence[str], case: Case) -> list[str]:
+    """The command that has ncu count the bytes of these rungs, a range each; docs/ladder.md shows it."""
     sizes = {
         "batch": case.batch,
         "seqlen-q": case.seqlen_q,
@@ -97,18 +110,63 @@ def ncu_command(key: str, case: Case) -> list[str]:
     }
     ours = [sys.executable, "-c", "import sys; from flashtile.cli import main; sys.exit(main())", "ladder"]
     options = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
-    return [*NCU, *ours, "--once", key, "--device", "cuda", *options, *(["--causal"] if case.causal else [])]
+    return [*NCU, *ours, "--once", *keys, "--device", "cuda", *options, *(["--causal"] if case.causal else [])]
 
 
-def ncu_bytes(output: str) -> float:
-    """The metric's sum over all kernels in what `ncu --csv` printed; a ValueError where there is none."""
-    lines = output.splitlines()
-    begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    rows = [row for row in csv.DictReader(lines[begin:]) if row.get("Metric Name") == METRIC]
-    if not rows:
-        errors = [line for line in lines if line.startswith("==ERROR==")]
-        raise ValueError(errors[0] if errors else "ncu counted nothing")
-    return sum(float(row["Metric Value"].replace(",", "")) for row in rows)
+def count(rungs: Sequence[Rung], case: Case) -> dict[str, dict[str, float]]:
+    """Bytes by rung's key and metric, from one run of ncu; where some are missing, stderr has what ncu said."""
+    output = _output_of(ncu_command([each.key for each in rungs], case))
+    try:
+        counts = counts_in(output, rungs, case)
+    except ValueError as error:
+        print(f"flashtile: ladder: --measure: {error}", file=sys.stderr)
+        counts = {}
+    if not _complete(counts, rungs):
+        lines = [line for line in output.splitlines() if not line.startswith('"')]  # all but its table
+        print("flashtile: ladder: ncu's last lines:", *lines[-NCU_LINES:], sep="\n", file=sys.stderr)
+    return counts
+
+
+def counts_in(output: str, rungs: Sequence[Rung], case: Case) -> dict[str, dict[str, float]]:
+    """Bytes by rung's key and metric in what `ncu --csv` and `once` of `rungs` printed. A ValueError where there is not
+    one range for each rung that ran, so that nobody could tell whose they are."""
+    ran = [each.key for each in rungs if _report(each, case) in output]
+    ranges: dict[int, dict[str, float]] = {}
+    _, heading, rows = output.partition('"ID",')
+    for row in csv.DictReader((heading + rows).splitlines()):
+        if (metric := row.get("Metric Name")) in METRICS:
+            counted = ranges.setdefault(int(row["ID"]), {})
+            with contextlib.suppress(ValueError):  # n/a
+                counted[metric] = float((row["Metric Value"] or "").replace(",", ""))
+    if not ranges or len(ranges) != len(ran):
+        errors = [line for line in output.splitlines() if line.startswith("==ERROR==")]
+        raise ValueError(errors[0] if errors else f"{len(ran)} rungs ran, and ncu counted {len(ranges)} ranges")
+    return dict(zip(ran, (ranges[number] for number in sorted(ranges)), strict=True))
+
+
+def _report(each: Rung, case: Case) -> str:
+    """What `once` says of a rung that ran."""
+    return f"{each.key} ran once: {each.bytes_moved(case)} bytes by formula"
+
+
+def _output_of(ncu: Sequence[str]) -> str:
+    """What ncu and the program under it print, in order; after NCU_SECONDS both are stopped."""
+    with subprocess.Popen(
+        ncu,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        env=os.environ | {"LC_ALL": "C"},  # ncu groups digits as the locale does
+        start_new_session=True,
+    ) as process:
+        try:
+            return process.communicate(timeout=NCU_SECONDS)[0]
+        except BaseException as stop:  # or Ctrl-C, which does not reach another session
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(stop, subprocess.TimeoutExpired):
+                raise
+        return f"{process.communicate()[0]}\n==ERROR== ncu was stopped after {NCU_SECONDS} seconds\n"
 
 
 def _entries(case: Case, device: torch.device, quick: bool, rungs: Sequence[Rung]) -> dict[str, Entry]:
@@ -126,6 +184,38 @@ def _peer(each: Rung) -> Peer:
     return Peer(each.key, lambda q, k, v, case: each.attention(q, k, v, causal=case.causal))
 
 
+def _table(title: str, *headings: str) -> Table:
+    """Of a row for each rung, which begins with `_name_cells`."""
+    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("", justify="right")
+    table.add_column("rung")
+    table.add_column("key")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _counts_table(rungs: Sequence[Rung], counts: dict[str, dict[str, float]], case: Case) -> Table:
+    table = _table("counted by ncu", "bytes by formula", *METRICS)
+    for each in rungs:
+        found = counts.get(each.key, {})
+        cells = [_megabytes(found[metric]) if metric in found else "—" for metric in METRICS]
+        table.add_row(*_name_cells(each), _megabytes(each.bytes_moved(case)), *cells)
+    return table
+
+
+def _complete(counts: dict[str, dict[str, float]], rungs: Sequence[Rung]) -> bool:
+    return all(len(counts.get(each.key, {})) == len(METRICS) for each in rungs)
+
+
+def _name_cells(each: Rung) -> list[str]:
+    return [str(each.number), each.title, each.key]
+
+
+def _megabytes(number: float) -> str:
+    return f"{number / 1e6:,.1f} MB"
+
+
 def _time_cells(entry: Entry, case: Case) -> list[str]:
     if entry.timing is None:
         return ["—", "—"]
@@ -138,15 +228,7 @@ def _bytes_cells(each: Rung, entry: Entry, case: Case) -> list[str]:
     if entry.refusal:
         return ["—", "—"]
     moved = each.bytes_moved(case)
-    return [f"{moved / 1e6:,.1f} MB", f"{moved / case.bytes:.2f}×"]
-
-
-def _measured(each: Rung, case: Case) -> str:
-    done = subprocess.run(ncu_command(each.key, case), capture_output=True, text=True, check=False)
-    try:
-        return f"{ncu_bytes(done.stdout + done.stderr) / 1e6:,.1f} MB"
-    except ValueError as error:
-        return str(error)
+    return [_megabytes(moved), f"{moved / case.bytes:.2f}×"]
 
 
 def _error_cells(entry: Entry) -> list[str]:
