@@ -433,11 +433,11 @@ def test_a_wrong_rung_is_not_timed(shown):
 
 def test_a_rung_that_refuses_a_case_says_so(shown):
     def refuse(q, k, v, causal):
-        raise NotImplementedError("flash2: not this one")
+        raise NotImplementedError("flash2: not this one, but 'flashtile[triton]'")
 
     refusing = dataclasses.replace(rung("flash2"), attention=refuse)
     assert command.show(SMALL, CPU, quick=True, rungs=[refusing]) == 0
-    assert "flash2: not this one" in shown.getvalue()
+    assert "flash2: not this one, but 'flashtile[triton]'" in shown.getvalue()
 
 
 def test_measuring_needs_a_gpu(shown):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from flashtile.bench import machine, timing
@@ -233,6 +234,6 @@ def _bytes_cells(each: Rung, entry: Entry, case: Case) -> list[str]:
 
 def _error_cells(entry: Entry) -> list[str]:
     if entry.refusal:
-        return ["—", "—", entry.refusal]
+        return ["—", "—", escape(entry.refusal)]
     (verdict,) = entry.verdicts
     return [f"{verdict.error:.2e}", f"{verdict.allowed:.2e}", "" if verdict.ok else "WRONG"]
