@@ -82,13 +82,11 @@ constexpr int backward_shared_memory_one_pass(const Variant& v) {
 }
 
 /// Of a CUDA backward kernel; on Ampere a tile of K and one of V, `stages` tiles of Q and of dO with two floats a row,
-/// and dS; P too where several warps share the keys of a block.
+/// P, and dS.
 constexpr int backward_shared_memory(const Variant& v) {
   if (v.arch == Arch::kSm90)
     return v.two_passes() ? backward_shared_memory_two_passes(v) : backward_shared_memory_one_pass(v);
-  const bool p_is_shared = v.warps * 32 > v.tile_n;
-  return bytes_of(v.dtype) *
-             (2 * v.head_dim * (v.tile_n + v.stages * v.tile_m) + (p_is_shared ? 2 : 1) * v.tile_m * v.tile_n) +
+  return bytes_of(v.dtype) * (2 * v.head_dim * (v.tile_n + v.stages * v.tile_m) + 2 * v.tile_m * v.tile_n) +
          8 * v.stages * v.tile_m;
 }
 

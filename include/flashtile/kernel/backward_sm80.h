@@ -19,34 +19,28 @@ __global__ void __launch_bounds__(Row::kVariant.threads())
   using Element = typename Mainloop::Element;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
-  const int thread = threadIdx.x;
   typename Mainloop::Work work;
   if (!work.find(params, blockIdx.x)) return;
 
   const auto shape_of_tile = Shape<Int<Mainloop::kN>, Int<Mainloop::kHeadDim>>{};
-  Tensor tKrdK = partition_fragment_C(typename Mainloop::Mma{}, shape_of_tile);  // (mma, key, head_dim)
-  Tensor tVrdV = partition_fragment_C(typename Mainloop::Mma{}, shape_of_tile);  // (mma, key, head_dim)
-  clear(tKrdK);
-  clear(tVrdV);
-  Mainloop{params, shared, work, thread}.run(tKrdK, tVrdV);
+  Tensor gradient = partition_fragment_C(typename Mainloop::Mma{}, shape_of_tile);  // (mma, key, head_dim)
+  clear(gradient);
+  const Mainloop mainloop(params, shared, work);
+  mainloop.run(gradient);
 
-  const int key = work.n_block * Mainloop::kN;
-  const Span keys = work.sequence.k;
-  const auto store = [&](auto const& acc, Element* staging, void* gradient, Strides const& strides, int columns) {
-    if (gradient == nullptr) return;
-    Element* origin =
-        static_cast<Element*>(gradient) + strides.at(work.batch, keys.first + key) + work.kv_head * strides.head;
-    using Layout = typename Mainloop::template SmemLayout<Mainloop::kN, Mainloop::kHeadDim>;
-    store_tile<typename Mainloop::Mma, typename Mainloop::Load>(acc, Mainloop::template tile<Layout>(staging), origin,
-                                                                strides.row, keys.size - key, columns, thread);
-  };
+  const bool weighs = mainloop.weighs();
+  const float scale = weighs ? params.dropout.scale : params.scale;
   CUTE_UNROLL
-  for (int i = 0; i < size(tKrdK); ++i) {
-    tKrdK(i) *= params.scale;
-    tVrdV(i) *= params.dropout.scale;
-  }
-  store(tVrdV, shared.v, params.dv, params.dv_strides, params.head_dim_v);
-  store(tKrdK, shared.k, params.dk, params.dk_strides, params.head_dim);
+  for (int i = 0; i < size(gradient); ++i) gradient(i) *= scale;
+  void* to = weighs ? params.dv : params.dk;
+  Strides const& strides = weighs ? params.dv_strides : params.dk_strides;
+  const Span keys = work.sequence.k;
+  const int key = work.n_block * Mainloop::kN;
+  using Layout = typename Mainloop::template SmemLayout<Mainloop::kN, Mainloop::kHeadDim>;
+  store_tile<typename Mainloop::Mma, typename Mainloop::Load>(
+      gradient, Mainloop::template tile<Layout>(weighs ? shared.v : shared.k),
+      static_cast<Element*>(to) + strides.at(work.batch, keys.first + key) + work.kv_head * strides.head, strides.row,
+      to == nullptr ? 0 : keys.size - key, weighs ? params.head_dim_v : params.head_dim, mainloop.thread);
 }
 
 /// Scales and rounds dQ, one thread block per tile of the workspace.
@@ -69,7 +63,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads())
   const Span queries = tile.sequence.q;
   const int row = tile.m_block * Mainloop::kM;
   using Layout = typename Mainloop::template SmemLayout<Mainloop::kM, Mainloop::kHeadDim>;
-  store_tile<typename Mainloop::MmaQ, typename Mainloop::Load>(
+  store_tile<typename Mainloop::MmaQ, typename Mainloop::StoreQ>(
       tQrdQ, Mainloop::template tile<Layout>(reinterpret_cast<Element*>(shared_bytes)),
       static_cast<Element*>(params.dq) + strides.at(tile.batch, queries.first + row) + tile.head * strides.head,
       strides.row, queries.size - row, params.head_dim, threadIdx.x);

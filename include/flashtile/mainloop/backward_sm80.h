@@ -1,11 +1,16 @@
 // One block of keys against all queries that see it, on mma.sync tensor cores: dK and dV of the block, and its part of
 // dQ (FlashAttention-2, Dao 2023).
 //
-// Everything is transposed: tiles of scores are (keys, queries), and each warp owns 16 or more whole keys. So the
-// weights and their gradients, which lie in registers as a matmul left them, are what the next matmul takes for dV and
-// dK, and only dQ, a sum over keys, needs them in shared memory. Where head dimensions are too wide for the
-// accumulators of dK and dV, several warps share their keys: they divide the queries of the scores and the columns of
-// dK and dV, and P and dS both pass through shared memory.
+// The warps have two roles. Half of them form S = K·Qᵀ, the weights P, and dV = Pᵀ·dO; the other half dP = V·dOᵀ, the
+// gradients of the scores dS = P∘(dP − delta), and dK = dSᵀ·Q: the same two products of other tiles. P goes from the
+// first to the second, dS from the second to all, who then form a part of dQ = dS·K each. So half as many warps share a
+// tile of scores and read fewer operands from shared memory; and no barrier holds all of them in step, so that one role
+// multiplies while the other exponentiates.
+//
+// Everything is transposed: tiles of scores are (keys, queries), so that dK and dV stay in registers. Where a warp has
+// all queries of its keys, its weights or their gradients lie in registers as the second product takes them. Where
+// head dimensions are too wide for the accumulators, two warps share their keys: they divide the queries of the scores
+// and the columns of dK and dV, and read each other's scores from shared memory.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -32,19 +37,19 @@ struct BackwardMainloopSm80 {
 
   /// How many of the warps stand along `rows` of a product with `columns`: 32 rows to a warp, for which it reads fewer
   /// operands than for 16, unless that leaves the others less than 16 columns.
-  static constexpr int warps_along(int rows, int columns) {
+  static constexpr int warps_along(int rows, int columns, int warps) {
     for (const int of_warp : {32, 16}) {
       const int along = rows / of_warp;
-      if (along >= 1 && along <= kV.warps && columns % (16 * (kV.warps / along)) == 0) return along;
+      if (along >= 1 && along <= warps && columns % (16 * (warps / along)) == 0) return along;
     }
-    return kV.warps;
+    return warps;
   }
-  static constexpr int kWarpsOfKeys = warps_along(kN, kM);
-  static constexpr int kSharers = kV.warps / kWarpsOfKeys;  // warps that share their keys
-  static constexpr bool kShareP = kSharers > 1;
-  // The sums of dQ leave while other warps are still at dK, where that pays (docs/performance.md).
-  static constexpr bool kAddUnderdK = kShareP && kStages == 2 && kHeadDim <= 128 && !kV.every_option;
-  static constexpr int kWarpsOfQueries = warps_along(kM, kHeadDim);  // for dQ
+  static constexpr int kRoleWarps = kV.warps / 2;
+  static constexpr int kRoleThreads = kThreads / 2;
+  static constexpr int kWarpsOfKeys = warps_along(kN, kM, kRoleWarps);
+  static constexpr int kSharers = kRoleWarps / kWarpsOfKeys;  // warps that share their keys
+  static constexpr bool kShare = kSharers > 1;
+  static constexpr int kWarpsOfQueries = warps_along(kM, kHeadDim, kV.warps);  // for dQ
   static_assert(kN % (16 * kWarpsOfKeys) == 0 && kM % (16 * kSharers) == 0 && kM % (16 * kWarpsOfQueries) == 0 &&
                 kHeadDim % (16 * kSharers) == 0 && kHeadDim % (16 * (kV.warps / kWarpsOfQueries)) == 0);
 
@@ -70,25 +75,41 @@ struct BackwardMainloopSm80 {
   using SmemLayoutT = decltype(cute::composition(
       SmemLayout<kRows, kColumns>{},
       cute::Layout<cute::Shape<cute::Int<kColumns>, cute::Int<kRows>>, cute::Stride<cute::Int<kRows>, cute::_1>>{}));
-  using Load = CpAsyncTile<Element, kHeadDim % 64 == 0 ? 64 : 32, kThreads>;
-  static_assert(kM % Load::kRowsPerPass == 0 && kN % Load::kRowsPerPass == 0);
+  template <int kOfThreads>
+  using LoadOf = CpAsyncTile<Element, kHeadDim % 64 == 0 ? 64 : 32, kOfThreads>;
+  using Load = LoadOf<kRoleThreads>;
+  using StoreQ = LoadOf<kThreads>;
+  static_assert(kM % StoreQ::kRowsPerPass == 0 && kN % Load::kRowsPerPass == 0);
 
   struct SharedStorage {
     alignas(128) Element k[kN * kHeadDim];
     alignas(128) Element v[kN * kHeadDim];
     alignas(128) Element q[kStages][kM * kHeadDim];
     alignas(128) Element dout[kStages][kM * kHeadDim];
-    alignas(128) Element scores[kShareP ? 2 : 1][kN * kM];  // dS, P
+    alignas(128) Element weights[kN * kM];
+    alignas(128) Element dscores[kN * kM];  // before them, where that is more than `weights`, what they need of these
     alignas(16) float lse_log2[kStages][kM];
     alignas(16) float delta[kStages][kM];
   };
 
   using Work = KeyBlock<kM, kN, true>;
 
+  enum Role { kWeights, kGradients };
+
   BackwardParams const& params;
   SharedStorage& shared;
   Work const& work;
-  int thread;
+  Role role;
+  int thread;  // of those of the role
+
+  CUTE_DEVICE BackwardMainloopSm80(BackwardParams const& params, SharedStorage& shared, Work const& work)
+      : params(params),
+        shared(shared),
+        work(work),
+        // By a shuffle, so that the compiler knows it is the same for all threads of a warp.
+        role(__shfl_sync(~0u, threadIdx.x / kRoleThreads, 0) == 0 ? kWeights : kGradients),
+        thread(threadIdx.x % kRoleThreads) {}
+  CUTE_DEVICE bool weighs() const { return role == kWeights; }
 
   template <class Layout, class Memory>
   CUTE_DEVICE static auto tile(Memory* memory) {
@@ -104,6 +125,7 @@ struct BackwardMainloopSm80 {
   CUTE_DEVICE void multiply(LoadA&& load_a, A&& a, SharedB const& sB, Accumulator& acc) const {
     using namespace cute;
     TiledMma mma;
+    const int thread = int(threadIdx.x) % int(size(mma));
     const auto copy_b = make_tiled_copy_B(AtomB{}, mma);
     const auto copy_b_thread = copy_b.get_slice(thread);
     Tensor tCsB = copy_b_thread.partition_S(sB);  // (copy, n, k)
@@ -127,6 +149,7 @@ struct BackwardMainloopSm80 {
   CUTE_DEVICE void multiply_shared(SharedA const& sA, SharedB const& sB, Accumulator& acc) const {
     using namespace cute;
     TiledMma mma;
+    const int thread = int(threadIdx.x) % int(size(mma));
     const auto copy_a = make_tiled_copy_A(AtomA{}, mma);
     const auto copy_a_thread = copy_a.get_slice(thread);
     Tensor tCsA = copy_a_thread.partition_S(sA);  // (copy, m, k)
@@ -138,14 +161,19 @@ struct BackwardMainloopSm80 {
   }
 
   /// acc += A · Bᵀ where A is accumulators, to be rounded.
-  template <Negative kNegative, class Scores, class SharedB, class Accumulator>
+  template <class Scores, class SharedB, class Accumulator>
   CUTE_DEVICE void multiply_scores(Scores& scores, SharedB const& sB, Accumulator& acc) const {
     multiply<Mma, ColumnMajor>([](int) {},
                                [&](int k) {
                                  auto block = n16_block(scores, k);
-                                 return as_operand_a<Element, kNegative>(block);
+                                 return as_operand_a<Element>(block);
                                },
                                sB, acc);
+  }
+
+  using ScoreCopy = cute::AutoVectorizingCopyWithAssumedAlignment<32>;
+  CUTE_DEVICE auto score_copy() const {
+    return cute::make_tiled_copy_C(cute::Copy_Atom<ScoreCopy, Element>{}, Mma{}).get_slice(thread);
   }
 
   template <Negative kNegative, class Scores>
@@ -153,10 +181,30 @@ struct BackwardMainloopSm80 {
     using namespace cute;
     Tensor rounded = make_fragment_like<Element>(scores);
     round_to<kNegative>(scores, rounded);
-    const auto copy_c =
-        make_tiled_copy_C(Copy_Atom<AutoVectorizingCopyWithAssumedAlignment<32>, Element>{}, Mma{}).get_slice(thread);
-    copy(AutoVectorizingCopyWithAssumedAlignment<32>{}, copy_c.retile_S(rounded),
-         copy_c.partition_D(tile<SmemLayout<kN, kM>>(to)));
+    const auto copy_c = score_copy();
+    copy(ScoreCopy{}, copy_c.retile_S(rounded), copy_c.partition_D(tile<SmemLayout<kN, kM>>(to)));
+  }
+
+  /// What the thread, or the same one of the other role, has stored, in the order of accumulators.
+  template <class Scores>
+  CUTE_DEVICE auto stored_scores(Scores const& like, Element* from) const {
+    using namespace cute;
+    Tensor handed = make_fragment_like<Element>(like);
+    const auto copy_c = score_copy();
+    copy(ScoreCopy{}, copy_c.partition_D(tile<SmemLayout<kN, kM>>(from)), copy_c.retile_S(handed));
+    return handed;
+  }
+
+  // Barriers of the threads of a role among themselves, and of what one role tells the other. CUTLASS has such for
+  // Hopper alone. Nobody tells something twice before the other has heard it: each role waits for the other in each
+  // step.
+  enum Told { kWeightsAreThere, kScoreGradientsAreThere, kOutputGradientIsThere };
+  CUTE_DEVICE void sync_role() const { asm volatile("bar.sync %0, %1;" ::"r"(1 + role), "n"(kRoleThreads) : "memory"); }
+  CUTE_DEVICE static void tell(Told what) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(3 + what), "n"(kThreads) : "memory");
+  }
+  CUTE_DEVICE static void await(Told what) {
+    asm volatile("bar.sync %0, %1;" ::"r"(3 + what), "n"(kThreads) : "memory");
   }
 
   /// A place among the tiles of queries that see a key: all those of the group's first head, then of its second, …
@@ -168,49 +216,54 @@ struct BackwardMainloopSm80 {
   /// Place of a tile's rows in the workspace, in tiles.
   CUTE_DEVICE std::int64_t tile_of(Step step) const { return work.workspace_tile(params, step.head, step.m_block); }
 
+  /// A role's tile of keys: K, or V.
   CUTE_DEVICE void load_keys() const {
     const Span span = work.sequence.k;
-    const int keys = span.used - work.n_block * kN;
-    const int key = span.first + work.n_block * kN;
-    Load::load(head_tile<kN, kHeadDim, Element>(params.k, params.k_strides, work.batch, work.kv_head, key),
-               tile<SmemLayout<kN, kHeadDim>>(shared.k), keys, params.head_dim, thread);
-    Load::load(head_tile<kN, kHeadDim, Element>(params.v, params.v_strides, work.batch, work.kv_head, key),
-               tile<SmemLayout<kN, kHeadDim>>(shared.v), keys, params.head_dim_v, thread);
+    const int first = work.n_block * kN;
+    Load::load(
+        head_tile<kN, kHeadDim, Element>(weighs() ? params.k : params.v, weighs() ? params.k_strides : params.v_strides,
+                                         work.batch, work.kv_head, span.first + first),
+        tile<SmemLayout<kN, kHeadDim>>(weighs() ? shared.k : shared.v), span.used - first,
+        weighs() ? params.head_dim : params.head_dim_v, thread);
   }
 
+  /// A role's tile of queries: Q and lse, or dO and delta.
   CUTE_DEVICE void load_queries(Step step, int stage) const {
     const Span span = work.sequence.q;
-    const int rows = span.used - step.m_block * kM;
-    const int row = span.first + step.m_block * kM;
-    Load::load(head_tile<kM, kHeadDim, Element>(params.q, params.q_strides, work.batch, step.head, row),
-               tile<SmemLayout<kM, kHeadDim>>(shared.q[stage]), rows, params.head_dim, thread);
-    Load::load(head_tile<kM, kHeadDim, Element>(params.dout, params.dout_strides, work.batch, step.head, row),
-               tile<SmemLayout<kM, kHeadDim>>(shared.dout[stage]), rows, params.head_dim_v, thread);
+    const int first = step.m_block * kM;
+    Load::load(head_tile<kM, kHeadDim, Element>(weighs() ? params.q : params.dout,
+                                                weighs() ? params.q_strides : params.dout_strides, work.batch,
+                                                step.head, span.first + first),
+               tile<SmemLayout<kM, kHeadDim>>(weighs() ? shared.q[stage] : shared.dout[stage]), span.used - first,
+               weighs() ? params.head_dim : params.head_dim_v, thread);
     constexpr int kPieces = kM / 4;  // of 16 bytes
-    static_assert(2 * kPieces <= kThreads);
-    if (thread < 2 * kPieces) {
-      const int piece = thread % kPieces * 4;
-      const bool is_lse = thread < kPieces;
-      const float* from = is_lse ? params.workspace.lse_log2(params.memory) : params.workspace.delta(params.memory);
-      float* to = is_lse ? shared.lse_log2[stage] : shared.delta[stage];
+    static_assert(kPieces <= kRoleThreads);
+    if (thread < kPieces) {
+      const float* from = weighs() ? params.workspace.lse_log2(params.memory) : params.workspace.delta(params.memory);
+      float* to = weighs() ? shared.lse_log2[stage] : shared.delta[stage];
       using Copy = cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>;
-      Copy::copy(reinterpret_cast<cute::uint128_t const&>(from[tile_of(step) * kM + piece]),
-                 reinterpret_cast<cute::uint128_t&>(to[piece]));
+      Copy::copy(reinterpret_cast<cute::uint128_t const&>(from[tile_of(step) * kM + 4 * thread]),
+                 reinterpret_cast<cute::uint128_t&>(to[4 * thread]));
     }
   }
 
-  /// Raw scores (row, column) to weights. Where scores are capped, `slope` gets the derivative of the cap.
-  template <class Scores, class Coord, class Slopes>
-  CUTE_DEVICE void weigh(Scores& scores, Coord const& coord, Slopes& slope, Step step, bool edge, bool folded,
-                         const float* lse_log2) const {
+  /// Raw scores `acc` to weights. Where scores are capped, the derivative of the cap is left where weights will be.
+  template <class Scores, class Coord>
+  CUTE_DEVICE void weigh(Scores& acc, Coord const& coord, Step step, bool edge, const float* lse_log2) const {
     using namespace cute;
+    Tensor scores = rows_and_columns(acc);  // (row, column)
+    const bool folded = folds(params);
     const int key = work.n_block * kN;
     const ScoreTile<BackwardParams> score_tile{
         params, {work.batch, step.head, work.n_block}, key, work.sequence.lengths().transposed()};
     if (!folded) {
       score_tile.cap(scores);
-      CUTE_UNROLL
-      for (int i = 0; i < size(scores); ++i) slope(i) = 1.0f - scores(i) * scores(i);
+      if (params.score_map.capped()) {
+        Tensor slopes = make_fragment_like(acc);
+        CUTE_UNROLL
+        for (int i = 0; i < size(acc); ++i) slopes(i) = 1.0f - acc(i) * acc(i);
+        store_scores<Negative::kKeep>(slopes, shared.weights);
+      }
       score_tile.stretch(scores, coord, step.m_block * kM);
     }
     if (edge) {
@@ -232,16 +285,15 @@ struct BackwardMainloopSm80 {
     });
   }
 
-  /// Accumulates dK, before the scale, and dV of the block, (mma, key, head_dim) both, and adds its part of dQ to
-  /// memory.
+  /// Accumulates a gradient of the block, (mma, key, head_dim), by role dV or, before the scale, dK, and adds the
+  /// block's part of dQ to memory.
   template <class Accumulator>
-  CUTE_DEVICE void run(Accumulator& tKrdK, Accumulator& tVrdV) const {
+  CUTE_DEVICE void run(Accumulator& gradient) const {
     using namespace cute;
     TileRanges const& blocks = work.queries;
     if (blocks.visible.empty()) return;
     const int key = work.n_block * kN;
     const bool partial = key + kN > work.sequence.k.used;
-    const bool folded = folds(params);
     const int last_head = (work.kv_head + 1) * params.group - 1;
     // Each warp adds to a part of its own of a tile of dQ.
     // From the last query on even where no dQ is wanted: so dK and dV are the same.
@@ -258,20 +310,23 @@ struct BackwardMainloopSm80 {
       return step;
     };
     const bool drops = kV.every_option && params.dropout.active();
-    const auto sum_of = [&](Step step) { return SumOfDq(params, tile_of(step), thread / 32); };
+    const bool capped = params.score_map.capped();
+    const int thread_of_all = threadIdx.x;
+    const auto sum_of = [&](Step step) { return SumOfDq(params, tile_of(step), thread_of_all / 32); };
     const auto pass = [&](Step step) {
       cuda::atomic_thread_fence(cuda::memory_order_acq_rel, cuda::thread_scope_device);
       __syncwarp();
       if (thread % 32 == 0) sum_of(step).pass(work.n_block);
     };
 
-    Tensor cS = make_identity_tensor(Shape<Int<kN>, Int<kM>>{});              // (N, M)
-    Tensor tScS = rows_and_columns(Mma{}.get_slice(thread).partition_C(cS));  // (row, column)
-    Tensor sK = tile<SmemLayout<kN, kHeadDim>>(shared.k);                     // (N, head_dim)
-    Tensor sKt = tile<SmemLayoutT<kN, kHeadDim>>(shared.k);                   // (head_dim, N)
-    Tensor sV = tile<SmemLayout<kN, kHeadDim>>(shared.v);                     // (N, head_dim)
-    Tensor sdSt = tile<SmemLayout<kN, kM>>(shared.scores[0]);                 // (N, M)
-    Tensor sdS = tile<SmemLayoutT<kN, kM>>(shared.scores[0]);                 // (M, N)
+    // Then the gradients of the scores need more of the weights than dV does.
+    const bool handed_apart = capped || drops;
+    Tensor cS = make_identity_tensor(Shape<Int<kN>, Int<kM>>{});                            // (N, M)
+    Tensor tScS = rows_and_columns(Mma{}.get_slice(thread).partition_C(cS));                // (row, column)
+    Tensor sKt = tile<SmemLayoutT<kN, kHeadDim>>(shared.k);                                 // (head_dim, N)
+    Tensor sdS = tile<SmemLayoutT<kN, kM>>(shared.dscores);                                 // (M, N)
+    Tensor sKeys = tile<SmemLayout<kN, kHeadDim>>(weighs() ? shared.k : shared.v);          // (N, head_dim)
+    Tensor sScores = tile<SmemLayout<kN, kM>>(weighs() ? shared.weights : shared.dscores);  // (N, M)
 
     const Step first{work.kv_head * params.group, backwards ? blocks.visible.end - 1 : blocks.visible.begin};
     Step step = first;
@@ -283,37 +338,18 @@ struct BackwardMainloopSm80 {
     while (true) {
       const Step ahead = next(step);
       const bool more = ahead.head <= last_head;
+      Element* q = shared.q[stage];
+      Element* dout = shared.dout[stage];
+      Tensor sQueries = tile<SmemLayout<kM, kHeadDim>>(weighs() ? q : dout);    // (M, head_dim)
+      Tensor sQueriesT = tile<SmemLayoutT<kM, kHeadDim>>(weighs() ? dout : q);  // (head_dim, M)
+
       cp_async_wait<0>();
-      __syncthreads();  // this step's tiles are visible to every warp, and no warp still reads those of the last
-      if (kStages == 2 && more) load_queries(ahead, stage ^ 1);
-      cp_async_fence();
-
-      Tensor sQ = tile<SmemLayout<kM, kHeadDim>>(shared.q[stage]);        // (M, head_dim)
-      Tensor sQt = tile<SmemLayoutT<kM, kHeadDim>>(shared.q[stage]);      // (head_dim, M)
-      Tensor sdO = tile<SmemLayout<kM, kHeadDim>>(shared.dout[stage]);    // (M, head_dim)
-      Tensor sdOt = tile<SmemLayoutT<kM, kHeadDim>>(shared.dout[stage]);  // (head_dim, M)
-
-      Tensor tSrS = partition_fragment_C(Mma{}, shape(cS));   // (mma, n, m): S, then P, then dS
-      Tensor tSrdP = partition_fragment_C(Mma{}, shape(cS));  // (mma, n, m): what the cap's slope is, then dP
-      Tensor scores = rows_and_columns(tSrS);                 // (row, column)
-      Tensor other = rows_and_columns(tSrdP);                 // (row, column)
-      clear(tSrS);
-      multiply_shared<Mma, RowMajor, RowMajor>(sK, sQ, tSrS);
-      const bool edge = partial || !blocks.interior.contains(step.m_block);
-      weigh(scores, tScS, other, step, edge, folded, shared.lse_log2[stage]);
-      if (drops)
-        KeptOf<decltype(tScS)>::template of<Rows::kKeys, 8 * kSharers>(params.dropout, work.batch, step.head, tScS, key,
-                                                                       step.m_block * kM)
-            .mark(scores);
-      if constexpr (kShareP)
-        store_scores<Negative::kZero>(tSrS, shared.scores[1]);
-      else
-        multiply_scores<Negative::kZero>(tSrS, sdOt, tVrdV);
-      if (params.score_map.capped()) {
-        CUTE_UNROLL
-        for (int i = 0; i < size(scores); ++i) scores(i) *= other(i);
-      }
-
+      sync_role();  // this step's tile is visible to the role, of which nobody still reads those of the last
+      if (!weighs()) tell(kOutputGradientIsThere);
+      Tensor acc = partition_fragment_C(Mma{}, shape(cS));  // (mma, n, m): S, then P; or dP, then dS
+      Tensor scores = rows_and_columns(acc);                // (row, column)
+      clear(acc);
+      multiply_shared<Mma, RowMajor, RowMajor>(sKeys, sQueries, acc);
       // By now what the step before added is in memory, or soon will be; and who knows that it is its turn need not ask
       // again.
       bool turn = false;
@@ -321,47 +357,73 @@ struct BackwardMainloopSm80 {
         if (step.head != first.head || step.m_block != first.m_block) pass(previous(step));
         turn = sum_of(step).ready(work.n_block);
       }
-      clear(tSrdP);
-      multiply_shared<Mma, RowMajor, RowMajor>(sV, sdO, tSrdP);
-      if (drops) {
-        CUTE_UNROLL
-        for (int i = 0; i < size(scores); ++i) {
-          other(i) = signbit(scores(i)) ? 0.0f : params.dropout.scale * other(i);
-          scores(i) = fabsf(scores(i));
+      if (weighs()) {
+        const bool edge = partial || !blocks.interior.contains(step.m_block);
+        weigh(acc, tScS, step, edge, shared.lse_log2[stage]);
+        if (drops)
+          KeptOf<decltype(tScS)>::template of<Rows::kKeys, 8 * kSharers>(params.dropout, work.batch, step.head, tScS,
+                                                                         key, step.m_block * kM)
+              .mark(scores);
+        await(kOutputGradientIsThere);  // and nobody still reads the last step's dS and Q
+        if (handed_apart) {
+          Tensor handed = make_fragment_like(acc);
+          Tensor slope = stored_scores(acc, shared.weights);
+          CUTE_UNROLL
+          for (int i = 0; i < size(acc); ++i) handed(i) = capped ? acc(i) * float(slope(i)) : acc(i);
+          store_scores<Negative::kKeep>(handed, shared.dscores);
         }
+        store_scores<Negative::kZero>(acc, shared.weights);
+        tell(kWeightsAreThere);
+        if (drops && !kShare) {  // in registers what is dropped still has its minus
+          CUTE_UNROLL
+          for (int i = 0; i < size(acc); ++i) acc(i) = fmaxf(acc(i), 0.0f);
+        }
+      } else {
+        await(kWeightsAreThere);  // and nobody still reads the last step's dO
+        Tensor handed = stored_scores(acc, handed_apart ? shared.dscores : shared.weights);
+        Tensor weights = rows_and_columns(handed);  // (row, column)
+        for_column_pairs(tScS, shared.delta[stage], [&](int c, float2 delta) {
+          CUTE_UNROLL
+          for (int r = 0; r < size<0>(scores); ++r) {
+            CUTE_UNROLL
+            for (int i = 0; i < 2; ++i) {
+              const float weight = float(weights(r, c + i));
+              float d = scores(r, c + i);
+              if (drops) d = signbit(weight) ? 0.0f : params.dropout.scale * d;
+              scores(r, c + i) = (drops ? fabsf(weight) : weight) * (d - (i ? delta.y : delta.x));
+            }
+          }
+        });
+        store_scores<Negative::kKeep>(acc, shared.dscores);
+        tell(kScoreGradientsAreThere);
       }
-      for_column_pairs(tScS, shared.delta[stage], [&](int c, float2 delta) {
-        CUTE_UNROLL
-        for (int r = 0; r < size<0>(scores); ++r) {
-          scores(r, c) *= other(r, c) - delta.x;
-          scores(r, c + 1) *= other(r, c + 1) - delta.y;
-        }
-      });
-      store_scores<Negative::kKeep>(tSrS, shared.scores[0]);
-      if constexpr (!kShareP) multiply_scores<Negative::kKeep>(tSrS, sQt, tKrdK);
-      __syncthreads();  // P and dS of all warps are there
-      const auto add_dq = [&] {
-        if (params.dq == nullptr) return;
+      if (kStages == 2 && more) load_queries(ahead, stage ^ 1);
+      cp_async_fence();
+      if constexpr (kShare) {
+        sync_role();
+        multiply_shared<Mma, RowMajor, ColumnMajor>(sScores, sQueriesT, gradient);
+      } else {
+        multiply_scores(acc, sQueriesT, gradient);
+      }
+      if (weighs())
+        await(kScoreGradientsAreThere);
+      else if (!kShare)
+        sync_role();
+      if (kStages == 1) {
+        __syncthreads();  // no warp still reads the tiles of this step
+        if (more) load_queries(ahead, stage);
+        cp_async_fence();
+      }
+      if (params.dq) {
         Tensor tQrdQ = partition_fragment_C(MmaQ{}, Shape<Int<kM>, Int<kHeadDim>>{});  // (mma, m, head_dim)
         clear(tQrdQ);
         multiply_shared<MmaQ, ColumnMajor, ColumnMajor>(sdS, sKt, tQrdQ);
-        float* dq = dq_of_thread(params, tile_of(step), thread);
+        float* dq = dq_of_thread(params, tile_of(step), thread_of_all);
         if (in_order && !turn) sum_of(step).await(work.n_block);
         CUTE_UNROLL
         for (int i = 0; i < size(tQrdQ); ++i)
           asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(dq + i * kThreads), "f"(tQrdQ(i)) : "memory");
-      };
-      if constexpr (kShareP) {
-        multiply_shared<Mma, RowMajor, ColumnMajor>(tile<SmemLayout<kN, kM>>(shared.scores[1]), sdOt, tVrdV);
-        if (kAddUnderdK) add_dq();
-        multiply_shared<Mma, RowMajor, ColumnMajor>(sdSt, sQt, tKrdK);
       }
-      if (kStages == 1) {
-        if (kShareP) __syncthreads();  // no warp still reads the tiles of this step
-        if (more) load_queries(ahead, stage);
-        cp_async_fence();
-      }
-      if (!kAddUnderdK) add_dq();
       if (!more) break;
       step = ahead;
       if (kStages == 2) stage ^= 1;

@@ -15,11 +15,11 @@ CUTE_DEVICE auto n16_block(Accumulator& acc, int k) {
 }
 
 /// float32 accumulators ((2, 2), m, 2) of one n16 block as the A operand ((2, 2, 2), m) in Element.
-template <class Element, Negative kNegative = Negative::kKeep, class Accumulator>
+template <class Element, class Accumulator>
 CUTE_DEVICE auto as_operand_a(Accumulator const& acc) {
   using namespace cute;
   Tensor rounded = make_fragment_like<Element>(acc);
-  round_to<kNegative>(acc, rounded);
+  round_to(acc, rounded);
   auto l = rounded.layout();
   return make_tensor(rounded.data(), make_layout(make_layout(get<0>(l), get<2>(l)), get<1>(l)));
 }
