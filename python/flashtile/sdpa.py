@@ -87,6 +87,7 @@ def scaled_dot_product_attention(
         return _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except (TypeError, ValueError, NotImplementedError) as refusal:
         reason = str(refusal)
+    attn_mask = _of_full_rows(attn_mask, key)
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -99,6 +100,15 @@ def scaled_dot_product_attention(
         warnings.warn(message, FallbackWarning, stacklevel=2)
         _said.add(expected)
     return out
+
+
+def _of_full_rows(attn_mask, key):
+    """The mask to hand to PyTorch: where it is alike for all keys, written out for each. PyTorch 2.11 gives cuDNN one
+    of shape (S_q, 1) as it is, whose kernel then reads pairs at odd addresses, and no CUDA call works any more."""
+    plain = type(attn_mask) is Tensor and type(key) is Tensor and attn_mask.is_cuda and not key.is_nested
+    if not plain or attn_mask.dim() == 0 or key.dim() < 2 or attn_mask.shape[-1] != 1:
+        return attn_mask
+    return attn_mask.expand(*attn_mask.shape[:-1], key.shape[-2]).contiguous()
 
 
 def _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
