@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
+
 from . import _C
 
 _limit = 1000  # none
@@ -15,6 +17,14 @@ def limit(capability: int) -> None:
     global _limit
     _limit = capability
     _C._limit_compute_capability(capability)
+
+
+def of_device() -> int:
+    """That of the current GPU, or the limit; 0 where there is none."""
+    if not torch.cuda.is_available():
+        return 0
+    major, minor = torch.cuda.get_device_capability()
+    return min(10 * major + minor, _limit)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import torch
 from test_bench import EFFORT, scaled_wrongly
 
 import flashtile
+from flashtile import _capability
 from flashtile.bench import command, memory, profile, report, run, suites, timing
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.peers import OURS
@@ -22,7 +23,7 @@ def case_of(work, **options):
 
 @pytest.mark.parametrize("hopper", [False, True])
 def test_the_formula_by_hand(hopper, monkeypatch):
-    monkeypatch.setattr(memory, "_is_hopper", lambda: hopper)
+    monkeypatch.setattr(_capability, "of_device", lambda: 90 if hopper else 80)
     rows, out = 2 * 4 * 24, 2 * 4 * 24 * 32 * 2
     gradients = 2 * (4 * 24 * 64 + 2 * 40 * 64 + 2 * 40 * 32) * 2
     assert memory.formula_bytes(case_of(Work.FORWARD)) == out

@@ -466,7 +466,7 @@ def ncu_output(ran, values):
 
 def test_every_rung_has_the_counts_of_its_range():
     output = ncu_output(COUNTED, [("1,024", "2,048"), ("12", "n/a"), ("3.5", "4")])
-    assert command.counts_in(output, COUNTED, SMALL) == {
+    assert command.counts_in(output, COUNTED) == {
         "standard": {DRAM: 1024, L2: 2048},
         "flash1": {DRAM: 12},
         "flash2": {DRAM: 3.5, L2: 4},
@@ -480,13 +480,13 @@ def test_ranges_go_by_their_numbers():
     table = output[header:].splitlines()
     backwards = output[:header] + "\n".join([table[0], *table[:0:-1]])
     for text in (output, backwards):
-        counts = command.counts_in(text, many, SMALL)
+        counts = command.counts_in(text, many)
         assert [counts[each.key][DRAM] for each in many] == list(range(12))
 
 
 def test_a_rung_that_did_not_run_has_no_range():
     output = ncu_output([COUNTED[0], COUNTED[2]], [("1", "2"), ("3", "4")])
-    assert command.counts_in(output, COUNTED, SMALL) == {"standard": {DRAM: 1, L2: 2}, "flash2": {DRAM: 3, L2: 4}}
+    assert command.counts_in(output, COUNTED) == {"standard": {DRAM: 1, L2: 2}, "flash2": {DRAM: 3, L2: 4}}
 
 
 NO_RIGHTS = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters"
@@ -504,7 +504,7 @@ NO_RIGHTS = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to a
 )
 def test_ranges_that_cannot_be_told_apart(output, reason):
     with pytest.raises(ValueError, match=f"^{reason}"):
-        command.counts_in(output, COUNTED, SMALL)
+        command.counts_in(output, COUNTED)
 
 
 @pytest.fixture

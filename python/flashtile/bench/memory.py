@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from flashtile import _capability
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.peers import Contestant
 
@@ -45,9 +46,5 @@ def formula_bytes(case: Case) -> int:
         return rows * (case.head_dim_v * element + (4 if case.work is Work.FORWARD_WITH_GRAD else 0))
     keys = case.batch * case.heads_k * case.seqlen_k
     gradients = (rows * case.head_dim + keys * (case.head_dim + case.head_dim_v)) * element
-    two_passes = _is_hopper() and max(case.head_dim, case.head_dim_v) > 128
+    two_passes = _capability.of_device() == 90 and max(case.head_dim, case.head_dim_v) > 128
     return gradients + rows * (8 if two_passes else 4 * (case.head_dim + 2))
-
-
-def _is_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

@@ -94,7 +94,7 @@ def once(keys: Sequence[str], case: Case, device: torch.device) -> int:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.profiler.stop()
-        print(_report(chosen, case), flush=True)  # in between what ncu prints
+        print(_report(chosen), chosen.bytes_moved(case), "bytes by formula", flush=True)  # amid what ncu prints
     return 0 if ready else 2
 
 
@@ -118,7 +118,7 @@ def count(rungs: Sequence[Rung], case: Case) -> dict[str, dict[str, float]]:
     """Bytes by rung's key and metric, from one run of ncu; where some are missing, stderr has what ncu said."""
     output = _output_of(ncu_command([each.key for each in rungs], case))
     try:
-        counts = counts_in(output, rungs, case)
+        counts = counts_in(output, rungs)
     except ValueError as error:
         print(f"flashtile: ladder: --measure: {error}", file=sys.stderr)
         counts = {}
@@ -128,10 +128,10 @@ def count(rungs: Sequence[Rung], case: Case) -> dict[str, dict[str, float]]:
     return counts
 
 
-def counts_in(output: str, rungs: Sequence[Rung], case: Case) -> dict[str, dict[str, float]]:
+def counts_in(output: str, rungs: Sequence[Rung]) -> dict[str, dict[str, float]]:
     """Bytes by rung's key and metric in what `ncu --csv` and `once` of `rungs` printed. A ValueError where there is not
     one range for each rung that ran, so that nobody could tell whose they are."""
-    ran = [each.key for each in rungs if _report(each, case) in output]
+    ran = [each.key for each in rungs if _report(each) in output]
     ranges: dict[int, dict[str, float]] = {}
     _, heading, rows = output.partition('"ID",')
     for row in csv.DictReader((heading + rows).splitlines()):
@@ -145,9 +145,9 @@ def counts_in(output: str, rungs: Sequence[Rung], case: Case) -> dict[str, dict[
     return dict(zip(ran, (ranges[number] for number in sorted(ranges)), strict=True))
 
 
-def _report(each: Rung, case: Case) -> str:
-    """What `once` says of a rung that ran."""
-    return f"{each.key} ran once: {each.bytes_moved(case)} bytes by formula"
+def _report(each: Rung) -> str:
+    """What `once` says of a rung that ran, before its bytes."""
+    return f"{each.key} ran once:"
 
 
 def _output_of(ncu: Sequence[str]) -> str:
