@@ -138,7 +138,7 @@ def attention_kvcache(
     arXiv:2405.10480); rotary embedding, RoFormer (Su et al. 2021, arXiv:2104.09864).
     """
     inputs = dict(q=q, k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, rotary_cos=rotary_cos)
-    inputs |= dict(rotary_sin=rotary_sin, alibi_slopes=alibi_slopes, sinks=sinks)
+    inputs.update(rotary_sin=rotary_sin, alibi_slopes=alibi_slopes, sinks=sinks)  # PyTorch 2.6 cannot trace |=
     if forward_ad._current_level >= 0:
         refuse_tangents("attention_kvcache", **inputs)
     if is_grad_enabled():

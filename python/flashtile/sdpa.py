@@ -86,12 +86,12 @@ def scaled_dot_product_attention(
     try:
         return _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except (TypeError, ValueError, NotImplementedError) as refusal:
-        reason = str(refusal)
+        reason = None if is_compiling() else str(refusal)
     attn_mask = _of_full_rows(attn_mask, key)
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
-    if is_compiling():
+    if reason is None:
         return out  # a graph has no place for a warning
     # Only now: an illegal call is PyTorch's to explain.
     expected = reason.partition(", expected ")[2]

@@ -59,6 +59,10 @@ def test_every_block_of_a_page_runs(page):
             compiled = compile(code, str(page), "exec")
             if not reason:
                 exec(compiled, names)
+    except NotImplementedError as refusal:
+        if re.search("PyTorch is .*, expected .* or newer$", str(refusal)) is None:
+            raise
+        pytest.skip(str(refusal))
     finally:
         flashtile.compat.uninstall()  # which docs/migration.md installs
 

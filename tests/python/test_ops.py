@@ -63,7 +63,7 @@ def attend(case, inputs, options, **others):
     """Of the inputs of `differentiable`."""
     function = flashtile.attention_varlen if isinstance(case, Ragged) else flashtile.attention
     sinks = dict(sinks=inputs[3]) if len(inputs) > 3 else {}
-    return function(*inputs[:3], **options | sinks | others)
+    return function(*inputs[:3], **{**options, **sinks}, **others)
 
 
 def assert_all_bitwise(found, expected):
@@ -138,7 +138,7 @@ def test_inductor(device):
 
     def function(q, k, v, sinks):
         q, k, v = ((x.transpose(1, 2) * 2).transpose(1, 2) for x in (q, k, v))
-        out, lse = flashtile.attention(q, k, v, **options | dict(sinks=sinks, return_lse=True, deterministic=True))
+        out, lse = flashtile.attention(q, k, v, **{**options, "sinks": sinks}, return_lse=True, deterministic=True)
         return out.transpose(1, 2) + 1, lse
 
     call = compiled(function, "inductor")
@@ -322,7 +322,7 @@ def test_other_lengths_need_no_other_graph():
     counter = CompileCounterWithBackend("aot_eager")
 
     def function(length):
-        return flashtile.attention_kvcache(**given | dict(cache_seqlens=length))
+        return flashtile.attention_kvcache(**{**given, "cache_seqlens": length})
 
     call = torch.compile(function, backend=counter, fullgraph=True)
     for length in (3, 4, 5, 9):
