@@ -1,6 +1,7 @@
 """The operators, and all that traces them: torch.compile, torch.export, torch.func, modes."""
 
 import io
+import shutil
 import warnings
 
 import pytest
@@ -416,6 +417,39 @@ def test_export(strict):
     assert torch.ops.flashtile.attention.default in [node.target for node in loaded.graph.nodes]
     x = torch.randn(2, 33, 64)
     assert_bitwise(loaded.module()(x), model(x))
+
+
+class Layer(torch.nn.Module):
+    """Attention within x, (B, S, 3, H, D), and over a cache into which it writes x."""
+
+    def __init__(self):
+        super().__init__()
+        self.sinks = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
+
+    def forward(self, x, k_cache, v_cache, held):
+        q, k, v = (x * 2).unbind(2)
+        out, lse = flashtile.attention(q, k, v, window=(7, 0), softcap=9.0, sinks=self.sinks, return_lse=True)
+        return flashtile.attention_kvcache(q, k_cache, v_cache, cache_seqlens=held, k_new=k, v_new=v) + out, lse
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler, expected g++")
+def test_aot_inductor(tmp_path):
+    """As C++ that calls the operators through PyTorch's dispatcher, at another length than the exported one too."""
+
+    def arguments(length):
+        x, caches = torch.randn(2, length, 3, 2, 16), torch.randn(2, 2, 40, 2, 16)
+        return x, *(cache.clone() for cache in caches), ints([0, 5])
+
+    model = Layer().requires_grad_(False)
+    lengths = dict(x={1: torch.export.Dim("S", min=2, max=30)}, k_cache=None, v_cache=None, held=None)
+    program = torch.export.export(model, arguments(10), dynamic_shapes=lengths, strict=False)
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+    call = torch._inductor.aoti_load_package(path)
+    for length in (10, 25):
+        given = arguments(length)
+        others = [x.clone() for x in given]
+        assert_all_bitwise(call(*given), model(*others))
+        assert_all_bitwise(given, others)
 
 
 @pytest.mark.parametrize("inside", [True, False])
