@@ -33,13 +33,17 @@ CUTE_DEVICE void store_gradient(Accumulator& acc, float scale, GradientHead<Elem
   Tensor tile = rows_and_columns(acc);  // (row, head_dim)
   CUTE_UNROLL
   for (int i = 0; i < size(acc); ++i) acc(i) *= scale;
-  CUTE_UNROLL
-  for (int r = 0; r < size<0>(tile); ++r) {
-    const int row = first_row + get<0>(coord(r, 0));
-    if (kRagged && row >= head.span.used) {
+  if (kRagged && first_row + kRows > head.span.used) {
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(tile); ++r) {
+      if (first_row + get<0>(coord(r, 0)) < head.span.used) continue;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(tile); ++c) tile(r, c) = 0;
     }
+  }
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(tile); ++r) {
+    const int row = first_row + get<0>(coord(r, 0));
     store_row(tile, r, head.data + row * head.row_stride, row < head.span.size ? head.columns : 0);
   }
 }
