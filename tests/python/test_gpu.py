@@ -12,7 +12,7 @@ from cases import BF16, F16, F32, SEED, Case
 from compare import assert_accurate, assert_bitwise
 
 import flashtile
-from flashtile import _C
+from flashtile import _C, _capability
 
 pytestmark = pytest.mark.gpu
 
@@ -515,3 +515,16 @@ print(out.double().sum().item().hex())
     sums = [process.communicate()[0] for process in processes]
     assert all(process.returncode == 0 for process in processes)
     assert sums[0] == sums[1] and sums[0].strip()
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_nan_is_not_dropped(head_dim, capability):
+    """Where a weight stays, a NaN among the scores of its row reaches dv."""
+    q, k, v = (torch.randn(1, 100, 1, head_dim, device="cuda", dtype=F16).requires_grad_() for _ in range(3))
+    with torch.no_grad():
+        q[0, 7] = float("nan")
+    with _capability.limited(capability):
+        out = flashtile.attention(q, k, v, dropout_p=0.3)
+        (dv,) = torch.autograd.grad(out, [v], torch.ones_like(out))
+    assert dv.isnan().all(dim=-1).float().mean() > 0.5

@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads())
   const Mainloop mainloop(params, shared, work);
   mainloop.run(gradient);
 
+  // Each role stores its gradient; the barriers of store_tile are those of all threads.
   const bool weighs = mainloop.weighs();
   const float scale = weighs ? params.dropout.scale : params.scale;
   CUTE_UNROLL
@@ -37,10 +38,11 @@ __global__ void __launch_bounds__(Row::kVariant.threads())
   const Span keys = work.sequence.k;
   const int key = work.n_block * Mainloop::kN;
   using Layout = typename Mainloop::template SmemLayout<Mainloop::kN, Mainloop::kHeadDim>;
+  Element* origin = static_cast<Element*>(to);
+  if (origin) origin += strides.at(work.batch, keys.first + key) + work.kv_head * strides.head;
   store_tile<typename Mainloop::Mma, typename Mainloop::Load>(
-      gradient, Mainloop::template tile<Layout>(weighs ? shared.v : shared.k),
-      static_cast<Element*>(to) + strides.at(work.batch, keys.first + key) + work.kv_head * strides.head, strides.row,
-      to == nullptr ? 0 : keys.size - key, weighs ? params.head_dim_v : params.head_dim, mainloop.thread);
+      gradient, Mainloop::template tile<Layout>(weighs ? shared.v : shared.k), origin, strides.row,
+      origin ? keys.size - key : 0, weighs ? params.head_dim_v : params.head_dim, mainloop.thread);
 }
 
 /// Scales and rounds dQ, one thread block per tile of the workspace.

@@ -44,6 +44,7 @@ struct BackwardMainloopSm80 {
     }
     return warps;
   }
+  static_assert(kV.warps % 2 == 0);
   static constexpr int kRoleWarps = kV.warps / 2;
   static constexpr int kRoleThreads = kThreads / 2;
   static constexpr int kWarpsOfKeys = warps_along(kN, kM, kRoleWarps);
@@ -86,8 +87,9 @@ struct BackwardMainloopSm80 {
     alignas(128) Element v[kN * kHeadDim];
     alignas(128) Element q[kStages][kM * kHeadDim];
     alignas(128) Element dout[kStages][kM * kHeadDim];
-    alignas(128) Element weights[kN * kM];
-    alignas(128) Element dscores[kN * kM];  // before them, where that is more than `weights`, what they need of these
+    alignas(128) Element weights[kN * kM];  // P as dV takes it; under a cap its slope before, of the same thread
+    // dS. Until it is there, what it needs of the weights, where dV takes others: under a cap, and with dropout.
+    alignas(128) Element dscores[kN * kM];
     alignas(16) float lse_log2[kStages][kM];
     alignas(16) float delta[kStages][kM];
   };
@@ -319,8 +321,6 @@ struct BackwardMainloopSm80 {
       if (thread % 32 == 0) sum_of(step).pass(work.n_block);
     };
 
-    // Then the gradients of the scores need more of the weights than dV does.
-    const bool handed_apart = capped || drops;
     Tensor cS = make_identity_tensor(Shape<Int<kN>, Int<kM>>{});                            // (N, M)
     Tensor tScS = rows_and_columns(Mma{}.get_slice(thread).partition_C(cS));                // (row, column)
     Tensor sKt = tile<SmemLayoutT<kN, kHeadDim>>(shared.k);                                 // (head_dim, N)
@@ -364,23 +364,27 @@ struct BackwardMainloopSm80 {
           KeptOf<decltype(tScS)>::template of<Rows::kKeys, 8 * kSharers>(params.dropout, work.batch, step.head, tScS,
                                                                          key, step.m_block * kM)
               .mark(scores);
-        await(kOutputGradientIsThere);  // and nobody still reads the last step's dS and Q
-        if (handed_apart) {
+        await(kOutputGradientIsThere);  // and the other role no longer reads the last step's dS and Q
+        if (capped) {
           Tensor handed = make_fragment_like(acc);
           Tensor slope = stored_scores(acc, shared.weights);
           CUTE_UNROLL
-          for (int i = 0; i < size(acc); ++i) handed(i) = capped ? acc(i) * float(slope(i)) : acc(i);
+          for (int i = 0; i < size(acc); ++i) handed(i) = acc(i) * float(slope(i));
           store_scores<Negative::kKeep>(handed, shared.dscores);
+        } else if (drops) {
+          store_scores<Negative::kKeep>(acc, shared.dscores);
         }
         store_scores<Negative::kZero>(acc, shared.weights);
         tell(kWeightsAreThere);
         if (drops && !kShare) {  // in registers what is dropped still has its minus
           CUTE_UNROLL
-          for (int i = 0; i < size(acc); ++i) acc(i) = fmaxf(acc(i), 0.0f);
+          for (int i = 0; i < size(acc); ++i) {
+            if (acc(i) < 0) acc(i) = 0;
+          }
         }
       } else {
-        await(kWeightsAreThere);  // and nobody still reads the last step's dO
-        Tensor handed = stored_scores(acc, handed_apart ? shared.dscores : shared.weights);
+        await(kWeightsAreThere);  // and Q and K, and nobody still reads the last step's dO and dS
+        Tensor handed = stored_scores(acc, capped || drops ? shared.dscores : shared.weights);
         Tensor weights = rows_and_columns(handed);  // (row, column)
         for_column_pairs(tScS, shared.delta[stage], [&](int c, float2 delta) {
           CUTE_UNROLL
@@ -397,8 +401,10 @@ struct BackwardMainloopSm80 {
         store_scores<Negative::kKeep>(acc, shared.dscores);
         tell(kScoreGradientsAreThere);
       }
-      if (kStages == 2 && more) load_queries(ahead, stage ^ 1);
-      cp_async_fence();
+      if (kStages == 2) {
+        if (more) load_queries(ahead, stage ^ 1);
+        cp_async_fence();
+      }
       if constexpr (kShare) {
         sync_role();
         multiply_shared<Mma, RowMajor, ColumnMajor>(sScores, sQueriesT, gradient);
