@@ -1,11 +1,10 @@
-"""The ladder: every rung is attention and moves the bytes that its formula says; its table and its page are true."""
+"""The ladder: every rung is attention and moves the bytes that its formula says; its page is true."""
 
 import ctypes
 import dataclasses
 import doctest
 import importlib
 import inspect
-import io
 import pkgutil
 import re
 import shutil
@@ -20,17 +19,15 @@ from cases import BF16, F16, F32
 from compare import assert_accurate, difference_rounding, score_rounding
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 import flashtile
 import flashtile.reference
 from flashtile import _capability
-from flashtile.bench import machine, peers
+from flashtile.bench import peers
 from flashtile.bench.cases import Case
 from flashtile.reference import (
     RUNGS,
     _tiles,
-    command,
     cuda_minimal,
     flash2,
     flash_decoding,
@@ -392,188 +389,6 @@ def test_a_limit_of_compute_capability_ends_with_its_block(monkeypatch):
 def test_kernels_of_gpus_refuse_a_cpu():
     with pytest.raises(NotImplementedError, match=r"^sm80: needs an NVIDIA GPU"):
         rung("sm80").attention(*tensors(3, 3, 1, 1, 16))
-
-
-# The table.
-
-SMALL = Case(1, 40, 60, 2, 1, 16, 16, dtype="float32", causal=True)
-
-
-@pytest.fixture
-def shown(monkeypatch):
-    text = io.StringIO()
-    monkeypatch.setattr(command, "wide_console", lambda: Console(file=text, width=200))
-    return text
-
-
-def test_the_table_has_every_rung(shown):
-    assert command.show(SMALL, CPU, quick=True) == 0
-    lines = shown.getvalue().splitlines()
-    for each in RUNGS:
-        (line,) = [line for line in lines if line.split()[:1] == [str(each.number)]]
-        if reason := each.available(CPU):
-            assert reason.split()[0] in line and "—" in line
-        else:
-            assert f"{each.bytes_moved(SMALL) / 1e6:,.1f} MB" in line and "—" not in line
-
-
-def test_a_wrong_rung_is_not_timed(shown):
-    wrong = dataclasses.replace(
-        rung("flash2"), attention=lambda q, k, v, causal: flash2.attention(q, k, v, causal=False)
-    )
-    assert command.show(SMALL, CPU, quick=True, rungs=[wrong]) == 1
-    assert re.search(r"3 +FlashAttention-2, PyTorch +flash2 +— +—.*WRONG", shown.getvalue())
-
-
-def test_a_rung_that_refuses_a_case_says_so(shown):
-    def refuse(q, k, v, causal):
-        raise NotImplementedError("flash2: not this one, but 'flashtile[triton]'")
-
-    refusing = dataclasses.replace(rung("flash2"), attention=refuse)
-    assert command.show(SMALL, CPU, quick=True, rungs=[refusing]) == 0
-    assert "flash2: not this one, but 'flashtile[triton]'" in shown.getvalue()
-
-
-def test_measuring_needs_a_gpu(shown):
-    assert command.show(SMALL, CPU, measure=True) == 2
-    assert "--measure needs an NVIDIA GPU" in shown.getvalue()
-
-
-COUNTED = [rung(key) for key in ("standard", "flash1", "flash2")]
-DRAM, L2 = command.METRICS
-
-
-def ncu_output(ran, values):
-    """What ncu and `once` print when `ran` ran, and a range has each of `values`, (DRAM, L2), as ncu writes them."""
-    lines = ["==PROF== Connected to process 7 (/usr/bin/python3)"]
-    for i, each in enumerate(ran):
-        reported = f"{each.key} ran once: {each.bytes_moved(SMALL)} bytes by formula"
-        lines += [f'==PROF== Profiling "range" - {i}: Application replay pass 1', reported]
-    lines.append("==PROF== Disconnected from process 7")
-    if values:
-        lines.append('"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"')
-    for i, found in enumerate(values):
-        for metric, value in zip((DRAM, L2), found, strict=True):
-            lines.append(f'"{i}","7","range","Command line profiler metrics","{metric}","byte","{value}"')
-    return "\n".join(lines) + "\n"
-
-
-def test_every_rung_has_the_counts_of_its_range():
-    output = ncu_output(COUNTED, [("1,024", "2,048"), ("12", "n/a"), ("3.5", "4")])
-    assert command.counts_in(output, COUNTED) == {
-        "standard": {DRAM: 1024, L2: 2048},
-        "flash1": {DRAM: 12},
-        "flash2": {DRAM: 3.5, L2: 4},
-    }
-
-
-def test_ranges_go_by_their_numbers():
-    many = [dataclasses.replace(COUNTED[0], key=f"rung{i}") for i in range(12)]
-    output = ncu_output(many, [(str(i), "0") for i in range(12)])
-    header = output.index('"ID"')
-    table = output[header:].splitlines()
-    backwards = output[:header] + "\n".join([table[0], *table[:0:-1]])
-    for text in (output, backwards):
-        counts = command.counts_in(text, many)
-        assert [counts[each.key][DRAM] for each in many] == list(range(12))
-
-
-def test_a_rung_that_did_not_run_has_no_range():
-    output = ncu_output([COUNTED[0], COUNTED[2]], [("1", "2"), ("3", "4")])
-    assert command.counts_in(output, COUNTED) == {"standard": {DRAM: 1, L2: 2}, "flash2": {DRAM: 3, L2: 4}}
-
-
-NO_RIGHTS = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters"
-
-
-@pytest.mark.parametrize(
-    "output, reason",
-    [
-        ("", "0 rungs ran, and ncu counted 0 ranges"),
-        (ncu_output(COUNTED, []), "3 rungs ran, and ncu counted 0 ranges"),
-        (ncu_output(COUNTED, [("1", "2")] * 2), "3 rungs ran, and ncu counted 2 ranges"),
-        (ncu_output(COUNTED[:1], [("1", "2")] * 2), "1 rungs ran, and ncu counted 2 ranges"),
-        (NO_RIGHTS + "\n" + ncu_output(COUNTED, []), NO_RIGHTS),
-    ],
-)
-def test_ranges_that_cannot_be_told_apart(output, reason):
-    with pytest.raises(ValueError, match=f"^{reason}"):
-        command.counts_in(output, COUNTED)
-
-
-@pytest.fixture
-def ncu(monkeypatch):
-    """Makes a program of Python stand in for ncu, and this CPU for a GPU."""
-    entries, describe = command._entries, machine.describe
-    monkeypatch.setattr(command, "_entries", lambda case, device, quick, rungs: entries(case, CPU, quick, rungs))
-    monkeypatch.setattr(machine, "describe", lambda device: describe(CPU))
-    return lambda program: monkeypatch.setattr(command, "NCU", (sys.executable, "-c", program))
-
-
-def measured(rungs):
-    return command.show(SMALL, torch.device("cuda"), quick=True, measure=True, rungs=rungs)
-
-
-def test_ncu_and_what_it_runs_are_stopped(ncu, monkeypatch, capsys):
-    """What ncu runs holds the pipe too: were it not stopped, its end would have to be waited for."""
-    sleeping = "import time; print('begun', flush=True); time.sleep(10**6)"
-    ncu(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleeping!r}])")
-    monkeypatch.setattr(command, "NCU_SECONDS", 2)
-    assert command.count(COUNTED, SMALL) == {}
-    said = capsys.readouterr().err
-    assert "--measure: ==ERROR== ncu was stopped after 2 seconds" in said
-    assert "ncu's last lines:" in said and "begun" in said
-
-
-def test_where_ncu_fails_the_times_are_shown_and_its_error(ncu, shown, capsys):
-    ncu(f"import sys; sys.exit({NO_RIGHTS!r})")
-    assert measured(COUNTED) == 1
-    assert re.search(r"3 +FlashAttention-2, PyTorch +flash2 +[\d.]+ (ms|µs)", shown.getvalue())
-    assert NO_RIGHTS in capsys.readouterr().err
-
-
-def test_what_ncu_counts_is_shown(ncu, shown, capsys):
-    ncu(f"print({ncu_output(COUNTED, [('1,500,000', '2,500,000')] * 3)!r})")
-    assert measured(COUNTED) == 0
-    assert re.search(r"3 +FlashAttention-2, PyTorch +flash2 +[\d.]+ MB +1\.5 MB +2\.5 MB", shown.getvalue())
-    assert capsys.readouterr().err == ""
-
-
-def test_a_rung_that_ncu_misses_does_not_spoil_the_others(ncu, shown, capsys):
-    ncu(f"print({ncu_output(COUNTED[1:], [('1,500,000', '2,500,000')] * 2)!r}); print('left out')")
-    assert measured(COUNTED) == 1
-    assert re.search(r"1 +standard attention +standard +[\d.]+ MB +— +—", shown.getvalue())
-    assert re.search(r"3 +FlashAttention-2, PyTorch +flash2 +[\d.]+ MB +1\.5 MB +2\.5 MB", shown.getvalue())
-    assert "left out" in capsys.readouterr().err
-
-
-def test_once_runs_each_rung_and_leaves_out_what_fails(capsys):
-    assert command.once(["flash2", "sm80", "standard"], SMALL, CPU) == 0
-    said = capsys.readouterr()
-    assert [line.split()[0] for line in said.out.splitlines()] == ["flash2", "standard"]
-    assert "leaves out 'sm80': sm80: needs an NVIDIA GPU" in said.err
-    assert command.once(["sm80"], SMALL, CPU) == 2
-    with pytest.raises(ValueError, match="rung is 'flash3'"):
-        command.once(["flash2", "flash3"], SMALL, CPU)
-
-
-def test_what_once_prints_is_what_is_looked_for(capsys):
-    command.once([each.key for each in COUNTED], SMALL, CPU)
-    assert capsys.readouterr().out.splitlines() == [
-        line for line in ncu_output(COUNTED, []).splitlines() if "ran once" in line
-    ]
-
-
-def test_the_command_for_ncu_asks_for_the_same_case(monkeypatch):
-    from flashtile import cli
-
-    seen = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(command, "once", lambda *asked: seen.append(asked) or 0)
-    words = command.ncu_command(["flash1", "flash-decoding++"], SMALL)
-    assert words[:3] == ["ncu", "--replay-mode", "app-range"]
-    assert cli.main(words[words.index("ladder") :]) == 0
-    assert seen == [(["flash1", "flash-decoding++"], SMALL, torch.device("cuda"))]
 
 
 def test_splits_are_few_and_cover_the_keys():
