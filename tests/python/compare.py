@@ -54,13 +54,13 @@ def score_rounding(lse, values=None):
 
 def difference_rounding(q, k, v, dout, scale=None, dropout_p=0.0):
     """The errors that dq and dk may have from dS = P (dP - delta). Both are float32 sums over D_v, each rounded in its
-    own way, and where a row has one key, nothing else is left of dS; the formula subtracts a sum from itself. Of a key,
-    errors of all rows add up like a random walk."""
+    own way, and where a row has one key, nothing else is left of dS; the formula subtracts a sum from itself. Errors of
+    the products of a sum, and of all rows of a key, add up like a random walk."""
 
     def largest(x):  # of the rows that count: those of a ragged batch's tail are NaN
         return torch.where(x.isfinite(), x, 0).abs().max().item() if x.numel() else 0.0
 
-    products = torch.finfo(torch.float32).eps * largest(dout.abs().sum(dim=-1)) * largest(v) / (1 - dropout_p)
+    products = torch.finfo(torch.float32).eps * largest(dout.float().norm(dim=-1)) * largest(v) / (1 - dropout_p)
     scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
     rows = q.shape[-3] * q.shape[-2] // max(k.shape[-2], 1)
     return scale * products * largest(k), scale * products * largest(q) * math.sqrt(rows)

@@ -16,7 +16,7 @@ import pytest
 import reference
 import torch
 from cases import BF16, F16, F32
-from compare import assert_accurate, difference_rounding, score_rounding
+from compare import assert_accurate, score_rounding
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +74,13 @@ def assert_gradients_are_right(attention, q, k, v, **options):
     )
     found = gradients(lambda *x: attention(*x, **options), q.dtype)
 
-    slacks = (*difference_rounding(q, k, v, dout, options.get("scale")), score_rounding(lse, dout))
+    def largest(x):
+        return x.abs().max().item() if x.numel() else 0.0
+
+    # dP and delta are float32 sums, each rounded in its own way; where a row has one key, nothing else is left of dS.
+    products = torch.finfo(F32).eps * largest(dout.abs().sum(dim=-1)) * largest(v)
+    scale = abs(options.get("scale", q.shape[-1] ** -0.5))
+    slacks = (scale * products * largest(k), scale * products * largest(q), score_rounding(lse, dout))
     for name, *three, slack in zip(("dq", "dk", "dv"), found, exact, rough, slacks, strict=True):
         assert_accurate(*three, what=name, slack=slack)
 
