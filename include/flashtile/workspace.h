@@ -19,7 +19,7 @@ namespace flashtile {
 ///              order within a tile is the kernel's own. None where a pass of its own forms dQ
 ///   state      an int for each part of a tile of dq: how far its sum is, see SumOfDq. None where blocks of keys add to
 ///              zeros in any order
-///   taken      an int, where there is state and the batch is dense: blocks of keys that thread blocks have taken
+///   taken      an int, where thread blocks may take the next that nobody has taken and the batch is dense: how many
 ///   ragged     of a ragged batch, whose tiles have the places of Spans, head by head: the lists of the blocks of
 ///              queries and of keys, see RaggedTiles
 struct BackwardWorkspace {
@@ -48,14 +48,13 @@ struct BackwardWorkspace {
   FLASHTILE_HOST_DEVICE float* delta(void* base) const { return lse_log2(base) + rows(); }
   FLASHTILE_HOST_DEVICE float* dq(void* base) const { return delta(base) + rows(); }
   FLASHTILE_HOST_DEVICE int* state(void* base) const { return reinterpret_cast<int*>(dq(base) + rows() * head_dim); }
+  FLASHTILE_HOST_DEVICE bool counts() const { return !ragged && (parts > 0 || head_dim == 0); }
   FLASHTILE_HOST_DEVICE int* taken(void* base) const { return state(base) + tiles * parts; }
   RaggedTiles ragged_queries(void* base) const { return list(base, queries_at(), m_blocks); }
   RaggedTiles ragged_keys(void* base) const { return list(base, keys_at(), key_places); }
 
  private:
-  std::int64_t bytes_of_rows() const {
-    return 4 * (rows() * (2 + head_dim) + tiles * parts + (parts > 0 && !ragged ? 1 : 0));
-  }
+  std::int64_t bytes_of_rows() const { return 4 * (rows() * (2 + head_dim) + tiles * parts + (counts() ? 1 : 0)); }
   std::int64_t queries_at() const { return (bytes_of_rows() + 15) / 16 * 16; }
   std::int64_t keys_at() const { return queries_at() + RaggedTiles::bytes(m_blocks); }
   RaggedTiles list(void* base, std::int64_t at, int places) const {

@@ -7,26 +7,63 @@
 #include "flashtile/mainloop/sum_of_dq.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/math/state.h"
-#include "flashtile/order_tiles.h"
 #include "flashtile/params.h"
+#include "flashtile/scheduler/list_tiles.h"
 
 namespace flashtile {
 
 inline constexpr int kPrepareThreads = 256;
 
-/// One thread block per tile of the workspace, see BackwardWorkspace.
+struct BackwardPrepareParams {
+  BackwardParams backward;
+  RaggedOrder orders[2];
+  int lists;  // 2, of a dense batch 0
+};
+
+/// The entry to which a place belongs, as Spans::entry_of has it, by all lanes of a warp: 32 entries at a time.
+__device__ inline int entry_of_place(Spans const& spans, int place, int tile) {
+  int low = 0, high = spans.entries();
+  while (high - low > 1) {
+    const int step = (high - low + 31) / 32, entry = low + int(threadIdx.x % 32) * step;
+    const bool before =
+        entry == low || (entry < high && spans.first_place(entry, spans.at(entry).first, tile) <= place);
+    low += step * (__popc(__ballot_sync(0xffffffff, before)) - 1);
+    high = min(high, low + step);
+  }
+  return low;
+}
+
+/// The tile of queries at place `index` of the workspace, by a whole warp; false if there is none.
+template <int kTileM>
+__device__ bool query_tile_at(BackwardParams const& params, int index, BackwardParams::QueryTile& tile) {
+  if (!params.ragged_queries.given()) return params.find_query_tile(unsigned(index), tile);
+  const Spans& spans = params.sequences.q;
+  const int head = index / params.m_blocks, place = index - head * params.m_blocks;
+  const int batch = entry_of_place(spans, place, kTileM);
+  const Sequence sequence = params.sequences.at(batch);
+  tile = {batch, head, place - spans.first_place(batch, sequence.q.first, kTileM), sequence, index};
+  return tile.m_block >= 0 && tile.m_block * kTileM < sequence.q.size;
+}
+
+/// One thread block per tile of the workspace, see BackwardWorkspace; of a ragged batch, before those, one for each
+/// list of tiles, which the next kernel goes by.
 template <class Row>
-__global__ void __launch_bounds__(kPrepareThreads) backward_prepare(const __grid_constant__ BackwardParams params) {
+__global__ void __launch_bounds__(kPrepareThreads)
+    backward_prepare(const __grid_constant__ BackwardPrepareParams prepare) {
   using Element = std::conditional_t<Row::kVariant.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
   constexpr int kHeadDimV = Row::kVariant.head_dim_v;
   constexpr int kVector = 8;                                                // elements of a 16-byte load
   constexpr int kLanes = kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;  // of one row
-  static_assert(kHeadDimV <= kLanes * kVector);
+  static_assert(kHeadDimV <= kLanes * kVector && kPrepareThreads >= RaggedOrder::kClasses);
+  BackwardParams const& params = prepare.backward;
   const BackwardWorkspace workspace = params.workspace;
+  const int index = int(blockIdx.x) - prepare.lists;
+  if (index < 0) return list_tiles(params.sequences, prepare.orders[blockIdx.x]);
+  if (workspace.counts() && index == 0 && threadIdx.x == 0) *params.taken = 0;
   BackwardParams::QueryTile tile;
-  if (!params.find_query_tile(blockIdx.x, tile)) return;
+  if (index >= workspace.tiles || !query_tile_at<Row::kVariant.tile_m>(params, index, tile)) return;
   const Span queries = tile.sequence.q;
-  const int column = threadIdx.x % kLanes * kVector;
+  const int lane = threadIdx.x % kLanes, column = lane * kVector;
   const auto origin = [&](const void* base, Strides const& strides) {
     return static_cast<const Element*>(base) + strides.at(tile.batch, queries.first) + tile.head * strides.head +
            column;
@@ -34,34 +71,50 @@ __global__ void __launch_bounds__(kPrepareThreads) backward_prepare(const __grid
   const Element* const out = origin(params.out, params.out_strides);
   const Element* const dout = origin(params.dout, params.dout_strides);
 
+  constexpr int kTileM = Row::kVariant.tile_m;
   constexpr int kRowsAtATime = kPrepareThreads / kLanes;
-  static_assert(Row::kVariant.tile_m % kRowsAtATime == 0);
-#pragma unroll 4  // loads of several rows are on their way together
-  for (int first = 0; first < Row::kVariant.tile_m; first += kRowsAtATime) {
-    const int row = first + threadIdx.x / kLanes;
-    const int query = tile.m_block * Row::kVariant.tile_m + row;
-    const bool exists = query < queries.used;
-    float sum = 0;
-    if (exists && column < params.head_dim_v) {
-      const uint4 a = *reinterpret_cast<const uint4*>(out + query * params.out_strides.row);
-      const uint4 b = *reinterpret_cast<const uint4*>(dout + query * params.dout_strides.row);
+  constexpr int kSteps = kTileM / kRowsAtATime;
+  constexpr int kTogether = kSteps % 4 == 0 ? 4 : kSteps;  // steps whose loads are on their way together
+  static_assert(kTileM % kRowsAtATime == 0 && kTogether <= kLanes);
+#pragma unroll 1
+  for (int first = threadIdx.x / kLanes; first < kTileM; first += kTogether * kRowsAtATime) {
+    const int first_query = tile.m_block * kTileM + first;
+    uint4 a[kTogether] = {}, b[kTogether] = {};
+    if (column < params.head_dim_v) {
       CUTE_UNROLL
-      for (int i = 0; i < kVector; ++i)
-        sum += float(reinterpret_cast<const Element*>(&a)[i]) * float(reinterpret_cast<const Element*>(&b)[i]);
+      for (int i = 0; i < kTogether; ++i) {
+        const int query = first_query + i * kRowsAtATime;
+        if (query >= queries.used) continue;
+        a[i] = *reinterpret_cast<const uint4*>(out + query * params.out_strides.row);
+        b[i] = *reinterpret_cast<const uint4*>(dout + query * params.dout_strides.row);
+      }
+    }
+    // What there is to do once a row, the i-th lane does for the i-th.
+    const int query = first_query + lane * kRowsAtATime;
+    float lse = -kInfinity, delta = 0;
+    if (lane < kTogether && query < queries.used) {
+      const std::int64_t index = params.lse_strides.at(tile.batch, tile.head, queries.first + query);
+      lse = params.lse[index];
+      if (params.dlse) delta = -params.dlse[index];
     }
     CUTE_UNROLL
-    for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
-    if (threadIdx.x % kLanes == 0) {
-      const std::int64_t index = params.lse_strides.at(tile.batch, tile.head, queries.first + query);
-      const float lse = exists ? params.lse[index] : -kInfinity;
+    for (int i = 0; i < kTogether; ++i) {
+      float sum = 0;
+      CUTE_UNROLL
+      for (int j = 0; j < kVector; ++j)
+        sum += float(reinterpret_cast<const Element*>(&a[i])[j]) * float(reinterpret_cast<const Element*>(&b[i])[j]);
+      CUTE_UNROLL
+      for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+      if (lane == i) delta += sum;
+    }
+    if (lane < kTogether) {
       const bool sees = lse != -kInfinity;
-      workspace.lse_log2(params.memory)[tile.place * workspace.tile_m + row] = sees ? lse * kLog2e : kInfinity;
-      workspace.delta(params.memory)[tile.place * workspace.tile_m + row] =
-          sees ? sum - (params.dlse ? params.dlse[index] : 0.0f) : 0.0f;
+      const std::int64_t row = tile.place * kTileM + first + lane * kRowsAtATime;
+      workspace.lse_log2(params.memory)[row] = sees ? lse * kLog2e : kInfinity;
+      workspace.delta(params.memory)[row] = sees ? delta : 0.0f;
     }
   }
 
-  if (workspace.parts > 0 && blockIdx.x == 0 && threadIdx.x == 0) *params.taken = 0;
   if (params.dq == nullptr) return;
   constexpr bool kFirstStores = Row::kVariant.arch == Arch::kSm90;
   if (int(threadIdx.x) < workspace.parts) {
@@ -112,15 +165,16 @@ template <class Row>
 void launch_backward_prepare(BackwardPlan const& plan, BackwardParams const& params, Stream stream) {
   static KernelHandles prepare, sinks;
   const Device device = plan.problem.device;
-  if (plan.problem.ragged) {
-    const Band band = plan.problem.band;
-    order_tiles(params.sequences,
-                {RaggedOrder{params.ragged_queries, RaggedOrder::Of::kQueries, plan.variant.tile_m, band, params.heads},
-                 RaggedOrder{params.ragged_keys, RaggedOrder::Of::kKeys, plan.variant.tile_n, band, params.heads_k,
-                             plan.parts_of_sequence, plan.blocks_of_section}},
-                device, stream);
-  }
-  launch(backward_prepare<Row>, prepare, device, {int(params.workspace.tiles), kPrepareThreads, 0}, params, stream);
+  const Band band = plan.problem.band;
+  const BackwardPrepareParams before{
+      .backward = params,
+      .orders = {{params.ragged_queries, RaggedOrder::Of::kQueries, plan.variant.tile_m, band, params.heads},
+                 {params.ragged_keys, RaggedOrder::Of::kKeys, plan.variant.tile_n, band, params.heads_k,
+                  plan.parts_of_sequence, plan.blocks_of_section}},
+      .lists = plan.problem.ragged ? 2 : 0,
+  };
+  const int blocks = before.lists + std::max(int(params.workspace.tiles), 1);
+  launch(backward_prepare<Row>, prepare, device, {blocks, kPrepareThreads, 0}, before, stream);
   if (params.dsinks) launch(backward_sinks<Row>, sinks, device, {params.heads, kPrepareThreads, 0}, params, stream);
 }
 

@@ -96,7 +96,7 @@ void launch_forward_sm80(const ForwardPlan& plan, const ForwardTensors& tensors,
   static KernelHandles handles;
   const ForwardParams params = ForwardParams::of(plan, tensors, memory);
   if (params.ragged.given())
-    order_tiles(params.sequences, {forward_order(plan, params.ragged)}, plan.problem.device, stream);
+    order_tiles(params.sequences, forward_order(plan, params.ragged), plan.problem.device, stream);
   launch(forward_sm80<Row>, handles, plan.problem.device, {plan.grid, Row::kVariant.threads(), plan.shared_memory},
          params, stream);
 }

@@ -106,7 +106,7 @@ void launch_forward_sm90(const ForwardPlan& plan, const ForwardTensors& tensors,
   const Device device = plan.problem.device;
   const bool ragged = plan.problem.ragged;
   const ForwardParamsSm90 params = forward_params_sm90<Mainloop>(plan, tensors, memory);
-  if (ragged) order_tiles(params.forward.sequences, {forward_order(plan, params.forward.ragged)}, device, stream);
+  if (ragged) order_tiles(params.forward.sequences, forward_order(plan, params.forward.ragged), device, stream);
   launch(forward_sm90<Row>, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory, ragged}, params,
          stream);
 }

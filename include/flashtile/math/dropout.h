@@ -31,7 +31,7 @@ struct Philox {
 
 /// A weight is removed where its random word is below `drop_below`, and what is left is multiplied with `scale`.
 ///
-/// Four elements share the words of one Philox, those of (row | 8·a, column | 8·b) for a, b = 0, 1: in every kernel one
+/// Four elements share the words of one Philox, those of (row | 8·a, column | 8·b) for a, b = 0, 1: in most kernels one
 /// thread has all four, whether its tiles have queries as rows or keys.
 struct Dropout {
   std::uint64_t seed = 0;

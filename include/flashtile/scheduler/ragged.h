@@ -29,7 +29,7 @@ struct RaggedTile {
 };
 
 /// The blocks of rows of all sequences, where the host does not know how long they are: a kernel that runs before
-/// (order_tiles) lists them, those with the most work first. Under a mask a sequence is listed in parts, of which the
+/// (list_tiles) lists them, those with the most work first. Under a mask a sequence is listed in parts, of which the
 /// first is two thirds of its blocks, the next a half of the rest, and so on: so the last to come is little work, of
 /// whatever sequence, and thread blocks end together.
 ///
@@ -39,7 +39,7 @@ struct RaggedTile {
 struct RaggedTiles {
   RaggedEntry* list = nullptr;  // of each place, its part; null: the batch is dense
   int* listed = nullptr;        // places that there are
-  int* taken = nullptr;         // tiles that thread blocks have taken; in any order, beyond the first of each
+  int* taken = nullptr;         // tiles that thread blocks have taken, perhaps beyond the first of each
 
   /// Bytes for `places`, from a 16-byte aligned address on.
   static std::int64_t bytes(std::int64_t places) { return places * std::int64_t(sizeof(RaggedEntry)) + 16; }
@@ -70,8 +70,9 @@ struct RaggedTiles {
   }
 };
 
-/// What order_tiles is asked to list.
+/// What list_tiles is asked to list.
 struct RaggedOrder {
+  static constexpr int kClasses = 256;  // of lengths, eight to an octave
   enum class Of : std::uint8_t { kQueries, kKeys };
   RaggedTiles tiles;
   Of of = Of::kQueries;

@@ -1,0 +1,99 @@
+// How the blocks of rows of ragged sequences are listed, in the order of their work.
+#pragma once
+
+#include "flashtile/scheduler/ragged.h"
+
+namespace flashtile {
+
+/// The longest come first.
+__device__ inline int class_of(int length) {
+  constexpr int kClasses = RaggedOrder::kClasses;
+  return length <= 0 ? kClasses - 1 : (kClasses - 2) - ((__float_as_int(float(length)) >> 20) - (127 << 3));
+}
+
+/// The `part`-th part of blocks, from the most work to the least: the upper two thirds, the upper half of the rest, and
+/// so on; or, where the first blocks have the most work, the lower.
+__device__ inline Range blocks_of_part(int blocks, int part, int parts, bool last_first) {
+  const auto end_of = [&](int part) { return part == 0 ? blocks : part == parts ? 0 : blocks / 3 >> (part - 1); };
+  const int begin = end_of(part + 1), end = end_of(part);
+  return last_first ? Range{begin, end} : Range{blocks - end, blocks - begin};
+}
+
+/// The rows of the other side that a block sees.
+__device__ inline int length_of(RaggedOrder const& order, Sequence const& sequence, int block) {
+  const bool of_keys = order.of == RaggedOrder::Of::kKeys;
+  const Lengths lengths = of_keys ? sequence.lengths().transposed() : sequence.lengths();
+  const Band band = of_keys ? order.band.transposed() : order.band;
+  const Range rows = {block * order.rows, min((block + 1) * order.rows, lengths.q)};
+  return rows.empty() ? 0 : band.columns(rows.end - 1, lengths).end - band.columns(rows.begin, lengths).begin;
+}
+
+/// Whether an entry of a table is one that check would have let pass.
+__device__ inline bool is_legal(Spans const& spans, int b) {
+  const int begin = spans.begins[b];
+  return (b > 0 || begin == 0) && begin <= (b < spans.batch ? spans.begins[b + 1] : spans.size);
+}
+
+/// Where tables break the rules nothing is listed: sequences that overlap may need more places than there are, and
+/// their blocks might wait for each other.
+///
+/// By one thread block, of kClasses threads at least: a counting sort of parts by the work of their longest block.
+__device__ inline void list_tiles(Sequences const& sequences, RaggedOrder const& order) {
+  constexpr int kClasses = RaggedOrder::kClasses;
+  const bool of_keys = order.of == RaggedOrder::Of::kKeys;
+  __shared__ int places[kClasses];  // of a class; then where its next part begins
+  if (threadIdx.x < kClasses) places[threadIdx.x] = 0;
+  bool legal = true;
+  for (int b = threadIdx.x; b <= sequences.q.batch; b += int(blockDim.x))
+    legal &= is_legal(sequences.q, b) && is_legal(sequences.k, b);
+  if (__syncthreads_or(!legal)) {
+    if (threadIdx.x == 0) *order.tiles.listed = 0;
+    return;
+  }
+
+  const auto for_each_part = [&](auto&& visit) {
+    for (int i = threadIdx.x; i < sequences.q.entries() * order.parts; i += int(blockDim.x)) {
+      const int b = i / order.parts;
+      const Sequence sequence = sequences.at(b);
+      const int all = Spans::tiles(of_keys ? sequence.k.size : sequence.q.size, order.rows);
+      const Range blocks = blocks_of_part(all, i - b * order.parts, order.parts, !of_keys);
+      if (blocks.empty()) continue;
+      const int length = length_of(order, sequence, of_keys ? blocks.begin : blocks.end - 1);
+      visit(b, sequence, all, blocks, &places[class_of(length)]);
+    }
+  };
+  for_each_part(
+      [](int, Sequence const&, int, Range blocks, int* place) { atomicAdd(place, blocks.end - blocks.begin); });
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    constexpr int kOfLane = kClasses / 32;
+    int* const own = places + threadIdx.x * kOfLane;
+    int sum = 0;
+    for (int i = 0; i < kOfLane; ++i) sum += own[i];
+    int before = sum;
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int other = __shfl_up_sync(0xffffffff, before, distance);
+      if (int(threadIdx.x) >= distance) before += other;
+    }
+    if (threadIdx.x == 31) {
+      *order.tiles.listed = before;
+      *order.tiles.taken = 0;
+    }
+    before -= sum;
+    for (int i = 0; i < kOfLane; ++i) {
+      const int count = own[i];
+      own[i] = before;
+      before += count;
+    }
+  }
+  __syncthreads();
+  for_each_part([&](int b, Sequence const& sequence, int all, Range blocks, int* place) {
+    const int count = blocks.end - blocks.begin;
+    const int first = atomicAdd(place, count);
+    const int sections = Spans::tiles(order.heads, max(order.blocks_of_section / all, 1));  // as even as can be
+    const RaggedEntry entry{first, b, blocks.begin, count, all, Spans::tiles(order.heads, sections), sequence};
+    for (int i = 0; i < count; ++i) order.tiles.list[first + i] = entry;
+  });
+}
+
+}  // namespace flashtile
