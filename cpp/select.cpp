@@ -230,9 +230,10 @@ int key_blocks(const Problem& p, const Variant& v) {
   return std::max((p.seqlen_k + v.tile_n - 1) / v.tile_n, 1);
 }
 
-/// Thread blocks for `tiles` blocks of keys. Where a block meets few queries, its beginning and its end weigh: then as
-/// many as run at a time, each for one block after the other. Under a mask those of whole heads, so that rounds in
-/// alternate directions give each as much to do; not where that leaves too many multiprocessors idle.
+/// Thread blocks for `tiles` blocks of keys, and tiles of queries if those have a pass of their own. Two passes, or one
+/// over ragged sequences, take as many as run at a time. Otherwise a block's beginning and its end weigh where it meets
+/// few queries: then as many as run at a time, each for one block after the other; under a mask those of whole heads,
+/// so that rounds in alternate directions give each as much to do; not where that leaves too many multiprocessors idle.
 ///
 /// Where sums are in order, each takes the next that nobody has taken, so that whoever waits, waits for one that runs;
 /// only in short heads, of which more can share the L2 cache than have to wait for each other (docs/performance.md).
@@ -240,7 +241,8 @@ int thread_blocks(const Problem& p, const Variant& v, const DeviceInfo& device, 
   constexpr int kFewQueries = 4096;
   constexpr std::int64_t kShortHead = 1 << 16;  // in blocks · head_dim²
   constexpr double kBusy = 0.95;                // of the multiprocessors, at the least
-  if (p.ragged) return v.one_pass() ? std::min(tiles, device.multiprocessors) : tiles;
+  if (v.two_passes() || (p.ragged && v.one_pass())) return std::min(tiles, device.multiprocessors);
+  if (p.ragged) return tiles;
   const std::int64_t queries = std::int64_t{p.group()} * p.seqlen_q;
   if (!v.may_loop() || queries == 0 || queries > kFewQueries) return tiles;
   const int at_a_time = device.multiprocessors;
@@ -455,9 +457,9 @@ BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
     countable("q", workspace.rows(), "rows (batch × heads × whole blocks)");
     if (v.two_passes()) plan.tiles += workspace.tiles;
     plan.grid = thread_blocks(problem, v, device, countable("k", plan.tiles, kTiles));
-    plan.heads_at_once = heads_at_once(problem, v, device, plan.grid < plan.tiles);
-    // Where sums are in order, so are the blocks of a head.
-    plan.parts_of_sequence = problem.deterministic ? 1 : parts_of_sequence(problem);
+    plan.heads_at_once = heads_at_once(problem, v, device, v.may_loop() && plan.grid < plan.tiles);
+    // Where sums are in order, so are the blocks of a head. Of two passes the second fills the end of the first.
+    plan.parts_of_sequence = problem.deterministic || v.two_passes() ? 1 : parts_of_sequence(problem);
     plan.blocks_of_section = blocks_of_section(problem, v, device);
     plan.workspace_bytes = workspace.bytes();
   }

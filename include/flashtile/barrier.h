@@ -52,6 +52,17 @@ struct Ring {
     return reinterpret_cast<std::uint64_t*>(&full[at.stage]);
   }
 
+  /// The same by a whole warp, so that what it counts stays uniform: one of its threads announces `bytes`, and calls
+  /// `load(barrier)`.
+  template <class Load>
+  CUTE_DEVICE void fill_by_warp(Cursor at, int bytes, Load&& load) {
+    empty[at.stage].wait(at.parity ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      full[at.stage].arrive_and_expect_tx(bytes);
+      load(reinterpret_cast<std::uint64_t*>(&full[at.stage]));
+    }
+  }
+
   CUTE_DEVICE void wait_full(Cursor at) { full[at.stage].wait(at.parity); }
 
   /// Consumers, when they have done reading what TMA will write again: a warp arrives once, for all its lanes, or each

@@ -1,6 +1,6 @@
-// The backward kernel of wide heads for Hopper. The two passes need nothing of each other, so they are one grid: first
-// a thread block per block of keys, which forms dK and dV, then one per tile of queries, which forms dQ. No sum is
-// shared between thread blocks: the results are the same in every run.
+// The backward kernel of wide heads for Hopper: a pass over blocks of keys, which forms dK and dV, and one over tiles
+// of queries, which forms dQ. They need nothing of each other, so they are one kernel, and the second fills the end of
+// the first. No sum is shared between thread blocks: the results are the same in every run.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -13,98 +13,164 @@
 #include "flashtile/mainloop/backward_keys_sm90.h"
 #include "flashtile/mainloop/backward_queries_sm90.h"
 #include "flashtile/params.h"
+#include "flashtile/scheduler/hand_out.h"
 #include "flashtile/tensor_map.h"
 
 namespace flashtile {
 
-inline constexpr int kRegistersOfTwoPass = 240;  // of a consumer's thread
+/// As many thread blocks as run at a time, each of which takes the next block of keys that nobody has taken, again and
+/// again, and when there are none left, tiles of queries. The next one's tiles are on their way while the last one's
+/// gradients are stored.
+template <Variant kV, bool kRagged>
+struct BackwardTwoPassSm90 {
+  using OfKeys = BackwardKeysSm90<kV, kRagged>;
+  using OfQueries = BackwardQueriesSm90<kV, kRagged>;
+  using Element = typename OfKeys::Element;
+  using KeyBlock = typename OfKeys::Work;
+  using QueryTile = BackwardParams::QueryTile;
+  static constexpr int kConsumers = 256;  // threads
+  // Of a thread: 504 among the three warpgroups. With 240 consumers would have a few to spare, and a producer too few.
+  static constexpr int kRegisters = 232;
+  static constexpr int kProducerRegisters = 504 - 2 * kRegisters;
 
-template <class Mainloop, bool kRagged>
-CUTE_DEVICE void backward_keys_sm90(BackwardTwoPassParams const& params, typename Mainloop::SharedStorage& shared) {
-  using namespace cute;
-  using Element = typename Mainloop::Element;
-  BackwardParams const& backward = params.backward;
-  typename Mainloop::Work work;
-  if (!work.find(backward, blockIdx.x)) return;
-  const int warpgroup = threadIdx.x / 128;
-  const int thread = threadIdx.x % 128;
-  const auto store = [&](auto mma, auto& acc, float scale, void* gradient, Strides const& strides, int columns) {
-    if (gradient == nullptr) return;
-    store_gradient<Mainloop::kN, decltype(mma), kRagged>(
-        acc, scale,
-        GradientHead<Element>::of(gradient, strides, work.batch, work.kv_head, work.span_of_keys(backward), columns),
-        work.n_block * Mainloop::kN, thread);
+  struct SharedStorage {
+    union {  // of one pass, then of the other
+      typename OfKeys::Tiles key_tiles;
+      typename OfQueries::Tiles query_tiles;
+    };
+    typename OfKeys::Barriers key_barriers;
+    typename OfQueries::Barriers query_barriers;
+    HandOut<KeyBlock> key_blocks;
+    HandOut<QueryTile> queries;
+
+    /// By one thread, before any other touches the barriers.
+    CUTE_DEVICE void init_barriers() {
+      constexpr int kWarps = 1 + kConsumers / 32;  // that take part
+      key_barriers.init();
+      query_barriers.init();
+      key_blocks.init(kWarps);
+      queries.init(kWarps);
+      cutlass::arch::fence_barrier_init();
+    }
   };
-  if (warpgroup == 0) {
-    cutlass::arch::warpgroup_reg_dealloc<24>();
-    if (thread == 0) typename Mainloop::Producer{params, shared}.run(work);
-  } else if (warpgroup == 1) {
-    cutlass::arch::warpgroup_reg_alloc<kRegistersOfTwoPass>();
-    typename Mainloop::MmaV mma;
-    Tensor tVrdV = partition_fragment_C(mma, Shape<Int<Mainloop::kN>, Int<Mainloop::kHeadDimV>>{});
-    clear(tVrdV);
-    typename Mainloop::Values{backward, shared, thread}.run(work, tVrdV);
-    store(mma, tVrdV, backward.dropout.scale, backward.dv, backward.dv_strides, backward.head_dim_v);
-  } else {
-    cutlass::arch::warpgroup_reg_alloc<kRegistersOfTwoPass>();
-    typename Mainloop::MmaK mma;
-    Tensor tKrdK = partition_fragment_C(mma, Shape<Int<Mainloop::kN>, Int<Mainloop::kHeadDim>>{});
-    clear(tKrdK);
-    typename Mainloop::Keys{backward, shared, thread}.run(work, tKrdK);
-    store(mma, tKrdK, backward.scale, backward.dk, backward.dk_strides, backward.head_dim);
-  }
-}
+  static_assert(kV.warps == 12 && sizeof(SharedStorage) <= backward_shared_memory(kV));
 
-template <class Mainloop, bool kRagged>
-CUTE_DEVICE void backward_queries_sm90(BackwardTwoPassParams const& params, typename Mainloop::SharedStorage& shared) {
-  using namespace cute;
-  using Element = typename Mainloop::Element;
-  BackwardParams const& backward = params.backward;
-  typename Mainloop::Work work;
-  if (!work.find(backward, blockIdx.x - params.key_blocks)) return;
-  if (threadIdx.x < 128) {
-    cutlass::arch::warpgroup_reg_dealloc<24>();
-    if (threadIdx.x == 0) typename Mainloop::Producer{params, shared}.run(work);
-  } else {
-    cutlass::arch::warpgroup_reg_alloc<kRegistersOfTwoPass>();
-    const int thread = threadIdx.x - 128;
-    typename Mainloop::MmaQ mma;
-    Tensor tQrdQ = partition_fragment_C(mma, Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDim>>{});
-    clear(tQrdQ);
-    typename Mainloop::Consumer{backward, shared, thread}.run(work, tQrdQ);
-    const BackwardParams::QueryTile& tile = work.tile;
-    store_gradient<Mainloop::kM, decltype(mma), kRagged>(
-        tQrdQ, backward.scale,
-        GradientHead<Element>::of(backward.dq, backward.dq_strides, tile.batch, tile.head, tile.sequence.q,
-                                  backward.head_dim),
-        tile.m_block * Mainloop::kM, thread);
+  BackwardTwoPassParams const& params;
+  SharedStorage& shared;
+
+  /// By one thread.
+  CUTE_DEVICE void hand_out() const {
+    BackwardParams const& backward = params.backward;
+    int key_blocks = params.key_blocks, query_tiles = params.query_tiles;
+    if (kRagged) {
+      key_blocks = min(key_blocks, *backward.ragged_keys.listed * backward.heads_k);
+      query_tiles = min(query_tiles, *backward.ragged_queries.listed * backward.heads);
+    }
+    int index = blockIdx.x;
+    const auto next = [&] { index = gridDim.x + atomicAdd(backward.taken, 1); };
+    shared.key_blocks.run([&](KeyBlock& block) { return index < key_blocks && block.find(backward, index); }, next);
+    shared.queries.run(
+        [&](QueryTile& tile) {
+          return index - key_blocks < query_tiles && backward.find_query_tile(index - key_blocks, tile);
+        },
+        next);
   }
-}
+
+  /// By a warp: has TMA bring the tiles.
+  CUTE_DEVICE void produce() const {
+    typename OfKeys::Producer of_keys{params, shared.key_tiles, shared.key_barriers};
+    shared.key_blocks.for_each([&](KeyBlock const& block) __attribute__((always_inline)) {
+      of_keys.run(block, [&] { shared.key_blocks.ask(); });
+    });
+    begin_second_pass();
+    typename OfQueries::Producer of_queries{params, shared.query_tiles, shared.query_barriers};
+    shared.queries.for_each([&](QueryTile const& tile) __attribute__((always_inline)) {
+      of_queries.run(typename OfQueries::Work(params.backward, tile), [&] { shared.queries.ask(); });
+    });
+  }
+
+  /// By the threads from the second warpgroup on.
+  CUTE_DEVICE void consume() const {
+    BackwardParams const& backward = params.backward;
+    const int thread = threadIdx.x % 128;
+    if (threadIdx.x / 128 == 1) {
+      typename OfKeys::Values values{backward, shared.key_tiles, shared.key_barriers, thread};
+      form_keys<typename OfKeys::MmaV, OfKeys::kHeadDimV>(values, backward.dropout.scale, backward.dv,
+                                                          backward.dv_strides, backward.head_dim_v);
+    } else {
+      typename OfKeys::Keys keys{backward, shared.key_tiles, shared.key_barriers, thread};
+      form_keys<typename OfKeys::MmaK, OfKeys::kHeadDim>(keys, backward.scale, backward.dk, backward.dk_strides,
+                                                         backward.head_dim);
+    }
+    begin_second_pass();
+    form_queries();
+  }
+
+ private:
+  /// Between the passes: by the warp of the producer and all consumers.
+  CUTE_DEVICE void begin_second_pass() const {
+    cutlass::arch::fence_view_async_shared();  // TMA writes next where threads have
+    cutlass::arch::NamedBarrier::sync(32 + kConsumers, 0);
+  }
+
+  /// dK or dV of all blocks of keys, by the warpgroup of `consumer`.
+  template <class Mma, int kColumns, class Consumer>
+  CUTE_DEVICE void form_keys(Consumer& consumer, float scale, void* gradient, Strides const& strides,
+                             int columns) const {
+    using namespace cute;
+    shared.key_blocks.for_each([&](KeyBlock const& block) __attribute__((always_inline)) {
+      Tensor acc = partition_fragment_C(Mma{}, Shape<Int<OfKeys::kN>, Int<kColumns>>{});
+      clear(acc);
+      consumer.run(block, acc);
+      if (gradient == nullptr) return;
+      const auto head = GradientHead<Element>::of(gradient, strides, block.batch, block.kv_head,
+                                                  block.span_of_keys(params.backward), columns);
+      store_gradient<OfKeys::kN, Mma, kRagged>(acc, scale, head, block.n_block * OfKeys::kN, consumer.thread);
+    });
+  }
+
+  /// dQ of all tiles of queries, by both warpgroups of consumers.
+  CUTE_DEVICE void form_queries() const {
+    using namespace cute;
+    using Mma = typename OfQueries::MmaQ;
+    BackwardParams const& backward = params.backward;
+    const int thread = threadIdx.x - 128;
+    typename OfQueries::Consumer consumer{backward, shared.query_tiles, shared.query_barriers, thread};
+    shared.queries.for_each([&](QueryTile const& tile) __attribute__((always_inline)) {
+      Tensor acc = partition_fragment_C(Mma{}, Shape<Int<OfQueries::kM>, Int<OfQueries::kHeadDim>>{});
+      clear(acc);
+      consumer.run(typename OfQueries::Work(backward, tile), acc);
+      const auto head = GradientHead<Element>::of(backward.dq, backward.dq_strides, tile.batch, tile.head,
+                                                  tile.sequence.q, backward.head_dim);
+      store_gradient<OfQueries::kM, Mma, kRagged>(acc, backward.scale, head, tile.m_block * OfQueries::kM, thread);
+    });
+  }
+};
 
 template <class Row, bool kRagged>
 __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     backward_two_pass_sm90(const __grid_constant__ BackwardTwoPassParams params) {
-  using OfKeys = BackwardKeysSm90<Row::kVariant, kRagged>;
-  using OfQueries = BackwardQueriesSm90<Row::kVariant, kRagged>;
+  using Passes = BackwardTwoPassSm90<Row::kVariant, kRagged>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<typename Passes::SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) {
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.q));
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.k));
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.v));
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.dout));
+    shared.init_barriers();
   }
-  const auto begin = [&](auto& shared) {
-    if (threadIdx.x == 0) shared.init_barriers();
-    __syncthreads();
-  };
-  if (int(blockIdx.x) < params.key_blocks) {
-    auto& shared = *reinterpret_cast<typename OfKeys::SharedStorage*>(shared_bytes);
-    begin(shared);
-    backward_keys_sm90<OfKeys, kRagged>(params, shared);
+  __syncthreads();
+  const Passes passes{params, shared};
+  if (threadIdx.x < 128) {
+    cutlass::arch::warpgroup_reg_dealloc<Passes::kProducerRegisters>();
+    if (threadIdx.x < 32)
+      passes.produce();
+    else if (threadIdx.x == 32)
+      passes.hand_out();
   } else {
-    auto& shared = *reinterpret_cast<typename OfQueries::SharedStorage*>(shared_bytes);
-    begin(shared);
-    backward_queries_sm90<OfQueries, kRagged>(params, shared);
+    cutlass::arch::warpgroup_reg_alloc<Passes::kRegisters>();
+    passes.consume();
   }
 }
 
@@ -112,10 +178,6 @@ template <class Row>
 void launch_backward_two_pass_sm90(const BackwardPlan& plan, const BackwardTensors& tensors, void* memory,
                                    Stream stream) {
   using OfKeys = BackwardKeysSm90<Row::kVariant, true>;
-  using OfQueries = BackwardQueriesSm90<Row::kVariant, true>;
-  static_assert(Row::kVariant.warps == 12);
-  static_assert(std::max(sizeof(typename OfKeys::SharedStorage), sizeof(typename OfQueries::SharedStorage)) <=
-                backward_shared_memory(Row::kVariant));
   static KernelHandles dense, of_ragged;
   const bool ragged = plan.problem.ragged;
   const Device device = plan.problem.device;
@@ -131,10 +193,10 @@ void launch_backward_two_pass_sm90(const BackwardPlan& plan, const BackwardTenso
       .dout = head_tiles(tensors.dout, kRows, OfKeys::kColumns, ragged),
       .statistics = float_boxes(workspace.lse_log2(memory), 2, workspace.rows(), 2, kRows, device),
       .key_blocks = backward.dk || backward.dv ? static_cast<int>(plan.tiles - workspace.tiles) : 0,
+      .query_tiles = backward.dq ? static_cast<int>(workspace.tiles) : 0,
   };
-  const int query_tiles = static_cast<int>(workspace.tiles);
   launch_backward_prepare<Row>(plan, backward, stream);
-  const LaunchShape shape = {params.key_blocks + (backward.dq ? query_tiles : 0), Row::kVariant.threads(),
+  const LaunchShape shape = {std::min(plan.grid, params.key_blocks + params.query_tiles), Row::kVariant.threads(),
                              plan.shared_memory};
   ragged ? launch(backward_two_pass_sm90<Row, true>, of_ragged, device, shape, params, stream)
          : launch(backward_two_pass_sm90<Row, false>, dense, device, shape, params, stream);

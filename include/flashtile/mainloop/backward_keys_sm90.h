@@ -4,7 +4,7 @@
 // each thread's to the thread with the same elements of the other.
 //
 // Tiles of scores are transposed, (keys, queries), so that weights and their gradients stay in registers as the A
-// operand of dV and dK. A producer thread has TMA bring K and V, and tiles of Q and dO through a ring.
+// operand of dV and dK. A producer warp has TMA bring K and V, and tiles of Q and dO through a ring.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -24,9 +24,9 @@ namespace flashtile {
 
 struct BackwardTwoPassParams {
   BackwardParams backward;
-  CUtensorMap q, k, v, dout;  // tiles of 64 rows
-  CUtensorMap statistics;     // lse_log2 and delta of 64 rows
-  int key_blocks;             // thread blocks of the first pass
+  CUtensorMap q, k, v, dout;    // tiles of 64 rows
+  CUtensorMap statistics;       // lse_log2 and delta of 64 rows
+  int key_blocks, query_tiles;  // of the passes; of a ragged batch, at the most
 };
 
 template <Variant kV, bool kRagged>
@@ -54,89 +54,106 @@ struct BackwardKeysSm90 {
       One{}));
   using MmaV = MmaOf<kHeadDimV>;
   using MmaK = MmaOf<kHeadDim>;
-  static constexpr int kVectors = kM / 16;  // of 16 bytes: the weights of a thread
+  static constexpr int kStepsAhead = kStages + 2;  // of a block's end the next is asked for
+  static constexpr int kVectors = kM / 16;         // of 16 bytes: the weights of a thread
 
-  struct SharedStorage {
+  struct Tiles {
     alignas(1024) Element k[kN * kHeadDim];
     alignas(1024) Element v[kN * kHeadDimV];
     alignas(1024) Element q[kStages][kM * kHeadDim];
     alignas(1024) Element dout[kStages][kM * kHeadDimV];
     alignas(128) uint4 weights[2][kVectors][128];
     alignas(128) float statistics[kStages][2][kM];  // lse_log2, delta
-    Ring<1> k_barriers, v_barriers;
-    Ring<kStages> q_barriers, dout_barriers;
+  };
+  struct Barriers {
+    Ring<1> k, v;
+    Ring<kStages> q, dout;
     cutlass::arch::ClusterBarrier weights_full[2], weights_empty[2];
 
     /// By one thread, before any other touches the barriers.
-    CUTE_DEVICE void init_barriers() {
-      k_barriers.init(1);
-      v_barriers.init(1);
-      q_barriers.init(8);
-      dout_barriers.init(8);
+    CUTE_DEVICE void init() {
+      k.init(4);
+      v.init(4);
+      q.init(8);
+      dout.init(8);
       CUTE_UNROLL
       for (int b = 0; b < 2; ++b) {
         weights_full[b].init(128);
         weights_empty[b].init(128);
       }
-      cutlass::arch::fence_barrier_init();
     }
   };
   using Work = KeyBlock<kM, kN, kRagged>;
 
   struct Producer {
     BackwardTwoPassParams const& params;
-    SharedStorage& shared;
+    Tiles& tiles;
+    Barriers& barriers;
+    typename Ring<kStages>::Cursor at{};
+    typename Ring<1>::Cursor keys_at{};
 
-    /// The workspace has larger tiles than kM.
-    CUTE_DEVICE int first_row_of(Work const& work, int head) const {
-      return int(work.workspace_tile(params.backward, head, 0) * kV.tile_m);
-    }
-
-    CUTE_DEVICE void run(Work const& work) {
-      if (work.queries.visible.empty()) return;
+    /// Calls `ask()` when it is time for the next block: early enough for its tiles to be on their way, and no earlier,
+    /// as nobody else can take it then.
+    template <class Ask>
+    CUTE_DEVICE void run(Work const& work, Ask&& ask) {
+      int left = work.steps();
+      if (left == 0) return ask();
+      const int ask_at = min(left, kStepsAhead);
       const TmaRows q_rows = work.q_rows(params.backward), k_rows = work.k_rows(params.backward);
-      typename Ring<kStages>::Cursor at{};
       bool first = true;
+      const auto load_keys = [&](CUtensorMap const& map, Ring<1>& ring, auto& to) {
+        constexpr int kColumnsOfTile = sizeof(to) / sizeof(Element) / kN;
+        ring.fill_by_warp(keys_at, sizeof(to), [&](std::uint64_t* barrier) {
+          load_tile<kN, kColumnsOfTile, kColumns>(map, barrier, &to[0], k_rows, work.n_block * kN, work.kv_head);
+        });
+      };
       work.for_each([&](int head, int m_block) {
-        if (first) {
-          std::uint64_t* barrier = shared.k_barriers.fill({}, [] { return sizeof(SharedStorage::k); });
-          load_tile<kN, kHeadDim, kColumns>(params.k, barrier, shared.k, k_rows, work.n_block * kN, work.kv_head);
-        }
-        std::uint64_t* barrier = shared.q_barriers.fill(
-            at, [] { return sizeof(SharedStorage::q[0]) + sizeof(SharedStorage::statistics[0]); });
-        load_tile<kM, kHeadDim, kColumns>(params.q, barrier, shared.q[at.stage], q_rows, m_block * kM, head);
-        cute::SM90_TMA_LOAD_2D::copy(&params.statistics, barrier,
-                                     static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                     shared.statistics[at.stage], first_row_of(work, head) + m_block * kM, 0);
-        if (first) {
-          barrier = shared.v_barriers.fill({}, [] { return sizeof(SharedStorage::v); });
-          load_tile<kN, kHeadDimV, kColumns>(params.v, barrier, shared.v, k_rows, work.n_block * kN, work.kv_head);
-        }
-        barrier = shared.dout_barriers.fill(at, [] { return sizeof(SharedStorage::dout[0]); });
-        load_tile<kM, kHeadDimV, kColumns>(params.dout, barrier, shared.dout[at.stage], q_rows, m_block * kM, head);
+        const auto load_queries = [&](CUtensorMap const& map, std::uint64_t* barrier, auto& to) {
+          constexpr int kColumnsOfTile = sizeof(to) / sizeof(Element) / kM;
+          load_tile<kM, kColumnsOfTile, kColumns>(map, barrier, &to[0], q_rows, m_block * kM, head);
+        };
+        barriers.q.fill_by_warp(at, sizeof(Tiles::q[0]) + sizeof(Tiles::statistics[0]), [&](std::uint64_t* barrier) {
+          load_queries(params.q, barrier, tiles.q[at.stage]);
+          // The workspace has larger tiles than kM.
+          const int row = work.workspace_tile(params.backward, head, 0) * kV.tile_m + m_block * kM;
+          cute::SM90_TMA_LOAD_2D::copy(&params.statistics, barrier,
+                                       static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                       tiles.statistics[at.stage], row, 0);
+        });
+        if (first) load_keys(params.k, barriers.k, tiles.k);  // when the block before is done with its own
+        barriers.dout.fill_by_warp(at, sizeof(Tiles::dout[0]), [&](std::uint64_t* barrier) {
+          load_queries(params.dout, barrier, tiles.dout[at.stage]);
+        });
+        if (first) load_keys(params.v, barriers.v, tiles.v);
         at.advance();
         first = false;
+        if (left-- == ask_at) ask();
       });
+      keys_at.advance();
     }
   };
 
   /// A thread of the warpgroup that forms weights and dV.
   struct Values {
     BackwardParams const& params;
-    SharedStorage& shared;
+    Tiles& tiles;
+    Barriers& barriers;
     int thread;
+    typename Ring<kStages>::Cursor at{};
+    typename Ring<1>::Cursor keys_at{};
+    typename Ring<2>::Cursor weights_at{};
 
     /// Accumulates dV, (mma, key, head_dim).
     template <class Accumulator>
-    CUTE_DEVICE void run(Work const& work, Accumulator& tVrdV) const {
+    CUTE_DEVICE void run(Work const& work, Accumulator& tVrdV) {
       using namespace cute;
       if (work.queries.visible.empty()) return;
       MmaS mma_s;
       MmaV mma_v;
       auto s_warpgroup = mma_s.get_slice(0);
-      Tensor sK = make_tensor(make_smem_ptr(shared.k), SmemTile<Element, kN, kHeadDim, 1>{});
-      Tensor sQ = make_tensor(make_smem_ptr(shared.q[0]), SmemTile<Element, kM, kHeadDim, kStages>{});
-      Tensor sdOt = make_tensor(make_smem_ptr(shared.dout[0]), SmemTileT<Element, kM, kHeadDimV, kStages>{});
+      Tensor sK = make_tensor(make_smem_ptr(tiles.k), SmemTile<Element, kN, kHeadDim, 1>{});
+      Tensor sQ = make_tensor(make_smem_ptr(tiles.q[0]), SmemTile<Element, kM, kHeadDim, kStages>{});
+      Tensor sdOt = make_tensor(make_smem_ptr(tiles.dout[0]), SmemTileT<Element, kM, kHeadDimV, kStages>{});
       Tensor tSrK = s_warpgroup.partition_fragment_A(sK)(_, _, _, 0);           // (mma, n, k)
       Tensor tSrQ = s_warpgroup.partition_fragment_B(sQ);                       // (mma, m, k, stage)
       Tensor tVrdO = mma_v.get_slice(thread).partition_fragment_B(sdOt);        // (mma, head_dim, k, stage)
@@ -151,14 +168,12 @@ struct BackwardKeysSm90 {
       const Lengths lengths = work.lengths(params);
       const bool folded = folds(params);
       const float scale_log2 = folded ? params.score_map.outer_log2 : 1.0f;
-      typename Ring<kStages>::Cursor at{};
-      typename Ring<2>::Cursor weights_at{};
       auto opening = SM90::GMMA::ScaleOut::Zero;
 
-      shared.k_barriers.wait_full({});
+      barriers.k.wait_full(keys_at);
       work.for_each([&](int head, int m_block) __attribute__((always_inline)) {
         const int stage = uniform(at.stage);
-        shared.q_barriers.wait_full(at);
+        barriers.q.wait_full(at);
         start_matmul(mma_s, tSrK, tSrQ(_, _, _, stage), tSrS, SM90::GMMA::ScaleOut::Zero);
         wait_matmul<0>(tSrS);
         const bool edge = !work.queries.interior.contains(m_block);
@@ -168,7 +183,7 @@ struct BackwardKeysSm90 {
           if (edge) score_tile.mask(scores, tScS, m_block * kM);
         }
         const auto weigh = [&](auto&& slope) __attribute__((always_inline)) {
-          for_column_pairs(tScS, shared.statistics[stage][0], [&](int c, float2 lse) {
+          for_column_pairs(tScS, tiles.statistics[stage][0], [&](int c, float2 lse) {
             CUTE_UNROLL
             for (int r = 0; r < size<0>(scores); ++r)
               weights(c + r) =
@@ -180,13 +195,13 @@ struct BackwardKeysSm90 {
         const auto hand_over = [&] {
           CUTE_UNROLL
           for (int i = 0; i < kVectors; ++i)
-            shared.weights[weights_at.stage][i][thread] = {weights(4 * i), weights(4 * i + 1), weights(4 * i + 2),
-                                                           weights(4 * i + 3)};
-          shared.weights_full[weights_at.stage].arrive();
+            tiles.weights[weights_at.stage][i][thread] = {weights(4 * i), weights(4 * i + 1), weights(4 * i + 2),
+                                                          weights(4 * i + 3)};
+          barriers.weights_full[weights_at.stage].arrive();
           weights_at.advance();
         };
         // A new barrier counts as past its first round.
-        shared.weights_empty[weights_at.stage].wait(weights_at.parity ^ 1);
+        barriers.weights_empty[weights_at.stage].wait(weights_at.parity ^ 1);
         if (params.score_map.capped() || kV.every_option) [[unlikely]] {
           KeptOf<decltype(tScS)> kept;
           if constexpr (kV.every_option)
@@ -203,35 +218,41 @@ struct BackwardKeysSm90 {
           weigh([](int, int) { return 1.0f; });
           hand_over();
         }
-        shared.q_barriers.release_by_warp(at);
+        barriers.q.release_by_warp(at);
 
-        shared.dout_barriers.wait_full(at);
+        barriers.dout.wait_full(at);
         start_matmul(mma_v, tVrP, tVrdO(_, _, _, stage), tVrdV, opening);
         wait_matmul<0>(tVrdV);
-        shared.dout_barriers.release_by_warp(at);
+        barriers.dout.release_by_warp(at);
         at.advance();
         opening = SM90::GMMA::ScaleOut::One;
       });
+      barriers.k.release_by_warp(keys_at);
+      keys_at.advance();
     }
   };
 
   /// A thread of the warpgroup that forms the gradients of the scores, and dK.
   struct Keys {
     BackwardParams const& params;
-    SharedStorage& shared;
+    Tiles& tiles;
+    Barriers& barriers;
     int thread;
+    typename Ring<kStages>::Cursor at{};
+    typename Ring<1>::Cursor keys_at{};
+    typename Ring<2>::Cursor weights_at{};
 
     /// Accumulates dK, before the scale, (mma, key, head_dim).
     template <class Accumulator>
-    CUTE_DEVICE void run(Work const& work, Accumulator& tKrdK) const {
+    CUTE_DEVICE void run(Work const& work, Accumulator& tKrdK) {
       using namespace cute;
       if (work.queries.visible.empty()) return;
       MmaS mma_s;
       MmaK mma_k;
       auto s_warpgroup = mma_s.get_slice(0);
-      Tensor sV = make_tensor(make_smem_ptr(shared.v), SmemTile<Element, kN, kHeadDimV, 1>{});
-      Tensor sdO = make_tensor(make_smem_ptr(shared.dout[0]), SmemTile<Element, kM, kHeadDimV, kStages>{});
-      Tensor sQt = make_tensor(make_smem_ptr(shared.q[0]), SmemTileT<Element, kM, kHeadDim, kStages>{});
+      Tensor sV = make_tensor(make_smem_ptr(tiles.v), SmemTile<Element, kN, kHeadDimV, 1>{});
+      Tensor sdO = make_tensor(make_smem_ptr(tiles.dout[0]), SmemTile<Element, kM, kHeadDimV, kStages>{});
+      Tensor sQt = make_tensor(make_smem_ptr(tiles.q[0]), SmemTileT<Element, kM, kHeadDim, kStages>{});
       Tensor tSrV = s_warpgroup.partition_fragment_A(sV)(_, _, _, 0);           // (mma, n, k)
       Tensor tSrdO = s_warpgroup.partition_fragment_B(sdO);                     // (mma, m, k, stage)
       Tensor tKrQ = mma_k.get_slice(thread).partition_fragment_B(sQt);          // (mma, head_dim, k, stage)
@@ -241,27 +262,25 @@ struct BackwardKeysSm90 {
       Tensor dp = rows_and_columns(tSrdP);                                      // (row, column)
       Tensor tKrdS = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kM / 16>>>{});  // (mma, n, k)
       auto weights = recast<std::uint32_t>(tKrdS);
-      typename Ring<kStages>::Cursor at{};
-      typename Ring<2>::Cursor weights_at{};
       auto opening = SM90::GMMA::ScaleOut::Zero;
 
-      shared.v_barriers.wait_full({});
+      barriers.v.wait_full(keys_at);
       work.for_each([&](int, int) __attribute__((always_inline)) {
         const int stage = uniform(at.stage);
-        shared.dout_barriers.wait_full(at);
+        barriers.dout.wait_full(at);
         start_matmul(mma_s, tSrV, tSrdO(_, _, _, stage), tSrdP, SM90::GMMA::ScaleOut::Zero);
-        shared.weights_full[weights_at.stage].wait(weights_at.parity);
+        barriers.weights_full[weights_at.stage].wait(weights_at.parity);
         CUTE_UNROLL
         for (int i = 0; i < kVectors; ++i) {
-          const uint4 four = shared.weights[weights_at.stage][i][thread];
+          const uint4 four = tiles.weights[weights_at.stage][i][thread];
           weights(4 * i) = four.x, weights(4 * i + 1) = four.y, weights(4 * i + 2) = four.z,
                       weights(4 * i + 3) = four.w;
         }
-        shared.weights_empty[weights_at.stage].arrive();
+        barriers.weights_empty[weights_at.stage].arrive();
         weights_at.advance();
-        shared.q_barriers.wait_full(at);  // for delta
+        barriers.q.wait_full(at);  // for delta
         wait_matmul<0>(tSrdP);
-        shared.dout_barriers.release_by_warp(at);
+        barriers.dout.release_by_warp(at);
         if constexpr (kV.every_option) {
           CUTE_UNROLL
           for (int i = 0; i < size(tSrdP); ++i)
@@ -269,7 +288,7 @@ struct BackwardKeysSm90 {
           CUTE_UNROLL
           for (int i = 0; i < size(weights); ++i) weights(i) &= 0x7fff7fff;
         }
-        for_column_pairs(tScS, shared.statistics[stage][1], [&](int c, float2 delta) {
+        for_column_pairs(tScS, tiles.statistics[stage][1], [&](int c, float2 delta) {
           CUTE_UNROLL
           for (int r = 0; r < size<0>(dp); ++r) {
             const float low = float(tKrdS(2 * (c + r))), high = float(tKrdS(2 * (c + r) + 1));
@@ -278,10 +297,12 @@ struct BackwardKeysSm90 {
         });
         start_matmul(mma_k, tKrdS, tKrQ(_, _, _, stage), tKrdK, opening);
         wait_matmul<0>(tKrdK);
-        shared.q_barriers.release_by_warp(at);
+        barriers.q.release_by_warp(at);
         at.advance();
         opening = SM90::GMMA::ScaleOut::One;
       });
+      barriers.v.release_by_warp(keys_at);
+      keys_at.advance();
     }
   };
 };

@@ -218,7 +218,7 @@ struct BackwardOnePassSm90 {
         load_queries(params.q, barrier, shared.q[at.stage]);
         cute::SM90_TMA_LOAD_2D::copy(
             &params.statistics, barrier, static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-            shared.statistics[at.stage], work.workspace_row(params.backward, head, m_block), 0);
+            shared.statistics[at.stage], work.workspace_tile(params.backward, head, m_block) * kM, 0);
         if (first) load_keys(params.k, shared.k_barriers, shared.k);  // when the block before is done with its own
         barrier = shared.dout_barriers.fill(at, [] { return sizeof(SharedStorage::dout[0]); });
         load_queries(params.dout, barrier, shared.dout[at.stage]);

@@ -1,6 +1,6 @@
 // One tile of 128 queries against all keys they see, for wide heads: its dQ. Built like the forward: each of two
 // consumer warpgroups owns 64 whole rows, and the gradients of its scores stay in registers as the A operand of dQ. A
-// producer thread has TMA bring Q and dO, and blocks of K and V one after the other.
+// producer warp has TMA bring Q and dO, and blocks of K and V one after the other.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -18,6 +18,7 @@ struct BackwardQueriesSm90 {
   static constexpr int kHeadDimV = kV.head_dim_v;
   static constexpr int kStages = 2;  // of K, which is used longer than V
   static constexpr int kWarpgroups = 2;
+  static constexpr int kStepsAhead = kStages + 1;  // of a tile's end the next is asked for
   static constexpr int kRowsPerBox = 64;
   static_assert(kM == 64 * kWarpgroups && kN == kRowsPerBox);
 
@@ -34,21 +35,22 @@ struct BackwardQueriesSm90 {
                                        cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>(),
       Warpgroups{}));
 
-  struct SharedStorage {
+  struct Tiles {
     alignas(1024) Element q[kM * kHeadDim];
     alignas(1024) Element dout[kM * kHeadDimV];
     alignas(1024) Element k[kStages][kN * kHeadDim];
     alignas(1024) Element v[kN * kHeadDimV];
-    Ring<1> q_barriers, dout_barriers, v_barriers;
-    Ring<kStages> k_barriers;
+  };
+  struct Barriers {
+    Ring<1> q, dout, v;
+    Ring<kStages> k;
 
     /// By one thread, before any other touches the barriers.
-    CUTE_DEVICE void init_barriers() {
-      q_barriers.init(1);
-      dout_barriers.init(1);
-      k_barriers.init(4 * kWarpgroups);
-      v_barriers.init(4 * kWarpgroups);
-      cutlass::arch::fence_barrier_init();
+    CUTE_DEVICE void init() {
+      q.init(4 * kWarpgroups);
+      dout.init(4 * kWarpgroups);
+      k.init(4 * kWarpgroups);
+      v.init(4 * kWarpgroups);
     }
   };
 
@@ -62,18 +64,17 @@ struct BackwardQueriesSm90 {
     std::int64_t alibi_batch_stride, alibi_head_stride;
     TileRanges keys;
 
-    /// Whether there is a tile `index`, and if so sets it.
-    CUTE_DEVICE bool find(BackwardParams const& params, int index) {
-      if (!params.find_query_tile(unsigned(index), tile)) return false;
-      band = params.band.transposed();
-      packing = {};
-      score_map = params.score_map;
-      alibi_slopes = params.alibi_slopes;
-      alibi_batch_stride = params.alibi_batch_stride;
-      alibi_head_stride = params.alibi_head_stride;
-      keys = tile.keys(params, kM, kN);
-      return true;
-    }
+    Work() = default;
+    CUTE_DEVICE Work(BackwardParams const& params, BackwardParams::QueryTile const& tile)
+        : tile(tile),
+          band(params.band.transposed()),
+          packing{},
+          score_map(params.score_map),
+          alibi_slopes(params.alibi_slopes),
+          alibi_batch_stride(params.alibi_batch_stride),
+          alibi_head_stride(params.alibi_head_stride),
+          keys(tile.keys(params, kM, kN)) {}
+
     CUTE_DEVICE TileCoord coord() const { return {tile.batch, tile.head, tile.m_block}; }
     CUTE_DEVICE Lengths lengths(BackwardParams const& params) const {
       return kRagged ? tile.sequence.lengths() : params.lengths;
@@ -85,39 +86,48 @@ struct BackwardQueriesSm90 {
 
   struct Producer {
     BackwardTwoPassParams const& params;
-    SharedStorage& shared;
+    Tiles& tiles;
+    Barriers& barriers;
+    typename Ring<kStages>::Cursor k_at{};
+    typename Ring<1>::Cursor v_at{}, queries_at{};
 
-    CUTE_DEVICE void run(Work const& work) {
+    /// Calls `ask()` when it is time for the next tile.
+    template <class Ask>
+    CUTE_DEVICE void run(Work const& work, Ask&& ask) {
       const Range blocks = work.keys.visible;
-      if (blocks.empty()) return;
+      if (blocks.empty()) return ask();
       BackwardParams const& backward = params.backward;
       const TmaRows q_rows = work.rows(backward.sequences.q, work.tile.sequence.q);
       const TmaRows k_rows = work.rows(backward.sequences.k, work.tile.sequence.k);
       const int kv_head = work.tile.head / backward.group;
-      typename Ring<kStages>::Cursor k_at{};
-      typename Ring<1>::Cursor v_at{};
       const auto load_keys = [&](int n_block) {
-        std::uint64_t* barrier = shared.k_barriers.fill(k_at, [] { return sizeof(SharedStorage::k[0]); });
-        load_tile<kN, kHeadDim, kColumns>(params.k, barrier, shared.k[k_at.stage], k_rows, n_block * kN, kv_head);
+        barriers.k.fill_by_warp(k_at, sizeof(Tiles::k[0]), [&](std::uint64_t* barrier) {
+          load_tile<kN, kHeadDim, kColumns>(params.k, barrier, tiles.k[k_at.stage], k_rows, n_block * kN, kv_head);
+        });
         k_at.advance();
       };
-      const auto load_queries = [&]<int kHeadDim>(cute::Int<kHeadDim>, CUtensorMap const& map, Ring<1>& ring,
-                                                  Element* to) {
-        std::uint64_t* barrier = ring.fill({}, [] { return kM * kHeadDim * sizeof(Element); });
-        CUTE_UNROLL
-        for (int row = 0; row < kM; row += kRowsPerBox)
-          load_tile<kM, kHeadDim, kColumns>(map, barrier, to + row * kColumns, q_rows, work.tile.m_block * kM + row,
-                                            work.tile.head);
+      const auto load_queries = [&](CUtensorMap const& map, Ring<1>& ring, auto& to) {
+        constexpr int kColumnsOfTile = sizeof(to) / sizeof(Element) / kM;
+        ring.fill_by_warp(queries_at, sizeof(to), [&](std::uint64_t* barrier) {
+          CUTE_UNROLL
+          for (int row = 0; row < kM; row += kRowsPerBox)
+            load_tile<kM, kColumnsOfTile, kColumns>(map, barrier, to + row * kColumns, q_rows,
+                                                    work.tile.m_block * kM + row, work.tile.head);
+        });
       };
-      load_queries(cute::Int<kHeadDim>{}, params.q, shared.q_barriers, shared.q);
       load_keys(blocks.begin);
-      load_queries(cute::Int<kHeadDimV>{}, params.dout, shared.dout_barriers, shared.dout);
+      load_queries(params.q, barriers.q, tiles.q);
+      load_queries(params.dout, barriers.dout, tiles.dout);
+      queries_at.advance();
+      const int ask_at = max(blocks.end - kStepsAhead, blocks.begin);
       CUTE_NO_UNROLL
       for (int n_block = blocks.begin; n_block < blocks.end; ++n_block) {
-        std::uint64_t* barrier = shared.v_barriers.fill(v_at, [] { return sizeof(SharedStorage::v); });
-        load_tile<kN, kHeadDimV, kColumns>(params.v, barrier, shared.v, k_rows, n_block * kN, kv_head);
+        barriers.v.fill_by_warp(v_at, sizeof(Tiles::v), [&](std::uint64_t* barrier) {
+          load_tile<kN, kHeadDimV, kColumns>(params.v, barrier, tiles.v, k_rows, n_block * kN, kv_head);
+        });
         v_at.advance();
         if (n_block + 1 < blocks.end) load_keys(n_block + 1);
+        if (n_block == ask_at) ask();
       }
     }
   };
@@ -125,23 +135,26 @@ struct BackwardQueriesSm90 {
   /// A thread of the consumer warpgroups; `thread` counts from the first of them.
   struct Consumer {
     BackwardParams const& params;
-    SharedStorage& shared;
+    Tiles& tiles;
+    Barriers& barriers;
     int thread;
+    typename Ring<kStages>::Cursor k_at{};
+    typename Ring<1>::Cursor v_at{}, queries_at{};
 
     /// Accumulates dQ, before the scale, (mma, query, head_dim).
     template <class Accumulator>
-    CUTE_DEVICE void run(Work const& work, Accumulator& tQrdQ) const {
+    CUTE_DEVICE void run(Work const& work, Accumulator& tQrdQ) {
       using namespace cute;
       const Range blocks = work.keys.visible;
       if (blocks.empty()) return;
       MmaS mma_s;
       MmaQ mma_q;
       auto s_warpgroup = mma_s.get_slice(uniform(thread / 128) * 128);
-      Tensor sQ = make_tensor(make_smem_ptr(shared.q), SmemTile<Element, kM, kHeadDim, 1>{});
-      Tensor sdO = make_tensor(make_smem_ptr(shared.dout), SmemTile<Element, kM, kHeadDimV, 1>{});
-      Tensor sK = make_tensor(make_smem_ptr(shared.k[0]), SmemTile<Element, kN, kHeadDim, kStages>{});
-      Tensor sV = make_tensor(make_smem_ptr(shared.v), SmemTile<Element, kN, kHeadDimV, 1>{});
-      Tensor sKt = make_tensor(make_smem_ptr(shared.k[0]), SmemTileT<Element, kN, kHeadDim, kStages>{});
+      Tensor sQ = make_tensor(make_smem_ptr(tiles.q), SmemTile<Element, kM, kHeadDim, 1>{});
+      Tensor sdO = make_tensor(make_smem_ptr(tiles.dout), SmemTile<Element, kM, kHeadDimV, 1>{});
+      Tensor sK = make_tensor(make_smem_ptr(tiles.k[0]), SmemTile<Element, kN, kHeadDim, kStages>{});
+      Tensor sV = make_tensor(make_smem_ptr(tiles.v), SmemTile<Element, kN, kHeadDimV, 1>{});
+      Tensor sKt = make_tensor(make_smem_ptr(tiles.k[0]), SmemTileT<Element, kN, kHeadDim, kStages>{});
       Tensor tSrQ = s_warpgroup.partition_fragment_A(sQ)(_, _, _, 0);           // (mma, m, k)
       Tensor tSrdO = s_warpgroup.partition_fragment_A(sdO)(_, _, _, 0);         // (mma, m, k)
       Tensor tSrK = s_warpgroup.partition_fragment_B(sK);                       // (mma, n, k, stage)
@@ -166,18 +179,16 @@ struct BackwardQueriesSm90 {
         lse_log2[r] = params.workspace.lse_log2(params.memory)[row];
         delta[r] = params.workspace.delta(params.memory)[row];
       }
-      typename Ring<kStages>::Cursor k_at{};
-      typename Ring<1>::Cursor v_at{};
       auto opening = SM90::GMMA::ScaleOut::Zero;
 
-      shared.q_barriers.wait_full({});
+      barriers.q.wait_full(queries_at);
       CUTE_NO_UNROLL
       for (int n_block = blocks.begin; n_block < blocks.end; ++n_block) {
         const int stage = uniform(k_at.stage);
-        shared.k_barriers.wait_full(k_at);
+        barriers.k.wait_full(k_at);
         start_matmul(mma_s, tSrQ, tSrK(_, _, _, stage), tSrS, SM90::GMMA::ScaleOut::Zero);
-        if (n_block == blocks.begin) shared.dout_barriers.wait_full({});
-        shared.v_barriers.wait_full(v_at);
+        if (n_block == blocks.begin) barriers.dout.wait_full(queries_at);
+        barriers.v.wait_full(v_at);
         start_matmul(mma_s, tSrdO, tSrV, tSrdP, SM90::GMMA::ScaleOut::Zero);
         wait_matmul<1>(tSrS);
         const bool edge = !work.keys.interior.contains(n_block);
@@ -198,8 +209,12 @@ struct BackwardQueriesSm90 {
         else
           weigh([](int, int) { return 1.0f; });
         wait_matmul<0>(tSrdP);
-        shared.v_barriers.release_by_warp(v_at);
+        barriers.v.release_by_warp(v_at);
         v_at.advance();
+        if (n_block + 1 == blocks.end) {
+          barriers.q.release_by_warp(queries_at);
+          barriers.dout.release_by_warp(queries_at);
+        }
         if constexpr (kV.every_option)
           KeptOf<decltype(tScS)>::template of<Rows::kQueries>(params.dropout, work.tile.batch, work.tile.head, tScS,
                                                               first_row, n_block * kN)
@@ -212,10 +227,11 @@ struct BackwardQueriesSm90 {
         round_to(tSrS, tQrdS);
         start_matmul(mma_q, tQrdS, tQrK(_, _, _, stage), tQrdQ, opening);
         wait_matmul<0>(tQrdQ);
-        shared.k_barriers.release_by_warp(k_at);
+        barriers.k.release_by_warp(k_at);
         k_at.advance();
         opening = SM90::GMMA::ScaleOut::One;
       }
+      queries_at.advance();
     }
   };
 };

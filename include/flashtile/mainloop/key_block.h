@@ -23,6 +23,7 @@ struct KeyBlock {
   int batch, kv_head, n_block, group;
   TileRanges queries;
   int start, step;  // of `queries`: where this block begins, and how it goes on
+  int first_tile;   // of all heads' queries, in the workspace
   struct Nothing {};
   [[no_unique_address]] std::conditional_t<kRagged, Sequence, Nothing> sequence;
 
@@ -40,6 +41,7 @@ struct KeyBlock {
     batch = batch_head / params.heads_k;
     kv_head = batch_head - batch * params.heads_k;
     if constexpr (kRagged) sequence = params.sequences.at(batch);
+    first_tile = batch * params.heads * params.m_blocks;
     find_queries(params, params.n_blocks);
   }
 
@@ -54,7 +56,10 @@ struct KeyBlock {
     batch = tile.entry->batch;
     kv_head = tile.head;
     n_block = tile.block;
-    if constexpr (kRagged) sequence = tile.entry->sequence;
+    if constexpr (kRagged) {
+      sequence = tile.entry->sequence;
+      first_tile = params.sequences.q.first_place(batch, sequence.q.first, params.workspace.tile_m);
+    }
     find_queries(params, tile.entry->blocks_of_sequence);
     return true;
   }
@@ -84,14 +89,8 @@ struct KeyBlock {
       return TmaRows::dense(batch);
   }
   /// Place of a tile of queries in the workspace, in tiles.
-  CUTE_DEVICE std::int64_t workspace_tile(BackwardParams const& params, int head, int m_block) const {
-    if constexpr (kRagged) {
-      if (params.ragged_keys.given()) return params.workspace_tile(batch, head, sequence.q) + m_block;
-    }
-    return params.workspace_tile(batch, head) + m_block;
-  }
-  CUTE_DEVICE int workspace_row(BackwardParams const& params, int head, int m_block) const {
-    return int(workspace_tile(params, head, m_block) * kM);
+  CUTE_DEVICE int workspace_tile(BackwardParams const& params, int head, int m_block) const {
+    return first_tile + head * params.m_blocks + m_block;
   }
 
   /// How many tiles there are.
