@@ -99,6 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     ladder.add_argument(
         "--once", nargs="+", metavar="KEY", help="no table: run these rungs a single time each, for a profiler"
     )
+    ladder.add_argument("--json", type=Path, metavar="FILE", help="store the results")
+    ladder.add_argument("--markdown", type=Path, metavar="FILE", help="measure nothing; print stored results")
+    ladder.add_argument(
+        "--into", type=Path, metavar="PAGE", help="with --markdown: put them between the page's result marks"
+    )
     ladder.set_defaults(command=_ladder)
     return parser
 
@@ -175,6 +180,13 @@ def _ladder(options: argparse.Namespace) -> int:
     from flashtile.bench.cases import Case
     from flashtile.reference import command
 
+    if options.markdown:
+        try:
+            return command.show_stored(options.markdown, options.into)
+        except (OSError, ValueError) as error:
+            return _refuse(error)
+    if options.once and options.json:
+        return _refuse("ladder: --once times nothing, expected no --json")
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     gpu = device.type == "cuda"
     if gpu and not torch.cuda.is_available():
@@ -196,7 +208,7 @@ def _ladder(options: argparse.Namespace) -> int:
     if case.heads_q % case.heads_k:
         return _refuse(f"ladder: --heads is {case.heads_q}, expected a multiple of --kv-heads, {case.heads_k}")
     if options.once is None:
-        return command.show(case, device, quick=options.quick, measure=options.measure)
+        return command.show(case, device, quick=options.quick, measure=options.measure, json_path=options.json)
     try:
         return command.once(options.once, case, device)
     except ValueError as error:

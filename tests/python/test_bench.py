@@ -526,7 +526,7 @@ def test_a_page_without_marks_is_left_alone(tmp_path):
     page = tmp_path / "README.md"
     page.write_text("no marks")
     with pytest.raises(ValueError, match=r"README\.md has no <!-- results:begin -->"):
-        report.replace_between_marks(page, "text")
+        report.publish("text", page)
     assert page.read_text() == "no marks"
 
 

@@ -74,6 +74,18 @@ def test_ladder(capsys):
     assert "FlashAttention-1, PyTorch" in shown and "needs an NVIDIA GPU" in shown and "WRONG" not in shown
 
 
+def test_ladder_stored_then_markdown(tmp_path, capsys):
+    stored, page = tmp_path / "ladder.json", tmp_path / "page.md"
+    page.write_text("<!-- results:begin --><!-- results:end -->")
+    assert main([*SMALL_LADDER, "--quick", "--json", str(stored)]) == 0
+    assert main(["ladder", "--markdown", str(stored), "--into", str(page)]) == 0
+    capsys.readouterr()
+    assert main(["ladder", "--markdown", str(stored)]) == 0
+    printed = capsys.readouterr().out
+    assert "| 3 | FlashAttention-2, PyTorch | " in printed
+    assert printed.strip() in page.read_text()
+
+
 def test_ladder_once(capsys):
     assert main([*SMALL_LADDER, "--once", "standard"]) == 0
     # Q and O, K and V, and four times the scores of two heads.
@@ -87,6 +99,8 @@ def test_ladder_once(capsys):
         (["--once", "sm90"], "ladder: --once leaves out 'sm90': sm90: needs an NVIDIA GPU"),
         (["--device", "cuda"], "ladder: --device is cuda, and torch sees no CUDA device"),
         (["--kv-heads", "3"], "ladder: --heads is 2, expected a multiple of --kv-heads, 3"),
+        (["--once", "standard", "--json", "f"], "ladder: --once times nothing, expected no --json"),
+        (["--markdown", "/nonexistent.json"], "/nonexistent.json"),
     ],
 )
 def test_ladder_refuses(capsys, monkeypatch, arguments, reason):

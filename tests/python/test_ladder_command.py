@@ -3,13 +3,15 @@
 import dataclasses
 import io
 import re
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from flashtile.bench import machine
+from flashtile.bench import machine, report
 from flashtile.bench.cases import Case
 from flashtile.reference import RUNGS, command, flash2, rung
 
@@ -125,11 +127,12 @@ def ncu(monkeypatch):
     entries, describe = command._entries, machine.describe
     monkeypatch.setattr(command, "_entries", lambda case, device, quick, rungs: entries(case, CPU, quick, rungs))
     monkeypatch.setattr(machine, "describe", lambda device: describe(CPU))
+    monkeypatch.setattr(machine, "gpu_readings", lambda device: {})
     return lambda program: monkeypatch.setattr(command, "NCU", (sys.executable, "-c", program))
 
 
-def measured(rungs):
-    return command.show(SMALL, torch.device("cuda"), quick=True, measure=True, rungs=rungs)
+def measured(rungs, **options):
+    return command.show(SMALL, torch.device("cuda"), quick=True, measure=True, rungs=rungs, **options)
 
 
 def test_ncu_and_what_it_runs_are_stopped(ncu, monkeypatch, capsys):
@@ -157,12 +160,88 @@ def test_what_ncu_counts_is_shown(ncu, shown, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_rung_that_ncu_misses_does_not_spoil_the_others(ncu, shown, capsys):
+def test_a_rung_that_ncu_misses_does_not_spoil_the_others(ncu, shown, capsys, tmp_path):
     ncu(f"print({ncu_output(COUNTED[1:], [('1,500,000', '2,500,000')] * 2)!r}); print('left out')")
-    assert measured(COUNTED) == 1
+    assert measured(COUNTED, json_path=tmp_path / "run.json") == 1
     assert re.search(r"1 +standard attention +standard +[\d.]+ MB +— +—", shown.getvalue())
     assert re.search(r"3 +FlashAttention-2, PyTorch +flash2 +[\d.]+ MB +1\.5 MB +2\.5 MB", shown.getvalue())
     assert "left out" in capsys.readouterr().err
+    assert command.show_stored(tmp_path / "run.json", None) == 0
+    table = rows(capsys.readouterr().out)
+    assert table[0][-2:] == ["HBM carried", "L2 was asked for"]
+    assert [row[-2:] for row in table[2:]] == [["—", "—"], ["1.5 MB", "2.5 MB"], ["1.5 MB", "2.5 MB"]]
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "ladder.md"
+
+
+def rows(text):
+    """The cells of a Markdown table: its header, the ruler, its rows."""
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+
+
+def test_a_stored_run_has_all_that_is_printed(shown, tmp_path):
+    path = tmp_path / "results" / "run.json"
+    assert command.show(SMALL, CPU, quick=True, json_path=path) == 0
+    run = report.read(path)
+    assert run["suite"] == "ladder" and run["machine"]["device"] == machine.describe(CPU)["device"]
+    (cell,) = run["cells"]
+    assert Case(**cell["case"] | {"work": SMALL.work}) == SMALL and cell["bytes"] == SMALL.bytes
+    assert list(cell["results"]) == [each.key for each in RUNGS]
+    for each in RUNGS:
+        found = cell["results"][each.key]
+        assert (found["number"], found["title"]) == (each.number, each.title)
+        if reason := each.available(CPU):
+            assert found["refusal"] == reason and "median_us" not in found
+        else:
+            assert 0 < found["low_us"] <= found["median_us"] <= found["high_us"]
+            assert found["formula_bytes"] == each.bytes_moved(SMALL)
+            assert 0 < found["errors"]["out"]["found"] <= found["errors"]["out"]["allowed"]
+
+
+def test_a_stored_run_becomes_the_table_of_the_page(shown, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASHTILE_COMMIT", "0123456789abcdef")
+    path, page = tmp_path / "run.json", tmp_path / "ladder.md"
+    refusing = dataclasses.replace(COUNTED[2], available=lambda device: "needs more")
+    command.show(SMALL, CPU, quick=True, json_path=path, rungs=[*COUNTED[:2], refusing])
+    run = report.read(path)
+    results = run["cells"][0]["results"]
+    results["standard"] |= dict(median_us=1234567.0, low_us=1234567.0, high_us=1234567.0, tflops=0.7654)
+    results["flash1"] |= dict(median_us=20.0, low_us=19.0, high_us=22.0, tflops=591.3, formula_bytes=2215e6)
+    report.write(path, run)
+    shutil.copy(PAGE, page)
+    for _ in range(2):  # the second time replaces the first
+        assert command.show_stored(path, page) == 0
+    (before, _, after), (kept_before, text, kept_after) = (
+        re.split(f"{report.BEGIN}\n(.*)\n{report.END}", each.read_text(), flags=re.DOTALL) for each in (PAGE, page)
+    )
+    assert (kept_before, kept_after) == (before, after)
+    assert text.startswith(f"{SMALL}; the least is 0.0 MB. Measured on ") and "at 0123456789ab, torch" in text
+    assert rows(text) == [
+        ["rung", "time", "TFLOP/s", "bytes by formula"],
+        ["---|---|---:|---:|---:"],
+        ["1", "standard attention", "1,234.57 ms ±0%", "0.765", "0.1 MB"],
+        ["2", "FlashAttention-1, PyTorch", "20.0 µs ±8%", "591", "2,215.0 MB"],
+    ]
+    assert text.endswith(f"\n- flash2 did not run {SMALL}: needs more")
+
+
+def test_a_run_of_the_benchmark_is_refused(tmp_path):
+    path = tmp_path / "cpu.json"
+    report.write(path, report.to_record("cpu", {}, []))
+    with pytest.raises(ValueError, match=r"^ladder: .*cpu\.json has suite 'cpu', expected 'ladder'"):
+        command.show_stored(path, None)
+
+
+STORED = sorted((PAGE.parents[1] / "benchmarks" / "results").glob("h200-ladder-*.json"))
+
+
+@pytest.mark.skipif(not STORED, reason="no run of an H200 is stored")
+def test_the_page_shows_the_newest_stored_run(tmp_path):
+    page = tmp_path / "ladder.md"
+    shutil.copy(PAGE, page)
+    command.show_stored(STORED[-1], page)
+    assert page.read_text() == PAGE.read_text()
 
 
 def test_once_runs_each_rung_and_leaves_out_what_fails(capsys):

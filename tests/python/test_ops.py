@@ -193,11 +193,12 @@ def test_max_seqlen_may_be_a_tensor_or_known_at_run_time_alone():
         assert_bitwise(compiled(lambda longest: function(longest.item()))(torch.tensor(130)), expected)
 
 
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.float64])
-def test_autocast(dtype):
-    q, k, v = (x.to(dtype) for x in Case("autocast", dtype=F32).tensors())
+def test_autocast(dtype, device):
+    q, k, v = (x.to(dtype) for x in Case("autocast", dtype=F32).tensors(device))
     for inputs in ((q, k, v), (q, k.to(F16), v)):
-        with torch.autocast("cpu", dtype=BF16):
+        with torch.autocast(device, dtype=BF16):
             expected = flashtile.attention(*inputs)
             found = compiled(flashtile.attention)(*inputs)
         assert found.dtype == expected.dtype
@@ -228,7 +229,7 @@ def test_deterministic_is_asked_when_backward_runs(monkeypatch):
 
 
 def dropout(q, k, v):
-    return flashtile.attention(q * 1.5, k, v, dropout_p=0.3).sin()
+    return flashtile.attention(q * 1.5, k, v, dropout_p=0.3, deterministic=True).sin()
 
 
 def seeded_gradients(function, inputs, seed=1):
@@ -238,9 +239,10 @@ def seeded_gradients(function, inputs, seed=1):
     return out, *torch.autograd.grad(out.square().sum(), inputs)
 
 
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_each_run_draws_another_seed_that_manual_seed_repeats(backend):
-    inputs = Case("dropout", dtype=F32).tensors(requires_grad=True)
+def test_each_run_draws_another_seed_that_manual_seed_repeats(backend, device):
+    inputs = Case("dropout", dtype=BF16).tensors(device, requires_grad=True)
     call = compiled(dropout, backend)
     first = seeded_gradients(call, inputs)
     assert not torch.equal(call(*inputs), call(*inputs))
@@ -255,8 +257,9 @@ def test_each_run_draws_another_seed_that_manual_seed_repeats(backend):
     assert_all_bitwise(outside, first)
 
 
-def test_eager_checkpoints_of_either_kind():
-    inputs = Case("dropout", dtype=F32).tensors(requires_grad=True)
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_eager_checkpoints_of_either_kind(device):
+    inputs = Case("dropout", dtype=BF16).tensors(device, requires_grad=True)
     _, *expected = seeded_gradients(dropout, inputs)
     for reentrant in (True, False):
         torch.manual_seed(1)
@@ -406,41 +409,58 @@ class Model(torch.nn.Module):
         return flashtile.attention(q, k, v, causal=True).flatten(2)
 
 
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
 @pytest.mark.parametrize("strict", [False, True])
-def test_export(strict):
-    model, memory = Model(), io.BytesIO()
+def test_export(strict, device):
+    model, memory = Model().to(device, BF16), io.BytesIO()
+    x, other = (torch.randn(2, length, 64, dtype=BF16, device=device) for length in (10, 33))
     lengths = {"x": {1: torch.export.Dim("S", min=2, max=500)}}
-    program = torch.export.export(model, (torch.randn(2, 10, 64),), dynamic_shapes=lengths, strict=strict)
+    program = torch.export.export(model, (x,), dynamic_shapes=lengths, strict=strict)
     torch.export.save(program, memory)
     memory.seek(0)
     loaded = torch.export.load(memory)
     assert torch.ops.flashtile.attention.default in [node.target for node in loaded.graph.nodes]
-    x = torch.randn(2, 33, 64)
-    assert_bitwise(loaded.module()(x), model(x))
+    assert_bitwise(loaded.module()(other), model(other))
 
 
 class Layer(torch.nn.Module):
-    """Attention within x, (B, S, 3, H, D), and over a cache into which it writes x."""
+    """Attention of four heads over two within x, (B, S, 8, D), and over a cache into which it writes x."""
 
     def __init__(self):
         super().__init__()
-        self.sinks = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
+        self.sinks = torch.nn.Parameter(torch.linspace(-1, 1, 4))
 
     def forward(self, x, k_cache, v_cache, held):
-        q, k, v = (x * 2).unbind(2)
-        out, lse = flashtile.attention(q, k, v, window=(7, 0), softcap=9.0, sinks=self.sinks, return_lse=True)
+        q, k, v = (x * 2).split([4, 2, 2], dim=2)
+        scores = dict(causal=True, window=(7, None), softcap=9.0, sinks=self.sinks)
+        out, lse = flashtile.attention(q, k, v, return_lse=True, **scores)
         return flashtile.attention_kvcache(q, k_cache, v_cache, cache_seqlens=held, k_new=k, v_new=v) + out, lse
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler, expected g++")
-def test_aot_inductor(tmp_path):
+@pytest.fixture
+def aot_device(request, monkeypatch):
+    """A device for which AOTInductor finds what it compiles and links with."""
+    if shutil.which("g++") is None:
+        pytest.skip("AOTInductor needs a C++ compiler, expected g++")
+    if request.param == "cuda":
+        from torch.utils.cpp_extension import CUDA_HOME
+
+        if CUDA_HOME is None:
+            pytest.skip("AOTInductor needs CUDA's headers, expected nvcc on PATH or CUDA_HOME")
+        monkeypatch.setenv("CUDA_HOME", CUDA_HOME)  # PyTorch links the stub of libcuda only where it is set
+    return request.param
+
+
+@pytest.mark.parametrize("aot_device", DEVICE_PARAMS, indirect=True)
+def test_aot_inductor(aot_device, tmp_path):
     """As C++ that calls the operators through PyTorch's dispatcher, at another length than the exported one too."""
+    options = dict(dtype=BF16, device=aot_device)
 
     def arguments(length):
-        x, caches = torch.randn(2, length, 3, 2, 16), torch.randn(2, 2, 40, 2, 16)
-        return x, *(cache.clone() for cache in caches), ints([0, 5])
+        x, *caches = torch.randn(2, length, 8, 64, **options), *torch.randn(2, 2, 40, 2, 64, **options)
+        return x, *(cache.clone() for cache in caches), ints([0, 5], aot_device)
 
-    model = Layer().requires_grad_(False)
+    model = Layer().requires_grad_(False).to(aot_device)
     lengths = dict(x={1: torch.export.Dim("S", min=2, max=30)}, k_cache=None, v_cache=None, held=None)
     program = torch.export.export(model, arguments(10), dynamic_shapes=lengths, strict=False)
     path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
@@ -476,7 +496,8 @@ def test_make_fx(mode):
     assert_bitwise(graph(*others), flashtile.attention(*others))
 
 
-def test_a_selective_checkpoint_may_keep_attention(monkeypatch):
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_a_selective_checkpoint_may_keep_attention(device, monkeypatch):
     calls = []
 
     def forward(*arguments):
@@ -485,7 +506,7 @@ def test_a_selective_checkpoint_may_keep_attention(monkeypatch):
 
     kernel = _C.forward_with_lse
     monkeypatch.setattr(_C, "forward_with_lse", forward)
-    inputs = Case("kept", dtype=F32).tensors(requires_grad=True)
+    inputs = Case("kept", dtype=BF16).tensors(device, requires_grad=True)
 
     def policy(context, op, *args, **kwargs):
         return CheckpointPolicy.MUST_SAVE if op.namespace == "flashtile" else CheckpointPolicy.MUST_RECOMPUTE
@@ -496,23 +517,26 @@ def test_a_selective_checkpoint_may_keep_attention(monkeypatch):
     assert_all_bitwise(found, seeded_gradients(dropout, inputs))
 
 
-@pytest.mark.parametrize("case", [CASES[3], CASES[-1]], ids=str)
-def test_transforms_of_gradients(case):
-    inputs, options = differentiable(case)
-    out, lse = attend(case, inputs, options, return_lse=True)
+@pytest.mark.parametrize("case, device", on_devices([CASES[3], CASES[4], CASES[8], CASES[-1]]))
+def test_transforms_of_gradients(case, device):
+    inputs, options = differentiable(case, device)
+    options |= dict(return_lse=True, deterministic=True)
+    out, lse = attend(case, inputs, options)
     incoming = case.incoming(out, lse)
     expected = torch.autograd.grad([out, lse], inputs, incoming)
     given = [x.detach() for x in inputs]
-    _, pull_back = torch.func.vjp(lambda *x: attend(case, x, options, return_lse=True), *given)
+    _, pull_back = torch.func.vjp(lambda *x: attend(case, x, options), *given)
     assert_all_bitwise(pull_back(tuple(incoming)), expected)
 
 
-def test_gradients_of_each_sample():
-    q, k, v = Case("samples", dtype=F32, batch=3).tensors()
-    sinks = torch.tensor([1.0, -1.0])
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_gradients_of_each_sample(device):
+    q, k, v = Case("samples", dtype=BF16, batch=3).tensors(device)
+    sinks = torch.tensor([1.0, -1.0], device=device)
 
     def loss(sinks, q, k, v):
-        return flashtile.attention(q[None], k[None], v[None], sinks=sinks).square().sum()
+        inputs = (x[None] for x in (q, k, v))
+        return flashtile.attention(*inputs, sinks=sinks, deterministic=True).square().sum()
 
     found = torch.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=(None, 0, 0, 0))(sinks, q, k, v)
     for i in range(3):

@@ -127,10 +127,7 @@ def show_stored(
         here = page.parent if page else Path()
         links = [Path(os.path.relpath(picture, here)).as_posix() for picture in pictures] or [None] * len(records)
         text = "\n\n".join(map(report.markdown, records, links))
-    if page is None:
-        print(text)
-    else:
-        report.replace_between_marks(page, text)
+    report.publish(text, page)
     return 0
 
 

@@ -49,7 +49,7 @@ def write(path: Path, record: Record) -> None:
 def read(path: Path) -> Record:
     record = json.loads(path.read_text())
     if record.get("format") != FORMAT:
-        raise ValueError(f"bench: {path} has format {record.get('format')}, expected {FORMAT}")
+        raise ValueError(f"{path} has format {record.get('format')}, expected {FORMAT}")
     return record
 
 
@@ -67,12 +67,19 @@ def table(record: Record) -> Group:
 def markdown(record: Record, picture: str | None = None) -> str:
     """For a page: a heading, a sentence on where the numbers come from, the picture, the table, the summary, notes."""
     grid = Grid(record)
-    ruler = "|" + "---|" * grid.words + "---:|" * (len(grid.header) - grid.words)
-    lines = [f"| {' | '.join(row)} |" for row in [grid.header, *grid.rows]]
-    table = "\n".join([lines[0], ruler, *lines[1:]])
+    table = markdown_table(grid.header, grid.rows, words=grid.words)
     below = "\n".join(f"- {line}" for line in summary_lines(record) + remarks(record))
     drawn = [f"![{grid.title}]({picture})"] if picture else []
-    return "\n\n".join([f"## Suite {record['suite']}", f"{grid.title}. {_source(record)}", *drawn, table, below])
+    cost = "bytes" if record["suite"] == "memory" else "time"
+    said = f"{grid.title}. {source(record)}; `/ peer` is the peer's {cost} over flashtile's."
+    return "\n\n".join([f"## Suite {record['suite']}", said, *drawn, table, below])
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, words: int) -> str:
+    """The first `words` columns are not numbers, and stand to the left."""
+    ruler = "|" + "---|" * words + "---:|" * (len(header) - words)
+    first, *others = (f"| {' | '.join(row)} |" for row in (header, *rows))
+    return "\n".join([first, ruler, *others])
 
 
 def brief(records: Sequence[Record]) -> str:
@@ -146,12 +153,15 @@ def remarks(record: Record) -> list[str]:
     return lines + wrong
 
 
-def replace_between_marks(page: Path, text: str) -> None:
-    """Puts `text` between the result marks of a page."""
+def publish(text: str, page: Path | None) -> None:
+    """Prints `text`, or puts it between the result marks of a page."""
+    if page is None:
+        print(text)
+        return
     before, begin, rest = page.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"bench: {page} has no {BEGIN} … {END}")
+        raise ValueError(f"{page} has no {BEGIN} … {END}")
     page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
@@ -173,8 +183,8 @@ class Grid:
         read = record["machine"].get("read_gb_s")
         of_read = [OF_READ] if read else []
 
-        spread = [] if record["suite"] == "memory" else ["median ± spread"]
-        self.title = ", ".join([f"suite {record['suite']}", *shared, unit, *spread])
+        statistic = [] if record["suite"] == "memory" else ["median ± spread"]
+        self.title = ", ".join([f"suite {record['suite']}", *shared, unit, *statistic])
         self.words = 2 + len(columns)
         self.header = ["shape", "mask", *columns, *names, *(f"/ {name}" for name in peers + best), *of_read]
         self.rows = [
@@ -217,9 +227,12 @@ def _value(result: Record | None, measure: Measure) -> str:
     if (number := measure(result)) is None:
         return "wrong"
     text = f"{number:.0f}" if number >= 100 else f"{number:.1f}"
-    if "median_us" not in result:
-        return text
-    return f"{text} ±{(result['high_us'] - result['low_us']) / 2 / result['median_us']:.0%}"
+    return f"{text} {spread(result)}" if "median_us" in result else text
+
+
+def spread(result: Record) -> str:
+    """Of the rounds of a contestant that was timed: half the distance from the 20th to the 80th percentile."""
+    return f"±{(result['high_us'] - result['low_us']) / 2 / result['median_us']:.0%}"
 
 
 def _summary(suite: str, machine: dict[str, Any], cells: Sequence[Cell]) -> Record:
@@ -321,14 +334,15 @@ def _entry_record(entry: Entry, case: Case) -> Record:
     return result
 
 
-def _source(record: Record) -> str:
+def source(record: Record) -> str:
+    """Where, when and with what a run was measured: a sentence without its full stop."""
     machine = record["machine"]
     versions = f"torch {machine['torch']}" + (f", cuDNN {machine['cudnn']}" if machine.get("cudnn") else "")
     for peer, version in machine.get("peers", {}).items():
         versions += f", {peer} {version}"
     commit = machine["commit"][:12] or "an unknown commit"
-    cost, rounds = ("bytes", "") if record["suite"] == "memory" else ("time", " in interleaved rounds")
+    rounds = "" if record["suite"] == "memory" else " in interleaved rounds"
     return (
         f"Measured on {machine['device']} on {machine['date'][:10]}{rounds}, flashtile "
-        f"{machine['flashtile']} at {commit}, {versions}; `/ peer` is the peer's {cost} over flashtile's."
+        f"{machine['flashtile']} at {commit}, {versions}"
     )

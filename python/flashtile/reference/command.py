@@ -10,20 +10,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
-from rich import box
-from rich.markup import escape
-from rich.table import Table
 
-from flashtile.bench import machine, timing
+from flashtile.bench import machine, report, timing
 from flashtile.bench.cases import Case, make_inputs
 from flashtile.bench.command import wide_console
 from flashtile.bench.peers import Peer
 from flashtile.bench.run import Entry, by_time, run_cell
-from flashtile.reference import RUNGS, Rung, rung
+from flashtile.reference import RUNGS, Rung, record, rung
+from flashtile.reference.record import METRICS
 
-METRICS = ("dram__bytes.sum", "lts__t_bytes.sum")  # what HBM carried, and what L2 was asked for
 # A rung is a range: all that is between a start and a stop of the profiler, counted as one, kernels and caches being as
 # they are without ncu. `once` clears the caches before each. With ranges ncu refuses --profile-from-start: nothing else
 # is counted anyway. Should it need several passes, it runs the program several times.
@@ -34,25 +32,27 @@ NCU_LINES = 40  # of the end of what it printed, where that was not what we expe
 
 
 def show(
-    case: Case, device: torch.device, *, quick: bool = False, measure: bool = False, rungs: Sequence[Rung] = RUNGS
+    case: Case,
+    device: torch.device,
+    *,
+    quick: bool = False,
+    measure: bool = False,
+    json_path: Path | None = None,
+    rungs: Sequence[Rung] = RUNGS,
 ) -> int:
     """Prints the table; returns the exit status, 1 where a rung was wrong. With `measure` a second table follows, of
-    the bytes that ncu counts; the status is 1 as well where one is missing."""
+    the bytes that ncu counts; the status is 1 as well where one is missing. With `json_path` all of it is stored."""
     console = wide_console()
     if measure and (device.type != "cuda" or shutil.which(NCU[0]) is None):
         console.print("ladder: --measure needs an NVIDIA GPU, and ncu (Nsight Compute) on PATH")
         return 2
-    entries = _entries(case, device, quick, rungs)
     facts = machine.describe(device)
     console.print(f"{facts['device']}, torch {facts['torch']}, flashtile {facts['flashtile']} {facts['commit']}")
-    table = _table(f"the ladder, {case}", "time", "TFLOP/s", "bytes by formula", "of the least", "error", "allowed")
-    table.add_column("")
-    for each in rungs:
-        entry = entries[each.key]
-        table.add_row(
-            *_name_cells(each), *_time_cells(entry, case), *_bytes_cells(each, entry, case), *_error_cells(entry)
-        )
-    console.print(table)
+    entries = _entries(case, device, quick, rungs)
+    if device.type == "cuda":
+        facts["readings_after"] = machine.gpu_readings(device)
+    run = record.to_record(facts, case, entries, rungs)
+    console.print(record.table(run))
     console.print(
         "error: the largest against float64, over one KV head. bytes: between HBM and the multiprocessors, if no cache "
         "helped; the least is Q, K, V and O once. docs/ladder.md explains both."
@@ -63,10 +63,23 @@ def show(
         console.print(f"Now ncu counts the bytes of {len(ran)} rungs, which may take some minutes.")
         torch.cuda.empty_cache()  # they run again in another process
         counts = count(ran, case)
+        record.add_counts(run, counts)
         if counts:
-            console.print(_counts_table(ran, counts, case))
+            console.print(record.counts_table(run))
         failed = failed or not _complete(counts, ran)
+    if json_path:
+        report.write(json_path, run)
+        console.print(f"stored in {json_path}")
     return 1 if failed else 0
+
+
+def show_stored(path: Path, page: Path | None) -> int:
+    """Prints a stored run as Markdown, or puts it between the result marks of `page`."""
+    run = report.read(path)
+    if run["suite"] != record.SUITE:
+        raise ValueError(f"ladder: {path} has suite {run['suite']!r}, expected {record.SUITE!r}")
+    report.publish(record.markdown(run), page)
+    return 0
 
 
 def once(keys: Sequence[str], case: Case, device: torch.device) -> int:
@@ -185,55 +198,5 @@ def _peer(each: Rung) -> Peer:
     return Peer(each.key, lambda q, k, v, case: each.attention(q, k, v, causal=case.causal))
 
 
-def _table(title: str, *headings: str) -> Table:
-    """Of a row for each rung, which begins with `_name_cells`."""
-    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column("", justify="right")
-    table.add_column("rung")
-    table.add_column("key")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
-
-
-def _counts_table(rungs: Sequence[Rung], counts: dict[str, dict[str, float]], case: Case) -> Table:
-    table = _table("counted by ncu", "bytes by formula", *METRICS)
-    for each in rungs:
-        found = counts.get(each.key, {})
-        cells = [_megabytes(found[metric]) if metric in found else "—" for metric in METRICS]
-        table.add_row(*_name_cells(each), _megabytes(each.bytes_moved(case)), *cells)
-    return table
-
-
 def _complete(counts: dict[str, dict[str, float]], rungs: Sequence[Rung]) -> bool:
     return all(len(counts.get(each.key, {})) == len(METRICS) for each in rungs)
-
-
-def _name_cells(each: Rung) -> list[str]:
-    return [str(each.number), each.title, each.key]
-
-
-def _megabytes(number: float) -> str:
-    return f"{number / 1e6:,.1f} MB"
-
-
-def _time_cells(entry: Entry, case: Case) -> list[str]:
-    if entry.timing is None:
-        return ["—", "—"]
-    seconds = entry.timing.median
-    time = f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
-    return [time, f"{case.flops / seconds / 1e12:.3g}"]
-
-
-def _bytes_cells(each: Rung, entry: Entry, case: Case) -> list[str]:
-    if entry.refusal:
-        return ["—", "—"]
-    moved = each.bytes_moved(case)
-    return [_megabytes(moved), f"{moved / case.bytes:.2f}×"]
-
-
-def _error_cells(entry: Entry) -> list[str]:
-    if entry.refusal:
-        return ["—", "—", escape(entry.refusal)]
-    (verdict,) = entry.verdicts
-    return [f"{verdict.error:.2e}", f"{verdict.allowed:.2e}", "" if verdict.ok else "WRONG"]
