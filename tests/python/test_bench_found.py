@@ -14,7 +14,7 @@ import flashtile.compat
 from flashtile.bench import command, decode, found, run, timing
 from flashtile.bench.cases import Case, Work, make_inputs
 from flashtile.bench.oracle import attention_float64
-from flashtile.bench.peers import MATH, OURS, Peer
+from flashtile.bench.peers import MATH, OURS, RECORDED, Peer
 from flashtile.compat import flash_attn, flash_attn_interface
 
 CPU = torch.device("cpu")
@@ -46,6 +46,7 @@ class FlashAttention4(types.ModuleType):
 
     @staticmethod
     def flash_attn_func(q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, num_splits=1):
+        assert num_splits == 1, "SplitKV not supported"
         return dense(q, k, v, causal), None
 
     @staticmethod
@@ -135,6 +136,7 @@ class BlockDiagonalMask:
 
 def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=None):
     assert query.shape[2:-1] == key.shape[2:-1] == value.shape[2:-1]
+    assert query.dim() == 4 or not query.requires_grad, "no backward in five dimensions"
     q, k, v = (x.flatten(2, -2) for x in (query, key, value))
     if isinstance(attn_bias, BlockDiagonalMask):
         parts = zip(*(x.split(attn_bias.lengths, dim=1) for x in (q, k, v)), strict=True)
@@ -179,6 +181,24 @@ def test_every_adapter_is_right_in_one_case_after_another(name):
             assert entry == run.Entry(name, refusal="FlashInfer has no backward")
         else:
             assert not entry.refusal and not entry.wrong and entry.timing, (case, entry)
+
+
+def test_flash_attention_4_divides_keys_where_it_has_a_kernel_for_it(monkeypatch):
+    asked = []
+    module = types.SimpleNamespace(flash_attn_func=lambda q, k, v, **options: asked.append(options) or (q, None))
+    on_gpu = types.SimpleNamespace(device=torch.device("cuda"))
+    _, k, v, _ = make_inputs(CACHED[0], CPU)
+    for capability in ((9, 0), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, here=capability: here)
+        found.FlashAttention(module)(on_gpu, k, v, CACHED[0])
+    assert asked == [{"causal": True}, {"causal": True, "num_splits": 0}, {"causal": True}]
+
+
+@pytest.mark.parametrize("work", RECORDED)
+def test_flashinfer_is_not_measured_in_what_it_does_not_record(work):
+    case = Case.square(1, 16, 2, 16, dtype="float32", work=work)
+    with pytest.raises(NotImplementedError, match="no backward"):
+        ADAPTERS["FlashInfer"]()(*make_inputs(case, CPU)[:3], case)
 
 
 def test_no_adapter_is_asked_for_a_window():

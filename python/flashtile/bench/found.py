@@ -93,7 +93,9 @@ class FlashAttention:
         if hasattr(self._module, "flash_attn_with_kvcache"):
             return self._module.flash_attn_with_kvcache(q, k, v, **decode.arguments(case, q.device))
         # FlashAttention-4 has no function of a cache. The caches here are full, so attention is all that is missing.
-        return self._module.flash_attn_func(q, k, v, causal=case.causal, num_splits=0)
+        # Where it has no kernel that divides keys among thread blocks, it refuses to be asked for one.
+        splits = {"num_splits": 0} if _has_tensor_memory(q.device) else {}
+        return self._module.flash_attn_func(q, k, v, causal=case.causal, **splits)
 
 
 class FlashInfer:
@@ -107,7 +109,7 @@ class FlashInfer:
         self._case: Case | None = None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
-        if case.work is Work.BACKWARD:
+        if case.work in RECORDED:
             raise NotImplementedError("FlashInfer has no backward")
         if case != self._case:
             self._case = None  # where planning fails, nothing is planned
@@ -144,8 +146,8 @@ class FlashInfer:
 
 
 class XFormers:
-    """xFormers' memory_efficient_attention, which takes the kernel that it finds best. Of grouped heads it wants five
-    dimensions, and each KV head once for every query head, which an expanded view is."""
+    """xFormers' memory_efficient_attention, which takes the kernel that it finds best. Of grouped heads it wants each
+    KV head once for every query head: in five dimensions an expanded view is enough, but these have no backward."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -160,8 +162,11 @@ class XFormers:
             q, k, v = (t.unsqueeze(0) for t in (q, k, v))
         if case.heads_q != case.heads_k:
             group = case.heads_q // case.heads_k
-            q = q.unflatten(2, (case.heads_k, group))
             k, v = (t.unsqueeze(3).expand(-1, -1, -1, group, -1) for t in (k, v))
+            if case.work in RECORDED:
+                k, v = k.flatten(2, 3), v.flatten(2, 3)
+            else:
+                q = q.unflatten(2, (case.heads_k, group))
         return self._module.memory_efficient_attention(q, k, v, attn_bias=self._bias).reshape(shape)
 
     def _bias_of(self, case: Case, device: torch.device) -> Any:
@@ -185,6 +190,11 @@ def _free_bytes(device: torch.device) -> int:
     """Of a GPU's memory, what PyTorch keeps for later among it."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def _has_tensor_memory(device: torch.device) -> bool:
+    """Whether the device is a data centre's Blackwell GPU."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (10, 11)
 
 
 def _page_size(case: Case) -> int:
