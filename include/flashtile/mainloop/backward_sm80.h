@@ -215,8 +215,12 @@ struct BackwardMainloopSm80 {
     int m_block;
   };
 
-  /// Place of a tile's rows in the workspace, in tiles.
-  CUTE_DEVICE std::int64_t tile_of(Step step) const { return work.workspace_tile(params, step.head, step.m_block); }
+  /// Place of a tile's rows in the workspace, in tiles: as work.workspace_tile has it, without a register to keep.
+  CUTE_DEVICE std::int64_t tile_of(Step step) const {
+    const bool ragged = params.ragged_keys.given();
+    return step.m_block + (ragged ? params.workspace_tile(work.batch, step.head, work.sequence.q)
+                                  : params.workspace_tile(work.batch, step.head));
+  }
 
   /// A role's tile of keys: K, or V.
   CUTE_DEVICE void load_keys() const {
