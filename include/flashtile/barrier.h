@@ -1,4 +1,5 @@
-// The register of barriers: which there are, who arrives and who waits for what. Hopper kernels only.
+// The register of barriers: which there are, who arrives and who waits for what. Hopper kernels only. HandOut has some
+// of its own, and the two passes of the backward a named one between them.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -26,7 +27,8 @@ struct RingCursor {
 
 /// Stages of shared memory that a producer fills by TMA and consumers empty, in the same order.
 ///
-///   full[s]   the producer thread arrives with the bytes it expects, the TMA engine with the bytes; consumers wait
+///   full[s]   the producer thread arrives with the bytes it expects, perhaps none, the TMA engine with the bytes;
+///             consumers wait
 ///   empty[s]  consumers arrive; the producer waits
 template <int kStages>
 struct Ring {

@@ -160,7 +160,7 @@ struct BackwardParams {
   int n_blocks;       // tiles of keys in one head
   int heads_at_once;  // KV heads whose key blocks take turns: see KeyBlock
   RaggedTiles ragged_queries, ragged_keys;
-  int* taken;  // blocks of keys that thread blocks have taken
+  int* taken;  // blocks of keys, and tiles of queries of a second pass, that thread blocks have taken; see RaggedTiles
   BackwardWorkspace workspace;
   void* memory;  // of `workspace`
 
@@ -186,7 +186,7 @@ struct BackwardParams {
     }
   };
 
-  /// For kernels with a thread block for each tile: whether there is one for block `index`, and which.
+  /// The tiles of queries in the order in which kernels take them: whether there is one `index`, and which.
   FLASHTILE_HOST_DEVICE bool find_query_tile(unsigned index, QueryTile& tile) const {
     if (ragged_queries.given()) {
       RaggedTile found;

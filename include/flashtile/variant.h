@@ -28,7 +28,7 @@ struct Variant {
   constexpr bool two_passes() const { return arch == Arch::kSm90 && head_dim > 128; }
   /// Of a backward kernel for Hopper: whether one pass forms all gradients.
   constexpr bool one_pass() const { return arch == Arch::kSm90 && !two_passes(); }
-  /// Of a backward kernel: whether its thread blocks may take several blocks of keys, one after the other.
+  /// Of a backward kernel of one pass: whether its thread blocks may take several blocks of keys of a dense batch.
   constexpr bool may_loop() const { return arch == Arch::kSm90 && !two_passes() && !every_option; }
   /// Of a backward kernel: in how many parts, each by threads of its own, a tile of dQ is added up in memory.
   constexpr int parts_of_dq() const { return two_passes() ? 0 : arch == Arch::kSm90 ? 2 : warps; }

@@ -1,4 +1,4 @@
-// Before a backward kernel: what it needs of each row, the beginning of dQ, and the gradients of the sinks.
+// Before a backward kernel: what it needs of each row, lists of ragged tiles, the beginning of dQ, gradients of sinks.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -20,7 +20,7 @@ struct BackwardPrepareParams {
   int lists;  // 2, of a dense batch 0
 };
 
-/// The entry to which a place belongs, as Spans::entry_of has it, by all lanes of a warp: 32 entries at a time.
+/// The entry of a place, as Spans::entry_of has it, by a whole warp: the lists are only being written at this time.
 __device__ inline int entry_of_place(Spans const& spans, int place, int tile) {
   int low = 0, high = spans.entries();
   while (high - low > 1) {

@@ -12,8 +12,8 @@
 #include "flashtile/launch.h"
 #include "flashtile/mainloop/backward_keys_sm90.h"
 #include "flashtile/mainloop/backward_queries_sm90.h"
+#include "flashtile/mainloop/hand_out.h"
 #include "flashtile/params.h"
-#include "flashtile/scheduler/hand_out.h"
 #include "flashtile/tensor_map.h"
 
 namespace flashtile {
@@ -29,7 +29,7 @@ struct BackwardTwoPassSm90 {
   using KeyBlock = typename OfKeys::Work;
   using QueryTile = BackwardParams::QueryTile;
   static constexpr int kConsumers = 256;  // threads
-  // Of a thread: 504 among the three warpgroups. With 240 consumers would have a few to spare, and a producer too few.
+  // Of a thread: 504 among the three warpgroups. Consumers need less than 240, and a producer more than 24.
   static constexpr int kRegisters = 232;
   static constexpr int kProducerRegisters = 504 - 2 * kRegisters;
 
@@ -62,7 +62,7 @@ struct BackwardTwoPassSm90 {
   CUTE_DEVICE void hand_out() const {
     BackwardParams const& backward = params.backward;
     int key_blocks = params.key_blocks, query_tiles = params.query_tiles;
-    if (kRagged) {
+    if constexpr (kRagged) {
       key_blocks = min(key_blocks, *backward.ragged_keys.listed * backward.heads_k);
       query_tiles = min(query_tiles, *backward.ragged_queries.listed * backward.heads);
     }
@@ -109,6 +109,7 @@ struct BackwardTwoPassSm90 {
  private:
   /// Between the passes: by the warp of the producer and all consumers.
   CUTE_DEVICE void begin_second_pass() const {
+    __syncwarp();
     cutlass::arch::fence_view_async_shared();  // TMA writes next where threads have
     cutlass::arch::NamedBarrier::sync(32 + kConsumers, 0);
   }
@@ -158,6 +159,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.k));
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.v));
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.dout));
+    cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.statistics));
     shared.init_barriers();
   }
   __syncthreads();

@@ -128,6 +128,7 @@ struct BackwardKeysSm90 {
         at.advance();
         first = false;
         if (left-- == ask_at) ask();
+        __syncwarp();  // no lane may be left behind by two rounds of a barrier
       });
       keys_at.advance();
     }

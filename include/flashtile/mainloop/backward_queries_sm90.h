@@ -64,7 +64,6 @@ struct BackwardQueriesSm90 {
     std::int64_t alibi_batch_stride, alibi_head_stride;
     TileRanges keys;
 
-    Work() = default;
     CUTE_DEVICE Work(BackwardParams const& params, BackwardParams::QueryTile const& tile)
         : tile(tile),
           band(params.band.transposed()),
@@ -128,6 +127,7 @@ struct BackwardQueriesSm90 {
         v_at.advance();
         if (n_block + 1 < blocks.end) load_keys(n_block + 1);
         if (n_block == ask_at) ask();
+        __syncwarp();  // no lane may be left behind by two rounds of a barrier
       }
     }
   };

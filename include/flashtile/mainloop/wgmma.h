@@ -24,17 +24,6 @@ CUTE_DEVICE int uniform(int x) {
   return __shfl_sync(0xffffffff, x, 0);
 }
 
-/// The same of all words of `x`.
-template <class T>
-CUTE_DEVICE T uniform_words(T const& x) {
-  constexpr int kWords = sizeof(T) / sizeof(int);
-  static_assert(sizeof(T) % sizeof(int) == 0);
-  T same;
-  CUTE_UNROLL
-  for (int i = 0; i < kWords; ++i) reinterpret_cast<int*>(&same)[i] = uniform(reinterpret_cast<int const*>(&x)[i]);
-  return same;
-}
-
 /// c = a · b, or c += a · b, asynchronously.
 template <class Mma, class A, class B, class C>
 CUTE_DEVICE void start_matmul(Mma& mma, A const& a, B const& b, C& c, cute::SM90::GMMA::ScaleOut accumulate) {

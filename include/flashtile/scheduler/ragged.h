@@ -29,7 +29,7 @@ struct RaggedTile {
 };
 
 /// The blocks of rows of all sequences, where the host does not know how long they are: a kernel that runs before
-/// (list_tiles) lists them, those with the most work first. Under a mask a sequence is listed in parts, of which the
+/// lists them (list_tiles), those with the most work first. Under a mask a sequence is listed in parts, of which the
 /// first is two thirds of its blocks, the next a half of the rest, and so on: so the last to come is little work, of
 /// whatever sequence, and thread blocks end together.
 ///

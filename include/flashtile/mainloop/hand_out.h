@@ -1,10 +1,25 @@
 // Work for a thread block that takes one piece after the other: a thread of its own finds the next, in time.
 #pragma once
 
+#include <cstring>
+#include <type_traits>
+
 #include "flashtile/barrier.h"
-#include "flashtile/mainloop/wgmma.h"
 
 namespace flashtile {
+
+/// `x` of the first lane, in all lanes of the warp, so that the compiler knows it to be the same: see uniform.
+template <class T>
+CUTE_DEVICE T of_first_lane(T const& x) {
+  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % sizeof(int) == 0);
+  int words[sizeof(T) / sizeof(int)];
+  std::memcpy(words, &x, sizeof(T));
+  CUTE_UNROLL
+  for (int& word : words) word = __shfl_sync(0xffffffff, word, 0);
+  T same;
+  std::memcpy(&same, words, sizeof(T));
+  return same;
+}
 
 /// In shared memory: the piece of work that a thread block is at, and the next, from the thread that finds them to the
 /// warps that take part. The warp that is ahead of the others asks for the next.
@@ -32,7 +47,8 @@ struct HandOut {
     for (unsigned parity = 0;; parity ^= 1) {
       bool there = false;
       ring.fill(at, [&] {
-        there = pieces[at.stage].there = find(pieces[at.stage].work);
+        pieces[at.stage].there = there = find(pieces[at.stage].work);
+        asm volatile("" ::: "memory");  // all of it is written when it is announced
         return 0;
       });
       if (!there) return;
@@ -53,8 +69,9 @@ struct HandOut {
     CUTE_NO_UNROLL
     for (Ring<2>::Cursor at{};; at.advance()) {
       ring.wait_full(at);
+      asm volatile("" ::: "memory");
       if (!pieces[at.stage].there) return;
-      visit(uniform_words(pieces[at.stage].work));
+      visit(of_first_lane(pieces[at.stage].work));
       ring.release_by_warp(at);
     }
   }
