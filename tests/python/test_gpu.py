@@ -295,7 +295,7 @@ def test_key_blocks_of_more_heads_than_take_turns(head_dim):
             assert_bitwise(a[b : b + 1], b_alone, what)
 
 
-@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (96, 72), (128, 128)])
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (96, 72), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (101, 13)}, {"window": (37, None)}], ids=str)
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(500, 500), (150, 900), (900, 150)])
@@ -317,6 +317,40 @@ def test_key_blocks_that_thread_blocks_take_in_turn(
             # The same float32 parts add up in any order: a rounding or two of the result, and of the parts that cancel.
             slack = 1e-4 * b_alone.abs().max().item()
             torch.testing.assert_close(a[b : b + 1], b_alone, rtol=2 * torch.finfo(BF16).eps, atol=slack)
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv"])
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_gradients_that_are_wanted_alone(head_dim, ragged, wanted):
+    """Where there are more blocks than multiprocessors, and in every replay of a graph."""
+    dout, *inputs = (randn(9, 1000, 8, head_dim) for _ in range(4))
+    begins = torch.arange(10, device="cuda", dtype=torch.int32) * 1000
+
+    def gradients(names):
+        q, k, v = (x.requires_grad_(name in names) for name, x in zip("qkv", inputs, strict=True))
+        options = dict(causal=True, deterministic=True)
+        if ragged:
+            tables = dict(cu_seqlens_q=begins, cu_seqlens_k=begins)
+            out = flashtile.attention_varlen(*(x.flatten(0, 1) for x in (q, k, v)), **tables, **options).view_as(dout)
+        else:
+            out = flashtile.attention(q, k, v, **options)
+        return torch.autograd.grad(out, [x for name, x in zip("qkv", (q, k, v), strict=True) if name in names], dout)
+
+    expected = dict(zip("qkv", gradients("qkv"), strict=True))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # as PyTorch asks: once outside the capture, on another stream
+        gradients(wanted)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients(wanted)
+    for _ in range(3):
+        for x in found:
+            x.fill_(7)
+        graph.replay()
+        for name, x in zip(wanted, found, strict=True):
+            assert_bitwise(x, expected[name], f"d{name}")
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
