@@ -537,6 +537,27 @@ def test_a_record_of_another_format_is_refused(tmp_path):
         report.read(path)
 
 
+def test_a_run_of_the_ladder_is_refused(tmp_path):
+    path = tmp_path / "ladder.json"
+    path.write_text('{"format": 1, "suite": "ladder"}')
+    with pytest.raises(ValueError, match=r"^bench: .*ladder\.json has suite 'ladder', expected one of forward, "):
+        command.show_stored([path], None)
+
+
+@pytest.mark.parametrize(
+    "commit, shown",
+    [
+        ("", "an unknown commit"),
+        ("73b236c", "73b236c"),
+        ("0123456789abcdef", "0123456789ab"),
+        ("0123456789abcdef-dirty", "0123456789ab-dirty"),
+    ],
+)
+def test_a_page_says_at_which_commit(commit, shown):
+    machine = {"device": "GPU", "date": "2026-11-23", "flashtile": "1", "torch": "2", "commit": commit}
+    assert f"flashtile 1 at {shown}, torch 2" in report.source({"machine": machine, "suite": "forward"})
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("suite", ["forward", "backward", "host"])
 def test_gpu_suites(suite, tmp_path):

@@ -120,6 +120,9 @@ def show_stored(
 ) -> int:
     """Prints stored runs as Markdown, or puts them between the result marks of `page`; draws them if told where."""
     records = [report.read(path) for path in paths]
+    for path, record in zip(paths, records, strict=True):
+        if record["suite"] not in suites.NAMES:
+            raise ValueError(f"bench: {path} has suite {record['suite']!r}, expected one of {', '.join(suites.NAMES)}")
     pictures = draw(records, plots_folder)
     if brief:
         text = report.brief(records)

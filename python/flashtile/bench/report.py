@@ -337,10 +337,11 @@ def _entry_record(entry: Entry, case: Case) -> Record:
 def source(record: Record) -> str:
     """Where, when and with what a run was measured: a sentence without its full stop."""
     machine = record["machine"]
+    revision, *dirty = machine["commit"].split("-", 1)
     versions = f"torch {machine['torch']}" + (f", cuDNN {machine['cudnn']}" if machine.get("cudnn") else "")
     for peer, version in machine.get("peers", {}).items():
         versions += f", {peer} {version}"
-    commit = machine["commit"][:12] or "an unknown commit"
+    commit = "-".join([revision[:12], *dirty]) or "an unknown commit"
     rounds = "" if record["suite"] == "memory" else " in interleaved rounds"
     return (
         f"Measured on {machine['device']} on {machine['date'][:10]}{rounds}, flashtile "
