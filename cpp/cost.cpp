@@ -1,4 +1,5 @@
 // What a problem takes at the least, whatever kernel serves it.
+#include "flashtile/kvcache.h"
 #include "flashtile/plan.h"
 
 namespace flashtile {
@@ -57,6 +58,12 @@ Cost backward_cost(const Problem& p) {
   // S, dQ and dK are sums over D; dP and dV over D_v. Read: q, k, v, out, dout, lse; written: dq, dk, dv.
   return {.flops = 2 * pairs * (3 * p.head_dim + 2 * p.head_dim_v),
           .bytes = 2 * (n.q + n.k + n.v + n.out) * bytes_of(p.dtype) + n.rows * bytes_of(DType::kFloat32)};
+}
+
+Cost kvcache_cost(const KvcacheProblem& cache) {
+  Problem p = cache.problem.dense();
+  p.seqlen_k = cache.problem.seqlen_k;
+  return forward_cost(p);
 }
 
 }  // namespace flashtile

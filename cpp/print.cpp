@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <string>
 
+#include "flashtile/kvcache.h"
 #include "flashtile/plan.h"
 
 namespace flashtile {
@@ -44,7 +45,13 @@ std::string bound_string(const Cost& cost, bool on_cpu) {
   return format("%s, at %.1f FLOP per byte", intensity < ridge ? "memory" : "arithmetic", intensity);
 }
 
-std::string plan_string(const char* pass, const Plan& plan, const std::string& rows, const Cost& cost, bool built) {
+std::string heads_in_a_row(int heads) {
+  return heads > 1 ? format("; a row is one of %d heads of a query", heads) : "";
+}
+
+/// `further` stands for lines of what only this pass has.
+std::string plan_string(const char* pass, const Plan& plan, const std::string& rows, const Cost& cost, bool built,
+                        const std::string& further = "") {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
   const bool on_cpu = v.arch == Arch::kCpu;
@@ -55,6 +62,7 @@ std::string plan_string(const char* pass, const Plan& plan, const std::string& r
   text +=
       line("tile",
            format("%d rows × %d keys, D up to %d, D_v up to %d", v.tile_m, v.tile_n, v.head_dim, v.head_dim_v) + rows);
+  text += further;
   text += line("grid", on_cpu ? format("%lld tiles, threads: %d", static_cast<long long>(plan.tiles), plan.grid)
                               : format("%d thread blocks of %d threads", plan.grid, v.threads()));
   if (!on_cpu) text += line("shared", format("%d bytes per block, stages: %d", plan.shared_memory, v.stages));
@@ -63,6 +71,22 @@ std::string plan_string(const char* pass, const Plan& plan, const std::string& r
   text += line("traffic", with_prefix(static_cast<double>(cost.bytes)) + "B at the least");
   text += line("bound", bound_string(cost, on_cpu));
   return text;
+}
+
+std::string cache_string(const KvcacheProblem& cache) {
+  std::string text = cache.has_table ? format("for each sequence a table names %d of %d pages of %d rows",
+                                              cache.of_sequence, cache.pages, cache.page_size)
+                                     : format("contiguous, %d rows for each sequence", cache.page_size);
+  if (cache.appends) text += format(", %d new ones %s", cache.seqlen_new, cache.problem.ragged ? "in all" : "each");
+  if (cache.rotary_dim > 0) text += format(", %d elements rotated", cache.rotary_dim);
+  return text;
+}
+
+std::string splits_string(const KvcachePlan& plan) {
+  const char* order = plan.splits_apart ? "at the same time" : "one after the other";
+  if (plan.num_splits > 0) return format("%d of a tile's keys, %s", plan.num_splits, order);
+  if (plan.keys_of_split > 0) return format("of %d keys each, %s", plan.keys_of_split, order);
+  return format("even: the keys of all tiles of a KV head go to %d thread blocks, whatever the lengths", plan.teams);
 }
 
 }  // namespace
@@ -103,13 +127,20 @@ std::string to_string(const Problem& p) {
 }
 
 std::string to_string(const ForwardPlan& plan) {
-  const int packed = plan.packing.heads();
-  const std::string rows = packed > 1 ? format("; a row is one of %d heads of a query", packed) : "";
+  const std::string rows = heads_in_a_row(plan.packing.heads());
   return plan_string("forward", plan, rows, forward_cost(plan.problem), plan.run != nullptr);
 }
 
 std::string to_string(const BackwardPlan& plan) {
   return plan_string("backward", plan, "", backward_cost(plan.problem), plan.run != nullptr);
+}
+
+std::string to_string(const KvcachePlan& plan) {
+  const bool on_cpu = plan.variant.arch == Arch::kCpu;
+  const int heads = on_cpu ? 1 : plan.prefill ? plan.prefill->packing.heads() : plan.problem.group();
+  std::string further = line("cache", cache_string(plan.cache));
+  if (!on_cpu && !plan.prefill) further += line("splits", splits_string(plan));
+  return plan_string("kvcache", plan, heads_in_a_row(heads), kvcache_cost(plan.cache), plan.run != nullptr, further);
 }
 
 }  // namespace flashtile

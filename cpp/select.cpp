@@ -288,17 +288,10 @@ int blocks_of_section(const Problem& p, const Variant& v, const DeviceInfo& devi
   return at_a_time * (v.one_pass() ? 1 : p.group());
 }
 
-/// A dense batch about as large, of caches that are full.
-Problem full_caches(const Problem& problem) {
-  Problem p = problem.dense();
-  p.seqlen_k = problem.seqlen_k;
-  return p;
-}
-
 void select_on_cpu(KvcachePlan& plan, const DeviceInfo& device) {
   const Problem& p = plan.problem;
   plan.tiles = p.heads_q * p.places_q(plan.variant.tile_m);
-  plan.grid = threads_for(plan.tiles, forward_cost(full_caches(p)), device);
+  plan.grid = threads_for(plan.tiles, kvcache_cost(plan.cache), device);
   plan.workspace_bytes = cpu::kvcache_workspace_bytes(plan.cache, plan.variant, plan.grid);
 }
 

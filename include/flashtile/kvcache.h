@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "flashtile/cache.h"
 #include "flashtile/plan.h"
@@ -111,6 +112,11 @@ KvcacheProblem check_kvcache(const char* function, const KvcacheTensors& tensors
 KvcachePlan select_kvcache(const KvcacheProblem& problem, const DeviceInfo& device);
 KvcachePlan plan_kvcache(const char* function, const KvcacheTensors& tensors, const KvcacheOptions& options,
                          const DeviceInfo& device);
+
+/// If every cache is full: the host does not know what they hold.
+Cost kvcache_cost(const KvcacheProblem& problem);
+
+std::string to_string(const KvcachePlan& plan);
 
 /// Appends, rotates and attends. Asynchronous on CUDA; never allocates device memory, never synchronises.
 void run_kvcache(const KvcachePlan& plan, const KvcacheTensors& tensors, void* workspace, Stream stream);

@@ -1,4 +1,4 @@
-// Forward, backward and explain of attention, dense and ragged.
+// Forward and backward of attention, dense and ragged.
 #include <string>
 
 #include "bindings.h"
@@ -20,7 +20,6 @@ struct Names {
 
 constexpr Names kDense = {"attention", "attention backward"};
 constexpr Names kRagged = {"attention_varlen", "attention_varlen backward"};
-constexpr const char* kExplain = "explain";
 
 const Names& names_of(const nb::tuple& options) {
   const bool ragged = nb::len(options) == kOptionCount && !option_of(options, kSequences).is_none();
@@ -77,8 +76,10 @@ Results forward(handle q, handle k, handle v, const nb::tuple& options,
   const char* const function = names_of(options).forward;
   Given given = to_given(function, q, k, v, options);
   ForwardTensors& tensors = given.tensors;
-  const ForwardPlan plan = plan_forward(function, tensors, given.options, device_for(function, tensors.q.device));
+  const DeviceInfo device = device_for(function, tensors.q.device);
+  const ForwardPlan plan = plan_forward(function, tensors, given.options, device);
   const Problem& p = plan.problem;
+  if (explaining()) throw Explained{to_string(plan) + "\n" + to_string(select_backward(p, device))};
   const Results results = {new_out(q, tensors.q, p), make_lse(q, p)};
   tensors.out = tensor_view(function, "out", results.out);
   tensors.lse = optional_view(function, "lse", results.lse);
@@ -128,13 +129,6 @@ void backward(handle dout, handle dlse, handle q, handle k, handle v, handle out
   run_backward(plan, tensors, workspace.get(), stream);
 }
 
-nb::str explain(handle q, handle k, handle v, const nb::tuple& options) {
-  const Given given = to_given(kExplain, q, k, v, options);
-  const ForwardPlan plan =
-      plan_forward(kExplain, given.tensors, given.options, device_for(kExplain, given.tensors.q.device));
-  return nb::str(to_string(plan).c_str());
-}
-
 }  // namespace
 
 void bind_attention(nb::module_& module) {
@@ -150,7 +144,6 @@ void bind_attention(nb::module_& module) {
     const Results results = forward(q, k, v, options, new_lse);
     return nb::make_tuple(results.out, results.lse);
   });
-  bind_forward("explain", explain);
   // For tests of an older GPU's kernels on a newer one.
   module.def("_limit_compute_capability", &limit_compute_capability, nb::arg("limit"));
   module.def("saving_forward", &saving_forward, nb::arg("ctx"), any("q"), any("k"), any("v"), nb::arg("options"),

@@ -11,6 +11,7 @@ void bind_errors(nb::module_& module);     // errors.cpp
 void bind_tensor(nb::module_& module);     // tensor.cpp
 void bind_attention(nb::module_& module);  // attention.cpp
 void bind_kvcache(nb::module_& module);    // kvcache.cpp
+void bind_explain(nb::module_& module);    // explain.cpp
 void bind_info(nb::module_& module);       // info.cpp
 
 }  // namespace flashtile::bindings

@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 #include <memory>
+#include <string>
 
 #include "bindings.h"
 #include "flashtile/plan.h"
@@ -26,6 +27,13 @@ void check_count(const char* function, nb::handle tuple, std::size_t count, cons
 
 /// What select may use: the device as the core knows it, with as many CPU threads as PyTorch may take.
 DeviceInfo device_for(const char* function, Device device);
+
+/// Whether this thread is asked how calls would be computed. Then a call ends when its plan is made, before anything
+/// is allocated or written, by throwing what would be said of it.
+bool explaining();
+struct Explained {
+  std::string text;
+};
 
 /// Of the GPUs that device_for tells of from now on.
 void limit_compute_capability(int limit);

@@ -1,5 +1,6 @@
 """The compiled module. Arguments stand as in C++: every option is given, None stands for one left out."""
 
+from collections.abc import Callable
 from typing import Any, SupportsFloat, SupportsIndex
 
 from torch import Tensor
@@ -46,6 +47,9 @@ _CacheOptions = tuple[
 class Misaligned(NotImplementedError):
     """A CUDA kernel reads 16 bytes at a time, and an operand's address or stride is no multiple of 16 bytes."""
 
+class Explained(BaseException):
+    """Ends a call within `explain`, and says how it would be computed."""
+
 def forward(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor: ...
 def forward_with_lse(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]: ...
 def saving_forward(
@@ -68,7 +72,7 @@ def backward(
 def kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: _CacheTensors, options: _CacheOptions
 ) -> tuple[Tensor, Tensor | None]: ...
-def explain(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> str: ...
+def explain(function: Callable[..., object], *args: Any, **kwargs: Any) -> str | None: ...  # None: no kernel called
 def info() -> dict[str, Any]: ...
 def _enable_exchange(enabled: bool) -> None: ...
 def _limit_compute_capability(limit: int) -> None: ...

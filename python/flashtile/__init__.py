@@ -4,8 +4,9 @@ from importlib.metadata import version as _version
 
 __version__ = _version("flashtile")
 
-from .attention import attention, explain
+from .attention import attention
 from .combine import combine
+from .explain import explain
 from .info import info
 from .kvcache import attention_kvcache
 from .sdpa import scaled_dot_product_attention

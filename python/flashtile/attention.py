@@ -2,9 +2,7 @@
 
 from torch import Tensor
 
-from . import _C
 from ._autograd import attend
-from ._core import aligned, as_float32
 
 Window = tuple[int | None, int | None] | None
 
@@ -95,35 +93,3 @@ def attention(
     """
     options = (alibi_slopes, sinks, causal, window, scale, softcap, dropout_p, seed, deterministic, None)
     return attend("attention", q, k, v, options, return_lse)
-
-
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window: Window = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | None = None,
-    deterministic: bool | None = None,
-    return_lse: bool = False,
-) -> str:
-    """Says how ``attention`` would compute these arguments: kernel, tile, grid, memory, FLOPs, bytes, and why.
-
-    Takes the arguments of :func:`attention` and raises what it raises; computes nothing.
-
-    >>> import torch, flashtile
-    >>> q = torch.randn(1, 1024, 8, 64)
-    >>> print(flashtile.explain(q, q, q, causal=True))  # doctest: +SKIP
-    """
-    sinks = None if sinks is None else as_float32(sinks)
-    options = (alibi_slopes, sinks, causal, window, scale, softcap, dropout_p, seed, deterministic, None)
-    try:
-        return _C.explain(q, k, v, options)
-    except _C.Misaligned:
-        return _C.explain(aligned(q), aligned(k), aligned(v), options)

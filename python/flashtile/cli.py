@@ -27,6 +27,8 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
     explain.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     explain.add_argument("--causal", action="store_true")
+    explain.add_argument("--cache", action="store_true", help="keys stand in a cache with room for S_k rows each")
+    explain.add_argument("--page-size", type=int, help="of a cache in pages, in rows")
     explain.set_defaults(command=_explain)
 
     demo = commands.add_parser("demo", help="is it exact, is it fast, does a model train the same with it?")
@@ -122,11 +124,20 @@ def _explain(options: argparse.Namespace) -> int:
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = {"dtype": getattr(torch, options.dtype), "device": device}
+    rows, cache = (options.B, options.S_k), {}
+    if options.cache or options.page_size is not None:
+        cache = {"cache_seqlens": options.S_k}
+    if options.page_size is not None:
+        if options.page_size < 1:
+            return _refuse(f"explain: --page-size is {options.page_size}, expected at least 1")
+        pages = -(-options.S_k // options.page_size)
+        rows = options.B * pages, options.page_size
+        cache["block_table"] = torch.zeros(options.B, pages, dtype=torch.int32, device=device)
     q = torch.empty(options.B, options.S_q, options.H_q, options.D, **settings)
-    k = torch.empty(options.B, options.S_k, options.H_k, options.D, **settings)
-    v = torch.empty(options.B, options.S_k, options.H_k, options.D_v or options.D, **settings)
+    k = torch.empty(*rows, options.H_k, options.D, **settings)
+    v = torch.empty(*rows, options.H_k, options.D_v or options.D, **settings)
     try:
-        print(flashtile.explain(q, k, v, causal=options.causal))
+        print(flashtile.explain(q, k, v, causal=options.causal, **cache))
     except (ValueError, NotImplementedError) as error:
         return _refuse(error)
     return 0

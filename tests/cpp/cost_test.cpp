@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include "flashtile/kvcache.h"
 #include "flashtile/plan.h"
 
 namespace flashtile {
@@ -68,6 +69,11 @@ TEST(Cost, OfARaggedBatchIsThatOfEquallyLongSequences) {
   EXPECT_EQ(forward_cost(ragged).bytes, forward_cost(dense).bytes);
   EXPECT_EQ(backward_cost(ragged).flops, backward_cost(dense).flops);
   EXPECT_EQ(backward_cost(ragged).bytes, backward_cost(dense).bytes);
+
+  KvcacheProblem cache{.problem = ragged};  // T_q queries, and room for S_k keys of each sequence
+  cache.problem.seqlen_k = dense.seqlen_k;
+  EXPECT_EQ(kvcache_cost(cache).flops, forward_cost(dense).flops);
+  EXPECT_EQ(kvcache_cost(cache).bytes, forward_cost(dense).bytes);
 }
 
 }  // namespace

@@ -426,5 +426,28 @@ TEST(SelectKvcache, RefusesMoreThanIntCounts) {
   EXPECT_TRUE(refused(cache));  // items
 }
 
+TEST(KvcachePlan, PrintsWhatWasDecided) {
+  const auto holds = [](const KvcachePlan& plan, std::initializer_list<std::string> parts) {
+    const std::string text = to_string(plan);
+    for (const std::string& part : parts) EXPECT_NE(text.find(part), std::string::npos) << part << "\nin\n" << text;
+    return text;
+  };
+  KvcacheProblem cache = decode(kH100, 4, 8, 4, 4096);
+  const KvcachePlan even = select_kvcache(cache, kH100);
+  holds(even, {name_of(even.variant), even.why, std::to_string(even.grid), "contiguous, 4096 rows", "one of 4 heads",
+               "to " + std::to_string(even.teams) + " thread blocks"});
+  cache.num_splits = 3;
+  holds(select_kvcache(cache, kH100), {"splits    3 of", "at the same time"});
+  cache.num_splits = 0;
+  cache.batch_invariant = true;
+  holds(select_kvcache(cache, kH100), {"splits    of 1024 keys each"});
+
+  KvcacheProblem prompts = in_pages(decode(kH100, 4, 8, 4, 4096), 64);
+  prompts.problem.seqlen_q = 2048;
+  const KvcachePlan prefill = select_kvcache(prompts, kH100);
+  ASSERT_TRUE(prefill.prefill);
+  EXPECT_EQ(holds(prefill, {"64 of 256 pages of 64 rows", name_of(prefill.variant)}).find("splits"), std::string::npos);
+}
+
 }  // namespace
 }  // namespace flashtile

@@ -24,10 +24,23 @@ def test_explain(capsys):
     assert "cpu_f32" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "option, shown", [(["--cache"], "contiguous, 120 rows"), (["--page-size", "16"], "8 of 16 pages of 16 rows")]
+)
+def test_explain_of_a_cache(option, shown, capsys):
+    assert main(["explain", "2", "1", "120", "8", "2", "64", "--dtype", "float32", "--device", "cpu", *option]) == 0
+    assert shown in capsys.readouterr().out
+
+
+def test_explain_wants_pages_with_rows(capsys):
+    assert main(["explain", "2", "1", "120", "8", "2", "64", "--device", "cpu", "--page-size", "0"]) == 2
+    assert "--page-size is 0" in capsys.readouterr().err
+
+
 def test_explain_refuses_what_attention_refuses(capsys):
     assert main(["explain", "2", "100", "120", "8", "3", "64", "--device", "cpu"]) == 2
     shown = capsys.readouterr()
-    assert shown.err.startswith("flashtile: explain: ") and not shown.out
+    assert shown.err.startswith("flashtile: attention: ") and not shown.out
 
 
 def test_bench_quick_then_markdown(tmp_path, capsys):

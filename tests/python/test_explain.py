@@ -1,5 +1,6 @@
 """explain, info, the docstrings' examples, and what the package exports."""
 
+import concurrent.futures
 import doctest
 import importlib
 import re
@@ -7,6 +8,7 @@ import re
 import pytest
 import torch
 from cases import DEVICE_PARAMS, F16, Case
+from torch._subclasses import FakeTensorMode
 
 import flashtile
 
@@ -37,6 +39,77 @@ def test_explain_of_misaligned_tensors_is_that_of_their_copies():
     assert flashtile.explain(*case.tensors("cuda")) == flashtile.explain(*dense)
 
 
+def small_cache(device, **options):
+    """A cache in which nothing is, to which the call would write."""
+    k_cache, v_cache = torch.zeros(2, 3, 64, 2, 64, dtype=F16, device=device)
+    table = torch.zeros(1, 3, dtype=torch.int32, device=device)
+    q, rows = torch.ones(2, 1, 5, 2, 64, dtype=F16, device=device)
+    options = dict(cache_seqlens=7, k_new=rows, v_new=rows, block_table=table) | options
+    return (q, k_cache, v_cache), options
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_explain_of_a_cache_writes_nothing(device):
+    tensors, options = small_cache(device)
+    text = flashtile.explain(*tensors, **options)
+    assert "3 of 3 pages of 64 rows" in text and "5 new ones" in text
+    assert not tensors[1].any() and not tensors[2].any()
+    flashtile.attention_kvcache(*tensors, **options)
+    assert tensors[1].any()
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_explain_of_a_ragged_batch(device):
+    q = torch.ones(10, 2, 64, dtype=F16, device=device)
+    begins = torch.tensor([0, 4, 10], dtype=torch.int32, device=device)
+    text = flashtile.explain(q, q, q, cu_seqlens_q=begins, cu_seqlens_k=begins)
+    assert "ragged T_q=10" in text and "forward plan" in text and "backward plan" in text
+
+
+def test_explain_does_not_ask_for_gradients_either():
+    x = torch.ones(1, 5, 2, 64)
+    assert flashtile.explain(x.clone().requires_grad_(), x, x, return_lse=True) == flashtile.explain(x, x, x)
+
+
+def test_explain_follows_the_process_in_what_is_deterministic():
+    x = torch.ones(1, 5, 2, 64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert ", deterministic" in flashtile.explain(x, x, x)
+        assert ", deterministic" not in flashtile.explain(x, x, x, deterministic=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_calls_compute_again_after_explain():
+    """Also after one that was refused; and other threads compute all the while."""
+    x = torch.ones(1, 5, 2, 64)
+
+    asked = []
+
+    class Asking:  # who asks for its attributes is explaining a call
+        def __getattr__(self, name):
+            asked.append(name)
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                assert torch.equal(pool.submit(flashtile.attention, x, x, x).result(), x)
+            raise AttributeError(name)
+
+    flashtile.explain(x, x, x)
+    assert torch.equal(flashtile.attention(x, x, x), x)
+    for wrong in (x[..., :7], Asking()):
+        with pytest.raises((TypeError, ValueError)):
+            flashtile.explain(x, wrong, x)
+        assert torch.equal(flashtile.attention(x, x, x), x)
+    assert asked
+
+
+def test_explain_wants_tensors_that_hold_data():
+    with FakeTensorMode():
+        x = torch.empty(1, 5, 2, 64)
+        with pytest.raises(NotImplementedError, match=r"^explain: "):
+            flashtile.explain(x, x, x)
+
+
 def test_info_prints_what_it_holds():
     info = flashtile.info()
     assert info["flashtile"] == flashtile.__version__ and info["torch"] == torch.__version__
@@ -51,7 +124,7 @@ def test_info_prints_what_it_holds():
 
 def test_docstring_examples_run():
     compat = ("compat", "compat.bert_padding", "compat.flash_attn", "compat.flash_attn_interface")
-    for name in ("attention", "combine", "info", "kvcache", "sdpa", "varlen", *compat):
+    for name in ("attention", "combine", "explain", "info", "kvcache", "sdpa", "varlen", *compat):
         # flashtile.attention is the function; the module of that name stands in sys.modules.
         results = doctest.testmod(importlib.import_module(f"flashtile.{name}"), raise_on_error=False)
         assert results.failed == 0
