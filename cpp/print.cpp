@@ -45,12 +45,8 @@ std::string bound_string(const Cost& cost, bool on_cpu) {
   return format("%s, at %.1f FLOP per byte", intensity < ridge ? "memory" : "arithmetic", intensity);
 }
 
-std::string heads_in_a_row(int heads) {
-  return heads > 1 ? format("; a row is one of %d heads of a query", heads) : "";
-}
-
 /// `further` stands for lines of what only this pass has.
-std::string plan_string(const char* pass, const Plan& plan, const std::string& rows, const Cost& cost, bool built,
+std::string plan_string(const char* pass, const Plan& plan, const Cost& cost, bool built,
                         const std::string& further = "") {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
@@ -59,9 +55,10 @@ std::string plan_string(const char* pass, const Plan& plan, const std::string& r
   text += line("problem", to_string(p));
   text += line("kernel", name_of(v) + (built ? "" : " (not in this build)"));
   text += line("why", plan.why);
-  text +=
-      line("tile",
-           format("%d rows × %d keys, D up to %d, D_v up to %d", v.tile_m, v.tile_n, v.head_dim, v.head_dim_v) + rows);
+  std::string tile =
+      format("%d rows × %d keys, D up to %d, D_v up to %d", v.tile_m, v.tile_n, v.head_dim, v.head_dim_v);
+  if (plan.packed_heads > 1) tile += format("; a row is one of %d heads of a query", plan.packed_heads);
+  text += line("tile", tile);
   text += further;
   text += line("grid", on_cpu ? format("%lld tiles, threads: %d", static_cast<long long>(plan.tiles), plan.grid)
                               : format("%d thread blocks of %d threads", plan.grid, v.threads()));
@@ -127,20 +124,17 @@ std::string to_string(const Problem& p) {
 }
 
 std::string to_string(const ForwardPlan& plan) {
-  const std::string rows = heads_in_a_row(plan.packing.heads());
-  return plan_string("forward", plan, rows, forward_cost(plan.problem), plan.run != nullptr);
+  return plan_string("forward", plan, forward_cost(plan.problem), plan.run != nullptr);
 }
 
 std::string to_string(const BackwardPlan& plan) {
-  return plan_string("backward", plan, "", backward_cost(plan.problem), plan.run != nullptr);
+  return plan_string("backward", plan, backward_cost(plan.problem), plan.run != nullptr);
 }
 
 std::string to_string(const KvcachePlan& plan) {
-  const bool on_cpu = plan.variant.arch == Arch::kCpu;
-  const int heads = on_cpu ? 1 : plan.prefill ? plan.prefill->packing.heads() : plan.problem.group();
   std::string further = line("cache", cache_string(plan.cache));
-  if (!on_cpu && !plan.prefill) further += line("splits", splits_string(plan));
-  return plan_string("kvcache", plan, heads_in_a_row(heads), kvcache_cost(plan.cache), plan.run != nullptr, further);
+  if (plan.variant.arch != Arch::kCpu && !plan.prefill) further += line("splits", splits_string(plan));
+  return plan_string("kvcache", plan, kvcache_cost(plan.cache), plan.run != nullptr, further);
 }
 
 }  // namespace flashtile

@@ -288,18 +288,31 @@ int blocks_of_section(const Problem& p, const Variant& v, const DeviceInfo& devi
   return at_a_time * (v.one_pass() ? 1 : p.group());
 }
 
-void select_on_cpu(KvcachePlan& plan, const DeviceInfo& device) {
-  const Problem& p = plan.problem;
-  plan.tiles = p.heads_q * p.places_q(plan.variant.tile_m);
-  plan.grid = threads_for(plan.tiles, kvcache_cost(plan.cache), device);
-  plan.workspace_bytes = cpu::kvcache_workspace_bytes(plan.cache, plan.variant, plan.grid);
-}
-
-/// Tiles of rows of all sequences, at the most.
-std::int64_t tiles_of_cache(const Problem& p, const Variant& v) {
-  const std::int64_t rows = rows_of_sequence(p);
+/// Tiles of rows of all sequences, at the most, where `heads` heads stand side by side.
+std::int64_t tiles_of_rows(const Problem& p, const Variant& v, int heads) {
+  const std::int64_t rows = std::int64_t{p.seqlen_q} * heads;
   if (p.ragged) return rows / v.tile_m + std::max(p.batch, 1);
   return p.batch * ((rows + v.tile_m - 1) / v.tile_m);
+}
+
+/// Work items and threads of a CPU. Heads of a group are packed, since keys are read once for all that are, but not so
+/// many that threads are left without an item; none for lengths whose rows int cannot count, nor where heads have
+/// slopes or dropout, which the kernels take for a tile.
+void share_out(Plan& plan, const Cost& cost, const DeviceInfo& device) {
+  const Problem& p = plan.problem;
+  const auto items = [&](int heads) { return p.heads_q / heads * tiles_of_rows(p, plan.variant, heads); };
+  const int threads = threads_for(items(1), cost, device);
+  const bool packs = !p.alibi && !p.dropout.active() && std::int64_t{p.seqlen_q} * p.group() < Band::kUnbounded;
+  plan.packed_heads = packs ? std::max(p.group(), 1) : 1;  // q may have no head
+  while (p.group() % plan.packed_heads != 0 || (plan.packed_heads > 1 && items(plan.packed_heads) < threads))
+    --plan.packed_heads;
+  plan.tiles = items(plan.packed_heads);
+  plan.grid = threads_for(plan.tiles, cost, device);
+}
+
+void select_on_cpu(KvcachePlan& plan, const DeviceInfo& device) {
+  share_out(plan, kvcache_cost(plan.cache), device);
+  plan.workspace_bytes = cpu::kvcache_workspace_bytes(plan);
 }
 
 std::int64_t rotated_bytes(const KvcacheProblem& cache) {
@@ -317,7 +330,8 @@ void select_on_gpu(KvcachePlan& plan, const DeviceInfo& device) {
   const Variant& v = plan.variant;
   const auto parts = [](std::int64_t keys, std::int64_t of) { return (keys + of - 1) / of; };
   const int keys_of_item = groups_of(v) * v.tile_n;
-  const std::int64_t tiles = tiles_of_cache(p, v);
+  plan.packed_heads = p.group();
+  const std::int64_t tiles = tiles_of_rows(p, v, plan.packed_heads);
   const std::int64_t items = tiles * std::max<std::int64_t>(parts(p.seqlen_k, keys_of_item), 1);
   countable("q", items, "items (tiles of rows × blocks of keys)");
   countable("q", parts(rows_of_sequence(p), v.tile_m) * v.tile_m, "rows (queries × heads of a group, in whole tiles)");
@@ -357,24 +371,28 @@ ForwardPlan plan_tiles(const Problem& problem, const Variant& v, HeadPacking pac
   ForwardPlan plan;
   plan.problem = problem;
   plan.variant = v;
+  if (v.arch == Arch::kCpu) {
+    share_out(plan, forward_cost(problem), device);
+    plan.workspace_bytes = cpu::forward_workspace_bytes(plan);
+    return plan;
+  }
   plan.packing = packing;
+  plan.packed_heads = packing.heads();
   const int queries = packing.query(v.tile_m);  // of a tile
   const std::int64_t places = problem.places_q(queries);
   plan.m_blocks = problem.ragged ? static_cast<int>(places) : Spans::tiles(problem.seqlen_q, queries);
   plan.tiles = problem.heads_q / packing.heads() * places;
-  plan.grid = v.arch == Arch::kCpu ? threads_for(plan.tiles, forward_cost(problem), device)
-                                   : countable("q", plan.tiles, kTiles);
-  plan.shared_memory = v.arch == Arch::kCpu ? 0 : forward_shared_memory(v);
+  plan.grid = countable("q", plan.tiles, kTiles);
+  plan.shared_memory = forward_shared_memory(v);
   if (v.arch == Arch::kSm90) {
     plan.grid = std::min({plan.grid, device.multiprocessors, PersistentScheduler::kMaxBlocks});
     if (!problem.ragged) plan.scheduler = balanced_scheduler(plan);
   }
-  if (v.arch != Arch::kCpu && problem.ragged) {
+  if (problem.ragged) {
     plan.parts_of_sequence = parts_of_sequence(problem);
     plan.blocks_of_section = blocks_of_section(plan);
     plan.workspace_bytes = RaggedTiles::bytes(plan.m_blocks);
   }
-  if (v.arch == Arch::kCpu) plan.workspace_bytes = cpu::forward_workspace_bytes(problem, v, plan.grid);
   return plan;
 }
 
@@ -413,6 +431,7 @@ bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   }
   if (2 * forward.tiles < device.multiprocessors) return false;
   plan.variant = forward.variant;
+  plan.packed_heads = forward.packed_heads;
   plan.tiles = forward.tiles;
   plan.grid = forward.grid;
   plan.shared_memory = forward.shared_memory;

@@ -17,16 +17,39 @@ AttendMemory take_attend_memory(Arena& arena, const Sizes& s, bool dropout) {
                       .sum = arena.take(m),
                       .rescale = arena.take(m),
                       .shield = arena.take(n * d_v)},
-          .tile = take_tile_buffers(arena, s, dropout)};
+          .tile = take_tile_buffers(arena, s, dropout),
+          .query_starts = arena.take<std::int64_t>(m),
+          .out_starts = arena.take<std::int64_t>(m)};
 }
 
-void normalise(const ForwardBlock& block, float sink_log2, float* lse) {
-  const ForwardBuffers& rows = block.buffers;
-  for (int i = 0; i < block.queries; ++i) {
-    RowState state{rows.reference_log2[i], rows.sum[i]};
-    const float factor = state.join(sink_log2);
-    rows.rescale[i] = factor * state.normaliser();
-    if (lse != nullptr) lse[i] = state.lse();
+namespace {
+
+float* lse_of(const ForwardTensors& t, const Problem& problem, const Item& item, const PackedHeads& heads, int row) {
+  if (!t.lse.given()) return nullptr;
+  return static_cast<float*>(t.lse.data) + first_lse(problem, item.rows.q, item.batch, heads.head(row)) +
+         heads.query(row);
+}
+
+}  // namespace
+
+void clear_unused(const Problem& problem, const ForwardTensors& t, const Item& item, const PackedHeads& heads,
+                  Range rows) {
+  for (int row = rows.begin; row < rows.end; ++row) {
+    const int at = item.rows.q.first + heads.query(row);
+    clear_rows(t.out, item.batch, heads.head(row), {at, at + 1});
+    if (float* const lse = lse_of(t, problem, item, heads, row)) *lse = -kInfinity;
+  }
+}
+
+void normalise(const Problem& problem, const ForwardTensors& t, const Item& item, const PackedHeads& heads, Range rows,
+               const ForwardBuffers& buffers) {
+  const auto* const sinks = static_cast<const float*>(t.sinks.data);
+  for (int row = rows.begin; row < rows.end; ++row) {
+    const int i = row - rows.begin;
+    RowState state{buffers.reference_log2[i], buffers.sum[i]};
+    const float factor = state.join(sinks != nullptr ? sinks[heads.head(row)] * kLog2e : -kInfinity);
+    buffers.rescale[i] = factor * state.normaliser();
+    if (float* const lse = lse_of(t, problem, item, heads, row)) *lse = state.lse();
   }
 }
 

@@ -220,15 +220,16 @@ class Backward {
   /// One tile, its rows loaded; `dq` is the accumulator of its queries.
   void run_tile(const ThreadMemory& memory, const Sizes& sizes, Wanted wanted, const TileRows& rows, bool edge,
                 float* dq) const {
-    const std::int64_t first = first_row(rows.batch, rows.head) + rows.queries.begin;
-    kernel_->backward_tile({.sizes = sizes,
-                            .scores = head_scores(problem_, tensors_->forward.alibi_slopes, rows.batch, rows.head),
-                            .wanted = wanted,
-                            .tile = make_tile(problem_, sizes, rows, edge, memory.tile),
-                            .lse_log2 = shared_.lse_log2 + first,
-                            .delta = shared_.delta + first,
-                            .dq = dq,
-                            .buffers = memory.buffers});
+    const std::int64_t first = first_row(rows.batch, rows.heads.first) + rows.queries.begin;
+    kernel_->backward_tile(
+        {.sizes = sizes,
+         .scores = head_scores(problem_, tensors_->forward.alibi_slopes, rows.batch, rows.heads.first),
+         .wanted = wanted,
+         .tile = make_tile(problem_, sizes, rows, edge, memory.tile),
+         .lse_log2 = shared_.lse_log2 + first,
+         .delta = shared_.delta + first,
+         .dq = dq,
+         .buffers = memory.buffers});
   }
 
   /// dK and dV of one tile of keys, from every query that sees it; adds to dQ (of the group's heads) where wanted.
@@ -250,7 +251,7 @@ class Backward {
       for (int i = blocks.visible.begin; i < blocks.visible.end; ++i) {
         const Range queries = tile_range(i, sizes_.tile_m, q.used);
         load_queries(memory, sizes, batch, head, q.first + queries.begin, queries.end - queries.begin);
-        run_tile(memory, sizes, wanted, {batch, head, lengths, queries, keys}, !blocks.interior.contains(i),
+        run_tile(memory, sizes, wanted, {batch, {1, head}, lengths, queries, keys}, !blocks.interior.contains(i),
                  wanted.dq ? memory.dq + (std::int64_t{member} * q.used + queries.begin) * dq_stride() : nullptr);
       }
     }
@@ -297,7 +298,7 @@ class Backward {
     for (int i = tiles.visible.begin; i < tiles.visible.end; ++i) {
       const Range keys = tile_range(i, sizes_.tile_n, k.used);
       load_keys(memory, sizes, batch, head_k, k.first + keys.begin, keys.end - keys.begin);
-      run_tile(memory, sizes, {.dq = true, .dk = false, .dv = false}, {batch, head, lengths, queries, keys},
+      run_tile(memory, sizes, {.dq = true, .dk = false, .dv = false}, {batch, {1, head}, lengths, queries, keys},
                !tiles.interior.contains(i), memory.dq);
     }
     store_gradient(tensors_->dq, batch, head, q, rows, memory.dq, problem_.scale);

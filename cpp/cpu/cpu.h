@@ -14,10 +14,10 @@ void run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* w
 void run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace, Stream stream);
 void run_kvcache(const KvcachePlan& plan, const KvcacheTensors& tensors, void* workspace, Stream stream);
 
-/// Memory that a run on `threads` threads needs, in all.
-std::int64_t forward_workspace_bytes(const Problem& problem, const Variant& variant, int threads);
+/// Memory that a run needs, of all threads, once the plan says how many there are.
+std::int64_t forward_workspace_bytes(const ForwardPlan& plan);
 std::int64_t backward_workspace_bytes(const Problem& problem, const Variant& variant, int threads);
-std::int64_t kvcache_workspace_bytes(const KvcacheProblem& problem, const Variant& variant, int threads);
+std::int64_t kvcache_workspace_bytes(const KvcachePlan& plan);
 
 enum class InstructionSet : std::uint8_t { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
 

@@ -137,8 +137,7 @@ void forward_end(const ForwardBlock& block) {
   const ForwardBuffers& from = block.buffers;
   const int width = block.sizes.head_dim_v, stride = column_stride(width);
   for (int row = 0; row < block.queries; ++row) {
-    store_row(static_cast<T*>(block.out.data) + row * block.out.stride, from.out + row * stride, width,
-              from.rescale[row]);
+    store_row(row_at<T>(block.out, row), from.out + row * stride, width, from.rescale[row]);
   }
 }
 

@@ -15,7 +15,7 @@ Sequences entries_of(const Problem& problem, const ForwardTensors* tensors);
 struct Item {
   Sequence rows;
   int batch;
-  int head;
+  int head;    // of those that the loop is over
   int block;   // of `blocks`
   int blocks;  // that this head of the entry has
 };

@@ -19,7 +19,7 @@ inline constexpr int kLanePadding = 16;
 struct HeadRows {
   void* data;
   std::int64_t stride;  // from row to row, in elements
-  // Of keys and values that lie apart, where each row begins, in elements: instead of the stride.
+  // Where rows lie apart, where each begins, in elements: instead of the stride. Keys, values, q and out may.
   const std::int64_t* starts = nullptr;
 };
 
@@ -72,7 +72,7 @@ struct ForwardBuffers {
 struct ForwardBlock {
   Sizes sizes;
   Scores scores;
-  int queries;
+  int queries;  // or rows, where heads are packed: see PackedHeads
   HeadRows q;
   HeadRows out;
   ForwardBuffers buffers;

@@ -45,7 +45,8 @@ class Call {
       : cache_(plan.cache),
         problem_(plan.problem),
         t_(tensors),
-        sizes_(tile_sizes(plan.problem, plan.variant)),
+        packed_(plan.packed_heads),
+        sizes_(tile_sizes(plan.problem, plan.variant, packed_)),
         queries_(cache_.queries(tensors)),
         cached_(cache_.rows(tensors)),
         pages_(cache_.layout(tensors)) {}
@@ -63,13 +64,14 @@ class Call {
     Arena shared(workspace);
     const Tables tables = take_tables(shared, problem_);
     const ForwardTensors queries = query_tensors(tables.counting);
-    const Items items(problem_, entries_of(problem_, &queries), tables.items, problem_.heads_q,
-                      [&](const Sequence& rows) { return Spans::tiles(rows.q.size, sizes_.tile_m); });
+    const Items items(problem_, entries_of(problem_, &queries), tables.items, problem_.heads_q / packed_,
+                      [&](const Sequence& rows) { return Spans::tiles(rows.q.size * packed_, sizes_.tile_m); });
     parallel_for(threads, items.count(), [&](int thread, std::int64_t index) {
       Arena arena(static_cast<std::byte*>(workspace) + shared.bytes() + thread * bytes);
       const ThreadMemory memory = divide(arena, sizes_, cache_);
       const Item item = items.at(index);
-      attend(problem_, queries, sizes_, memory.attend, item, Rows{*this, memory, item});
+      const PackedHeads heads{packed_, item.head * packed_};
+      attend(problem_, queries, sizes_, memory.attend, item, heads, Source{*this, memory, item, heads});
     });
   }
 
@@ -126,24 +128,28 @@ class Call {
   }
 
   /// The rows of an item: those of q, rotated if need be, and its keys, counted from the first that counts.
-  class Rows {
+  class Source {
    public:
-    Rows(const Call& call, const ThreadMemory& memory, const Item& item)
+    Source(const Call& call, const ThreadMemory& memory, const Item& item, const PackedHeads& heads)
         : call_(call),
           memory_(memory),
           item_(item),
-          head_k_(item.head / call.problem_.group()),
+          heads_(heads),
+          head_k_(heads.first / call.problem_.group()),
           cached_(call.cached_.at(item.batch)) {}
 
-    HeadRows queries(Range range) const {
-      const HeadRows rows = head_rows(call_.t_.q, item_.batch, item_.head, item_.rows.q.first + range.begin);
-      if (call_.cache_.rotary_dim == 0) return rows;
+    HeadRows queries(Range rows) const {
+      const TensorView& q = call_.t_.q;
+      const int first = item_.rows.q.first;
+      if (call_.cache_.rotary_dim == 0)
+        return packed_rows(q, item_.batch, heads_, first, rows, memory_.attend.query_starts);
       const int width = call_.problem_.head_dim, size = bytes_of(call_.problem_.dtype);
-      for (int i = range.begin; i < range.end; ++i) {
-        const std::int64_t at = i - range.begin;
+      for (int row = rows.begin; row < rows.end; ++row) {
+        const int query = heads_.query(row);
+        const std::int64_t at = row - rows.begin;
         call_.copy_rotated(memory_.queries + at * width * size,
-                           static_cast<const std::byte*>(rows.data) + at * rows.stride * size,
-                           cached_.begin + item_.rows.lengths().diagonal(i));
+                           head_rows(q, item_.batch, heads_.head(row), first + query).data,
+                           cached_.begin + item_.rows.lengths().diagonal(query));
       }
       return {memory_.queries, width};
     }
@@ -168,6 +174,7 @@ class Call {
     const Call& call_;
     const ThreadMemory& memory_;
     const Item& item_;
+    PackedHeads heads_;
     int head_k_;
     CachedRows::Rows cached_;
   };
@@ -175,6 +182,7 @@ class Call {
   const KvcacheProblem& cache_;
   const Problem& problem_;
   const KvcacheTensors& t_;
+  int packed_;
   Sizes sizes_;
   Spans queries_;
   CachedRows cached_;
@@ -183,10 +191,11 @@ class Call {
 
 }  // namespace
 
-std::int64_t kvcache_workspace_bytes(const KvcacheProblem& cache, const Variant& variant, int threads) {
+std::int64_t kvcache_workspace_bytes(const KvcachePlan& plan) {
   Arena shared;
-  take_tables(shared, cache.problem);
-  return shared.bytes() + threads * thread_bytes(tile_sizes(cache.problem, variant), cache);
+  take_tables(shared, plan.problem);
+  return shared.bytes() +
+         plan.grid * thread_bytes(tile_sizes(plan.problem, plan.variant, plan.packed_heads), plan.cache);
 }
 
 void run_kvcache(const KvcachePlan& plan, const KvcacheTensors& tensors, void* workspace, Stream) {

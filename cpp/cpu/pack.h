@@ -82,6 +82,11 @@ constexpr int column_stride(int width) {
   return round_up(width, kLanePadding);
 }
 
+template <class T>
+FLASHTILE_INLINE T* row_at(const HeadRows& rows, int row) {
+  return static_cast<T*>(rows.data) + (rows.starts == nullptr ? row * rows.stride : rows.starts[row]);
+}
+
 /// `rows` rows as words, side by side along the row; zeros up to the stride and up to `padded_rows`.
 template <class T>
 void load_rows(float* target, HeadRows source, int rows, int width, int padded_rows) {
@@ -90,8 +95,7 @@ void load_rows(float* target, HeadRows source, int rows, int width, int padded_r
   for (int row = 0; row < padded_rows; ++row, target += stride) {
     const bool real = row < rows;
     if (real) {
-      const T* const from =
-          static_cast<const T*>(source.data) + (source.starts == nullptr ? row * source.stride : source.starts[row]);
+      const T* const from = row_at<T>(source, row);
       if constexpr (kProduct == Product::kPairs) {
         std::memcpy(target, from, static_cast<std::size_t>(width) * sizeof(T));
       } else {

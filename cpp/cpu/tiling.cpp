@@ -15,13 +15,26 @@ Scores head_scores(const Problem& problem, const TensorView& alibi_slopes, int b
   return {map.outer_log2, map.inner, slope * kLog2e};
 }
 
+HeadRows packed_rows(const TensorView& t, int batch, const PackedHeads& heads, int first_row, Range rows,
+                     std::int64_t* starts) {
+  const HeadRows first = head_rows(t, batch, heads.first, first_row);
+  if (heads.count == 1) return head_rows(t, batch, heads.first, first_row + rows.begin);
+  for (int row = rows.begin; row < rows.end; ++row)
+    starts[row - rows.begin] = heads.query(row) * t.strides[1] + (heads.head(row) - heads.first) * t.strides[2];
+  return {first.data, 0, starts};
+}
+
 namespace {
 
-void local_ranges(Range* target, Range rows, Range columns, Band band, Lengths lengths) {
+/// What each row of a tile sees of its columns, where each row and column of `band` stands so many times.
+void local_ranges(Range* target, Range rows, int times_rows, Range columns, int times_columns, Band band,
+                  Lengths lengths) {
   for (int row = rows.begin; row < rows.end; ++row) {
-    const Range visible = band.columns(row, lengths);
-    target[row - rows.begin] = {std::clamp(visible.begin, columns.begin, columns.end) - columns.begin,
-                                std::clamp(visible.end, columns.begin, columns.end) - columns.begin};
+    const Range visible = band.columns(row / times_rows, lengths);
+    target[row - rows.begin] = {
+        std::clamp(visible.begin * times_columns, columns.begin, columns.end) - columns.begin,
+        std::clamp(visible.end * times_columns, columns.begin, columns.end) - columns.begin,
+    };
   }
 }
 
@@ -32,7 +45,7 @@ void fill_dropout(float* target, const Dropout& dropout, const TileRows& rows, i
     for (int query = rows.queries.begin; query < rows.queries.end; query += 16) {
       for (int i = 0; i < 64; ++i) {
         const int row = query + i % 8, column = key + i / 8;
-        const Philox words = dropout.words(rows.batch, rows.head, row, column);
+        const Philox words = dropout.words(rows.batch, rows.heads.first, row, column);
         float* const at = target + (column - rows.keys.begin) * stride + (row - rows.queries.begin);
         for (const bool key_8 : {false, true})
           for (const bool query_8 : {false, true})
@@ -49,13 +62,15 @@ Tile make_tile(const Problem& problem, const Sizes& sizes, const TileRows& rows,
   const Lengths lengths = rows.lengths;
   Tile tile{rows.queries.end - rows.queries.begin,
             rows.keys.end - rows.keys.begin,
-            rows.keys.begin - lengths.diagonal(rows.queries.begin),
+            rows.keys.begin - lengths.diagonal(rows.heads.query(rows.queries.begin)),
             {},
             buffers.dropout};
   if (problem.dropout.active()) fill_dropout(buffers.dropout, problem.dropout, rows, sizes.tile_m);
   if (!edge) return tile;
-  local_ranges(buffers.keys_of_query, rows.queries, rows.keys, problem.band, lengths);
-  local_ranges(buffers.queries_of_key, rows.keys, rows.queries, problem.band.transposed(), lengths.transposed());
+  const int packed = rows.heads.count;
+  local_ranges(buffers.keys_of_query, rows.queries, packed, rows.keys, 1, problem.band, lengths);
+  local_ranges(buffers.queries_of_key, rows.keys, 1, rows.queries, packed, problem.band.transposed(),
+               lengths.transposed());
   tile.visible = {buffers.queries_of_key, buffers.keys_of_query};
   return tile;
 }

@@ -49,9 +49,22 @@ inline Sizes fit(Sizes sizes, Lengths lengths) {
   return sizes;
 }
 
+/// `count` query heads of a group side by side: row r is head r % count of query r / count, counted from the first of
+/// each, so that keys are read once for all of them.
+struct PackedHeads {
+  int count = 1;
+  int first = 0;
+
+  int query(int row) const { return row / count; }
+  int head(int row) const { return first + row % count; }
+  Span rows(const Span& queries) const { return {0, queries.size * count, queries.used * count}; }
+  Range queries(Range rows) const { return {query(rows.begin), query(rows.end - 1) + 1}; }
+};
+
 /// Sizes for any entry of the problem, each of which may be as long as all of a ragged batch.
-inline Sizes tile_sizes(const Problem& problem, const Variant& variant) {
-  return fit({variant.tile_m, variant.tile_n, problem.head_dim, problem.head_dim_v}, problem.lengths());
+inline Sizes tile_sizes(const Problem& problem, const Variant& variant, int packed_heads = 1) {
+  return fit({variant.tile_m, variant.tile_n, problem.head_dim, problem.head_dim_v},
+             {problem.seqlen_q * packed_heads, problem.seqlen_k});
 }
 
 /// Rows of one head of a (B, S, H, D) tensor, from `row` on. Where the batch is ragged, B is 1 and the stride of
@@ -60,6 +73,10 @@ inline HeadRows head_rows(const TensorView& t, int batch, int head, int row) {
   const std::int64_t offset = batch * t.strides[0] + row * t.strides[1] + head * t.strides[2];
   return {static_cast<std::byte*>(t.data) + offset * bytes_of(t.dtype), t.strides[1]};
 }
+
+/// The rows [begin, end) of `heads`, of which row 0 is `first_row` of the tensor. `starts` has room for them.
+HeadRows packed_rows(const TensorView& t, int batch, const PackedHeads& heads, int first_row, Range rows,
+                     std::int64_t* starts);
 
 /// Zeros in rows of one head.
 inline void clear_rows(const TensorView& t, int batch, int head, Range rows) {
@@ -78,10 +95,10 @@ inline std::int64_t first_lse(const Problem& problem, const Span& q, int batch, 
 /// The score map of one head.
 Scores head_scores(const Problem& problem, const TensorView& alibi_slopes, int batch, int head);
 
-/// The queries and keys of a tile, by their places in the entry.
+/// The rows and keys of a tile, by their places in the entry. A row is a query, unless heads are packed.
 struct TileRows {
   int batch;
-  int head;  // of the queries
+  PackedHeads heads;
   Lengths lengths;
   Range queries;
   Range keys;

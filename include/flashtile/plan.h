@@ -29,6 +29,7 @@ using Stream = void*;
 struct Plan {
   Problem problem;
   Variant variant;
+  int packed_heads = 1;              // query heads of a group that stand side by side in a tile's rows
   std::int64_t tiles = 0;            // work items: batch × heads × blocks
   int grid = 0;                      // thread blocks, or CPU threads
   int shared_memory = 0;             // bytes per thread block

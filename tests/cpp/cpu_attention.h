@@ -170,7 +170,8 @@ struct Attention {
     plan.problem = problem;
     plan.variant = variant();
     plan.grid = threads;
-    std::vector<std::byte> workspace(cpu::forward_workspace_bytes(problem, plan.variant, threads), kUndefined);
+    plan.packed_heads = problem.alibi || problem.dropout.active() ? 1 : std::min(most_packed, problem.group());
+    std::vector<std::byte> workspace(cpu::forward_workspace_bytes(plan), kUndefined);
     cpu::run_forward(plan, forward_tensors(), workspace.data(), nullptr);
   }
 
@@ -201,6 +202,7 @@ struct Attention {
   std::vector<float> lse, dlse, slopes, sinks, dsinks;
   bool slopes_per_batch = false;
   int tile = 32;                                        // rows and keys
+  int most_packed = 1000;                               // heads side by side in the forward, if they may be
   std::vector<int> begins_q, begins_k, used_q, used_k;  // of a ragged batch
 
  private:

@@ -82,6 +82,28 @@ TEST(Cpu, ThreadsChangeNothing) {
   });
 }
 
+TEST(Cpu, PackedHeadsChangeNothing) {
+  on_every_kernel([](DType dtype) {
+    for (const Band band : {Band::full(), Band::causal(), Band{7, 3}})
+      for (const int seqlen_q : {1, 3, 16, 37}) {  // all in one tile, or tiles that end among a query's heads
+        Problem p = problem_of(dtype, seqlen_q, 70, 24, 16, band);
+        p.heads_q = 12;
+        p.sinks = true;
+        p.softcap = 3;
+        Attention apart(p);
+        apart.most_packed = 1;
+        apart.run_forward(2);
+        for (const int packed : {2, 3, 6}) {
+          Attention a(p);
+          a.most_packed = packed;
+          a.run_forward(2);
+          ASSERT_EQ(a.out.bytes(), apart.out.bytes()) << packed << " heads of " << seqlen_q << " queries";
+          ASSERT_EQ(a.lse, apart.lse) << packed << " heads of " << seqlen_q << " queries";
+        }
+      }
+  });
+}
+
 TEST(Cpu, OnlyWantedGradientsAreWrittenAndNoGaps) {
   on_every_kernel([](DType dtype) {
     Problem p = problem_of(dtype, 40, 50, 24, 16, Band{20, 5});

@@ -243,13 +243,40 @@ TEST(Select, SmallWorkWakesFewThreads) {
   EXPECT_EQ(large.grid, 64);
 }
 
+TEST(Select, HeadsArePackedOnTheCpuAsLongAsEveryThreadHasAnItem) {
+  Problem p = problem_on(cpu(), DType::kFloat32, 128, 128, 1);
+  p.batch = 1;
+  p.heads_q = 24;  // a group of 12
+  p.seqlen_k = 1 << 16;
+  for (const auto& [threads, packed] : {std::pair{1, 12}, {2, 12}, {3, 6}, {4, 6}, {5, 4}, {8, 3}, {9, 2}, {64, 1}}) {
+    const ForwardPlan plan = select_forward(p, cpu(threads));
+    EXPECT_EQ(plan.packed_heads, packed) << threads;
+    EXPECT_EQ(plan.tiles, 24 / packed) << threads;
+    EXPECT_EQ(plan.grid, std::min(threads, 24)) << threads;
+    KvcacheProblem cache;
+    cache.problem = p;
+    EXPECT_EQ(select_kvcache(cache, cpu(threads)).packed_heads, packed) << threads;
+  }
+  p.heads_q = 0;
+  EXPECT_EQ(select_forward(p, cpu(1)).tiles, 0);
+  p.heads_q = 24;
+  p.alibi = true;
+  EXPECT_EQ(select_forward(p, cpu(1)).packed_heads, 1);
+  p.alibi = false;
+  p.dropout = Dropout::of(0.5, 1);
+  EXPECT_EQ(select_forward(p, cpu(1)).packed_heads, 1);
+  p.dropout = {};
+  p.seqlen_q = 1 << 28;  // 12 times as many rows are more than int counts
+  EXPECT_EQ(select_forward(p, cpu(1)).packed_heads, 1);
+}
+
 TEST(Select, CachesOnTheCpuCountAsFull) {
   KvcacheProblem cache;
   cache.problem = problem_on(cpu(), DType::kFloat32, 64, 64, 1);
   const auto grid = [&](int capacity) {
     cache.problem.seqlen_k = capacity;
     const KvcachePlan plan = select_kvcache(cache, cpu());
-    EXPECT_EQ(plan.tiles, 2 * 8);
+    EXPECT_EQ(plan.tiles, 2 * 2);  // entries × KV heads
     EXPECT_NE(plan.run, nullptr);
     return plan.grid;
   };
@@ -267,7 +294,7 @@ TEST(Select, RaggedBatchesOnTheCpuHavePlacesForEveryTile) {
   p.batch = 5;
   p.seqlen_k = 2000;
   const ForwardPlan forward = select_forward(p, cpu());
-  EXPECT_EQ(forward.tiles, 8 * (1000 / 128 + 5));
+  EXPECT_EQ(forward.tiles, 2 * (4 * 1000 / 128 + 5));
   EXPECT_EQ(select_backward(p, cpu()).tiles, 2 * (2000 / 128 + 5));
   EXPECT_EQ(forward.grid, 4);
   p.batch = 0;
