@@ -87,6 +87,15 @@ FLASHTILE_INLINE T* row_at(const HeadRows& rows, int row) {
   return static_cast<T*>(rows.data) + (rows.starts == nullptr ? row * rows.stride : rows.starts[row]);
 }
 
+/// Rows of a head lie a whole row of all heads apart, often a page, which no processor foresees.
+constexpr int kRowsAhead = 8;
+
+template <class T>
+FLASHTILE_INLINE void prefetch(const T* row, int width) {
+  constexpr int kOfLine = 64 / sizeof(T);
+  for (int i = 0; i < width; i += kOfLine) __builtin_prefetch(row + i);
+}
+
 /// `rows` rows as words, side by side along the row; zeros up to the stride and up to `padded_rows`.
 template <class T>
 void load_rows(float* target, HeadRows source, int rows, int width, int padded_rows) {
@@ -96,6 +105,7 @@ void load_rows(float* target, HeadRows source, int rows, int width, int padded_r
     const bool real = row < rows;
     if (real) {
       const T* const from = row_at<T>(source, row);
+      prefetch(row_at<T>(source, min(row + kRowsAhead, rows - 1)), width);
       if constexpr (kProduct == Product::kPairs) {
         std::memcpy(target, from, static_cast<std::size_t>(width) * sizeof(T));
       } else {
