@@ -124,7 +124,7 @@ inline RaggedOrder forward_order(const ForwardPlan& plan, RaggedTiles tiles) {
           .blocks_of_section = plan.blocks_of_section};
 }
 
-/// What a backward kernel is launched with. Its tiles of scores are transposed: keys are rows, queries are columns.
+/// What a backward kernel is launched with. Rows of its tiles of scores are keys, except in a pass that forms dQ alone.
 struct BackwardParams {
   const void* q;              // (B, S_q, H_q, D)
   const void* k;              // (B, S_k, H_k, D)
@@ -145,7 +145,7 @@ struct BackwardParams {
   Lengths lengths;  // of a dense batch
   Sequences sequences;
   Band band;            // transposed
-  HeadPacking packing;  // none
+  HeadPacking packing;  // none; ScoreTile asks
   ScoreMap score_map;
   Dropout dropout;
   float scale;
@@ -160,7 +160,7 @@ struct BackwardParams {
   int n_blocks;       // tiles of keys in one head
   int heads_at_once;  // KV heads whose key blocks take turns: see KeyBlock
   RaggedTiles ragged_queries, ragged_keys;
-  int* taken;  // blocks of keys, and tiles of queries of a second pass, that thread blocks have taken; see RaggedTiles
+  int* taken;  // see RaggedTiles; of dense batches too: of blocks of keys, and of a second pass's tiles of queries
   BackwardWorkspace workspace;
   void* memory;  // of `workspace`
 

@@ -19,7 +19,7 @@ namespace flashtile {
 ///              order within a tile is the kernel's own. None where a pass of its own forms dQ
 ///   state      an int for each part of a tile of dq: how far its sum is, see SumOfDq. None where blocks of keys add to
 ///              zeros in any order
-///   taken      an int, where thread blocks may take the next that nobody has taken and the batch is dense: how many
+///   taken      an int, where thread blocks may ask for the next block and the batch is dense: as that of RaggedTiles
 ///   ragged     of a ragged batch, whose tiles have the places of Spans, head by head: the lists of the blocks of
 ///              queries and of keys, see RaggedTiles
 struct BackwardWorkspace {

@@ -1,4 +1,4 @@
-// The backward kernels for Hopper: thread blocks for blocks of keys, then one for each tile of dQ.
+// The backward kernels for Hopper, of heads up to 128: thread blocks for blocks of keys, then one for each tile of dQ.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
   }
 
   if (params.dq == nullptr) return;
-  constexpr bool kFirstStores = Row::kVariant.arch == Arch::kSm90;
+  constexpr bool kFirstStores = Row::kVariant.arch == Arch::kSm90;  // the first to add to dQ: see SumOfDq
   if (int(threadIdx.x) < workspace.parts) {
     const int first = tile.keys(params, Row::kVariant.tile_m, Row::kVariant.tile_n).visible.begin;
     workspace.state(params.memory)[tile.place * workspace.parts + threadIdx.x] = !params.deterministic

@@ -1,7 +1,7 @@
 // One block of 64 keys against all queries that see it, for wide heads: its dK and dV. The accumulator of either fills
 // the registers of a warpgroup, so the two consumer warpgroups share the work by what they form instead of by rows:
 // one the weights P and dV, the other dP and dK. The weights go from the first to the second through shared memory,
-// each thread's to the thread with the same elements of the other.
+// each thread's to the thread with the same elements of the other. (Ampere's warps have the same two roles.)
 //
 // Tiles of scores are transposed, (keys, queries), so that weights and their gradients stay in registers as the A
 // operand of dV and dK. A producer warp has TMA bring K and V, and tiles of Q and dO through a ring.
@@ -54,7 +54,7 @@ struct BackwardKeysSm90 {
       One{}));
   using MmaV = MmaOf<kHeadDimV>;
   using MmaK = MmaOf<kHeadDim>;
-  static constexpr int kStepsAhead = kStages + 2;  // of a block's end the next is asked for
+  static constexpr int kStepsAhead = kStages + 2;  // so long before a block's end the next is asked for
   static constexpr int kVectors = kM / 16;         // of 16 bytes: the weights of a thread
 
   struct Tiles {
@@ -177,7 +177,7 @@ struct BackwardKeysSm90 {
         barriers.q.wait_full(at);
         start_matmul(mma_s, tSrK, tSrQ(_, _, _, stage), tSrS, SM90::GMMA::ScaleOut::Zero);
         wait_matmul<0>(tSrS);
-        const bool edge = !work.queries.interior.contains(m_block);
+        const bool edge = !work.queries.interior.contains(m_block);  // behind the last key: rows that nobody stores
         const ScoreTile<BackwardParams> score_tile{params, {work.batch, head, work.n_block}, key, lengths.transposed()};
         if (edge || !folded) {
           if (!folded) score_tile.map(scores, tScS, m_block * kM);

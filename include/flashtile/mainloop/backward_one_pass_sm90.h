@@ -3,8 +3,8 @@
 //
 // Tiles of scores are transposed, (keys, queries), and each of two consumer warpgroups owns 64 whole keys: weights and
 // their gradients stay in registers as the A operand of dV and dK. For dQ, a sum over all keys of the block, dS goes
-// through shared memory; each warpgroup forms half of the tile, and TMA adds it to memory. A producer thread has TMA
-// bring K and V, and tiles of Q and dO through a ring.
+// through shared memory; each warpgroup forms half of the tile, which a writer thread has TMA add to memory. A producer
+// thread has TMA bring K and V, and tiles of Q and dO through a ring. One more may hand out blocks of keys.
 #pragma once
 
 #include <cute/arch/copy_sm90.hpp>
@@ -32,8 +32,8 @@ struct BackwardOnePassParams {
   int blocks;                 // of keys, of all heads
 };
 
-/// What a thread block takes: a block of keys; several, one after the other; or, where sequences are ragged or sums in
-/// order, again and again the next that nobody has taken.
+/// What a thread block takes: a block of keys; several, as its index says; or again and again the next that nobody has
+/// taken, where sequences are ragged, or several are to be taken and sums are in order.
 enum class Takes { kBlock, kBlocks, kNext };
 
 /// Where a thread block takes several blocks of keys, the next one's tiles are on their way while dK and dV of the last
@@ -87,7 +87,7 @@ struct BackwardOnePassSm90 {
 
   using Work = KeyBlock<kM, kN, kRagged>;
 
-  static constexpr int kStepsAhead = kStages + 2;
+  static constexpr int kStepsAhead = kStages + 2;  // so long before a block's end the next may be handed out
 
   struct SharedStorage {
     alignas(1024) Element k[kN * kHeadDim];
@@ -110,7 +110,7 @@ struct BackwardOnePassSm90 {
 
     /// By one thread, before any other touches the barriers.
     CUTE_DEVICE void init_barriers() {
-      work_barriers.init(1 + kWarpgroups + 128 * kWarpgroups);
+      work_barriers.init(1 + kWarpgroups + 128 * kWarpgroups);  // the producer, writers, and consumers
       k_barriers.init(4 * kWarpgroups);
       v_barriers.init(4 * kWarpgroups);
       q_barriers.init(4 * kWarpgroups);
@@ -406,7 +406,7 @@ struct BackwardOnePassSm90 {
               score_tile.mask(scores, tScS, m_block * kM);
               CUTE_UNROLL
               for (int r = 0; r < size<0>(scores); ++r) {
-                if (key + get<0>(tScS(r, 0)) < lengths.k) continue;
+                if (key + get<0>(tScS(r, 0)) < lengths.k) continue;  // what lies behind would add to dQ
                 CUTE_UNROLL
                 for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = -kInfinity;
               }

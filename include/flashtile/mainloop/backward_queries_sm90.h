@@ -18,7 +18,7 @@ struct BackwardQueriesSm90 {
   static constexpr int kHeadDimV = kV.head_dim_v;
   static constexpr int kStages = 2;  // of K, which is used longer than V
   static constexpr int kWarpgroups = 2;
-  static constexpr int kStepsAhead = kStages + 1;  // of a tile's end the next is asked for
+  static constexpr int kStepsAhead = kStages + 1;  // so long before a tile's end the next is asked for
   static constexpr int kRowsPerBox = 64;
   static_assert(kM == 64 * kWarpgroups && kN == kRowsPerBox);
 
@@ -58,7 +58,7 @@ struct BackwardQueriesSm90 {
   struct Work {
     BackwardParams::QueryTile tile;
     Band band;
-    HeadPacking packing;  // none
+    HeadPacking packing;  // none; ScoreTile asks
     ScoreMap score_map;
     const float* alibi_slopes;
     std::int64_t alibi_batch_stride, alibi_head_stride;

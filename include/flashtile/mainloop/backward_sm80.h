@@ -1,11 +1,11 @@
 // One block of keys against all queries that see it, on mma.sync tensor cores: dK and dV of the block, and its part of
 // dQ (FlashAttention-2, Dao 2023).
 //
-// The warps have two roles. Half of them form S = K·Qᵀ, the weights P, and dV = Pᵀ·dO; the other half dP = V·dOᵀ, the
+// The warps have two roles. Half of them form S = Q·Kᵀ, the weights P, and dV = Pᵀ·dO; the other half dP = dO·Vᵀ, the
 // gradients of the scores dS = P∘(dP − delta), and dK = dSᵀ·Q: the same two products of other tiles. P goes from the
 // first to the second, dS from the second to all, who then form a part of dQ = dS·K each. So half as many warps share a
-// tile of scores and read fewer operands from shared memory; and no barrier holds all of them in step, so that one role
-// multiplies while the other exponentiates.
+// tile of scores and read fewer operands from shared memory; and with two stages no barrier holds all of them in step,
+// so that one role multiplies while the other exponentiates.
 //
 // Everything is transposed: tiles of scores are (keys, queries), so that dK and dV stay in registers. Where a warp has
 // all queries of its keys, its weights or their gradients lie in registers as the second product takes them. Where
@@ -36,7 +36,7 @@ struct BackwardMainloopSm80 {
   static_assert(kV.head_dim_v == kHeadDim && kHeadDim % 32 == 0 && (kStages == 1 || kStages == 2));
 
   /// How many of the warps stand along `rows` of a product with `columns`: 32 rows to a warp, for which it reads fewer
-  /// operands than for 16, unless that leaves the others less than 16 columns.
+  /// operands than for 16, unless that leaves the others less than 16 columns; more rows where all warps are too few.
   static constexpr int warps_along(int rows, int columns, int warps) {
     for (const int of_warp : {32, 16}) {
       const int along = rows / of_warp;
@@ -276,7 +276,7 @@ struct BackwardMainloopSm80 {
       score_tile.template mask<8 * kSharers>(scores, coord, step.m_block * kM);
       CUTE_UNROLL
       for (int r = 0; r < size<0>(scores); ++r) {
-        if (key + get<0>(coord(r, 0)) < work.sequence.k.used) continue;
+        if (key + get<0>(coord(r, 0)) < work.sequence.k.used) continue;  // what lies behind would add to dQ
         CUTE_UNROLL
         for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = -kInfinity;
       }
@@ -301,8 +301,8 @@ struct BackwardMainloopSm80 {
     const int key = work.n_block * kN;
     const bool partial = key + kN > work.sequence.k.used;
     const int last_head = (work.kv_head + 1) * params.group - 1;
-    // Each warp adds to a part of its own of a tile of dQ.
-    // From the last query on even where no dQ is wanted: so dK and dV are the same.
+    // Where sums are in order, each warp's of a part of its own (see SumOfDq), from the last query on; even where no dQ
+    // is wanted: so dK and dV are the same.
     const bool backwards = kV.every_option && params.deterministic;
     const bool in_order = backwards && params.dq;
     const auto next = [&](Step step) {

@@ -69,7 +69,7 @@ struct HandOut {
     CUTE_NO_UNROLL
     for (Ring<2>::Cursor at{};; at.advance()) {
       ring.wait_full(at);
-      asm volatile("" ::: "memory");
+      asm volatile("" ::: "memory");  // none of it is read before: to the compiler CUTLASS's waits are no fences
       if (!pieces[at.stage].there) return;
       visit(of_first_lane(pieces[at.stage].work));
       ring.release_by_warp(at);

@@ -1,4 +1,4 @@
-// The tiles that a thread block of a backward kernel takes: those of the queries that see its block of keys.
+// What a thread block of a backward kernel takes at a time: a block of keys, and the tiles of queries that see it.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -10,12 +10,12 @@ namespace flashtile {
 
 /// Block `index` of kN keys, and the tiles of kM queries of all heads of its group that see one of them.
 ///
-/// Blocks stand section by section, a section being `heads_at_once` KV heads side by side: first block 0 of each, which
-/// under a causal mask has the most work, and at last the one with the least, so that thread blocks end together.
+/// Of a dense batch blocks stand section by section, `heads_at_once` KV heads side by side: first block 0 of each, that
+/// has the most work under a causal mask, and at last the one with the least, so that thread blocks end together.
 ///
 /// Queries come from the first to the last. Under a full mask, where all blocks of a head would begin with the same
 /// tile and be in each other's way when they add to dQ, each begins at a place of its own and goes round. Where they
-/// add in order they go from the last query to the first, all at the same pace: see SumOfDq.
+/// add in order they go from the last query to the first: see SumOfDq. (Ampere's kernel has no places of its own.)
 ///
 /// kRagged: sequences may be ragged. A kernel that never sees such has their lengths among its parameters.
 template <int kM, int kN, bool kRagged>

@@ -10,11 +10,11 @@ namespace flashtile {
 /// A part of a tile of dQ, to which all blocks of keys add that its queries see.
 ///
 /// In order, blocks add from the first to the last, so that the rounding is the same in every run. Nobody waits for
-/// ever: that is also the order in which they start, and all walk over the queries in one direction. From the last
-/// query to the first, since all blocks see the last ones: then those that run at the same time are a step apart.
+/// ever: in that order blocks start, by a thread block's index or as they are asked for, and all walk from the last
+/// query to the first. Under a causal mask all of them see the last: so those that run at a time are a step apart.
 ///
 /// In any order, the first to come stores what others add to, which spares clearing the memory beforehand. The others
-/// wait while it does.
+/// wait while it does. Ampere's kernel adds to zeros instead, and has a state only where sums are in order.
 class SumOfDq {
  public:
   // The state: in order, the block of keys that comes next, or ~block where it shall store, not add. In any order:
