@@ -1,5 +1,5 @@
-// The register of barriers: which there are, who arrives and who waits for what. Hopper kernels only. HandOut has some
-// of its own, and the two passes of the backward a named one between them.
+// The kinds of barriers of Hopper's kernels: who arrives, who waits, and for what. A kernel's own ones stand in its
+// SharedStorage, or in HandOut. Named ones are here, in begin_second_pass, and, on Ampere, in BackwardMainloopSm80.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -25,7 +25,7 @@ struct RingCursor {
   }
 };
 
-/// Stages of shared memory that a producer fills by TMA and consumers empty, in the same order.
+/// Stages of shared memory that a producer fills, by TMA or by itself, and consumers empty, in the same order.
 ///
 ///   full[s]   the producer thread arrives with the bytes it expects, perhaps none, the TMA engine with the bytes;
 ///             consumers wait

@@ -38,7 +38,7 @@ struct LaunchShape {
   bool early = false;
 };
 
-/// The same while the kernel before it in the stream may still run (programmatic dependent launch).
+/// For launch(), below: starts while the kernel before in the stream may still run (programmatic dependent launch).
 inline void launch_early(CUfunction function, Device device, LaunchShape shape, void** arguments, Stream stream) {
   static const auto start = driver_function<decltype(&cuLaunchKernelEx)>("cuLaunchKernelEx");
   CUlaunchAttribute early{};

@@ -1,5 +1,5 @@
-// The forward kernel for Hopper: one persistent thread block per multiprocessor, a producer warp and two or three
-// consumer warpgroups.
+// The forward kernel for Hopper: one persistent thread block per multiprocessor, two or three consumer warpgroups and
+// one of which two threads work: a producer (over pages a warp), and a scheduler.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

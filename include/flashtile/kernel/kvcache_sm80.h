@@ -42,7 +42,7 @@ template <int kN, int kGroups>
 struct KvcacheScores {
   ScoreTile<KvcacheParams> tile;
   int group;
-
+  /// Of a column among the group's keys: which it is among those of all groups.
   CUTE_DEVICE int column(int first_column) const { return first_column * kGroups + group * kN; }
 
   template <class Scores, class Coord>
@@ -338,7 +338,7 @@ struct KvcacheKernelSm80 {
   /// joined apart, in their order, then both; so what sees no key at the end changes nothing, however many parts there
   /// are.
   CUTE_DEVICE void finish_joined(Segment const& s, Places const& places) const {
-    constexpr int kAhead = 8;
+    constexpr int kAhead = 8;  // parts of a thread that are on their way together
     const int chunks = rows(s) * kChunksOfRow, odd = threadIdx.x % 2;
     CUTE_NO_UNROLL
     for (int first = 0; first < chunks; first += kThreads / 2) {

@@ -67,7 +67,7 @@ struct ForwardMainloopSm80 {
     alignas(128) Element ring[kStages][kN * kHeadDim];
   };
 
-  // With four stages, one barrier serves K and V of a key tile; with fewer, each has its own.
+  // With four stages or more, one barrier serves K and V of a key tile; with fewer, each has its own.
   static constexpr int kStepsPerBarrier = kStages >= 4 ? 2 : 1;
 
   static constexpr int kRowsPerThread = kM / (8 * kV.warps);

@@ -1,6 +1,6 @@
 // Tiles of query rows against all keys they see, on Hopper's warpgroup matmuls (FlashAttention-3, Shah et al. 2024).
 //
-// One thread hands out tiles, another has TMA bring them into a ring of shared memory. Each consumer warpgroup owns
+// One thread hands out tiles, another has TMA bring them into rings of shared memory. Each consumer warpgroup owns
 // 64 whole rows of Q. Warpgroups take turns at the tensor cores: in its turn one asks for the scores of a block and for
 // P·V of the block before together; then it turns those scores into weights while the others have theirs. At the end of
 // a tile P·V comes first, while the next Q arrives, and the rows are finished under the first scores of the next tile.
@@ -124,7 +124,7 @@ struct ForwardMainloopSm90 {
     alignas(1024) Element staging[kStagingWarps][kStagingPerWarp];
     Work work[kWorks];
     Ring<kWorks> work_barriers;
-    cutlass::arch::ClusterBarrier near_end;  // of a tile's loads: the producer arrives, the scheduler waits
+    cutlass::arch::ClusterBarrier near_end;  // of a tile's loads: the producer arrives, a ragged scheduler waits
     Ring<kStagesQ> q_barriers[kWarpgroups];  // of each one's rows
     Ring<kStages> k_barriers, v_barriers;
 
@@ -209,8 +209,8 @@ struct ForwardMainloopSm90 {
     }
   };
 
-  /// Brings Q, K and V, in the order in which consumers make room: the K of each block before the V of the block ahead
-  /// of it, across tiles too, and Q after both: K0, Q, K1, V0, …, Kn, Vn-1, K0, Vn, Q, K1, V0, …
+  /// Brings Q, K and V, in the order in which consumers make room: the K of each block, then the V of the block before
+  /// it, across tiles too, and Q after both: K0, Q, K1, V0, …, Kn, Vn-1, K0, Vn, Q, K1, V0, …
   ///
   /// One thread does so; over pages a warp, each lane for the boxes of one page.
   struct Producer {

@@ -31,8 +31,8 @@ struct Philox {
 
 /// A weight is removed where its random word is below `drop_below`, and what is left is multiplied with `scale`.
 ///
-/// Four elements share the words of one Philox, those of (row | 8·a, column | 8·b) for a, b = 0, 1: in most kernels one
-/// thread has all four, whether its tiles have queries as rows or keys.
+/// Four elements share the words of one Philox, those whose row and column differ in bit 3 alone. Where tiles begin at
+/// multiples of 16, one thread of a matmul's tile has most often all four, be its rows queries or keys: see Kept.
 struct Dropout {
   std::uint64_t seed = 0;
   std::uint32_t drop_below = 0;  // 0: none is removed

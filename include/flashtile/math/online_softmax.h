@@ -70,7 +70,7 @@ struct OnlineSoftmax {
   }
 
   /// Raises the references of rows that `scores` (row, column) outgrow. Where any moves, sets the factors of everything
-  /// accumulated so far and returns true, in all threads of the warp. It depends on the row alone.
+  /// accumulated so far and returns true, in all threads of the warp. Whether a row's moves depends on that row alone.
   template <class Scores>
   CUTE_DEVICE bool fit(Scores const& scores, float (&factor)[kRows]) {
     using namespace cute;

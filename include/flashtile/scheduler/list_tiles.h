@@ -5,7 +5,7 @@
 
 namespace flashtile {
 
-/// The longest come first.
+/// The longest come first. Eight classes to an octave: by the exponent of the length, and three bits of its mantissa.
 __device__ inline int class_of(int length) {
   constexpr int kClasses = RaggedOrder::kClasses;
   return length <= 0 ? kClasses - 1 : (kClasses - 2) - ((__float_as_int(float(length)) >> 20) - (127 << 3));

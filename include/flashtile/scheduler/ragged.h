@@ -39,7 +39,7 @@ struct RaggedTile {
 struct RaggedTiles {
   RaggedEntry* list = nullptr;  // of each place, its part; null: the batch is dense
   int* listed = nullptr;        // places that there are
-  int* taken = nullptr;         // tiles that thread blocks have taken, perhaps beyond the first of each
+  int* taken = nullptr;         // tiles asked for so far: all, or those after the first of each thread block
 
   /// Bytes for `places`, from a 16-byte aligned address on.
   static std::int64_t bytes(std::int64_t places) { return places * std::int64_t(sizeof(RaggedEntry)) + 16; }
