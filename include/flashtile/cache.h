@@ -35,7 +35,7 @@ struct CachedRows {
   int batch = 0;
   int capacity = 0;                   // rows that a sequence has room for
   const int* held = nullptr;          // (batch): those that it holds before anything is added
-  const int* skipped = nullptr;       // (batch): of these, at the beginning, that do not count; null: none
+  const int* skipped = nullptr;       // (batch): rows at the beginning that do not count; null: none
   int added = 0;                      // rows that are added to each sequence; ragged: to all of them
   const int* added_begins = nullptr;  // (batch + 1): ragged, sequence b is given [b]..[b + 1] of them
 

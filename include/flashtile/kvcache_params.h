@@ -23,7 +23,7 @@ struct Partials {
   std::uint64_t* arrivals = nullptr;
   std::uint64_t mark = 0;
 
-  static constexpr std::uint64_t kArrivals = 1 << 20;
+  static constexpr std::uint64_t kArrivals = 1 << 20;  // more than a tile has parts
 };
 
 /// No other run's: numbers from a random one on.

@@ -30,7 +30,7 @@ struct Plan {
   Problem problem;
   Variant variant;
   int packed_heads = 1;              // query heads of a group that stand side by side in a tile's rows
-  std::int64_t tiles = 0;            // work items: batch × heads × blocks
+  std::int64_t tiles = 0;            // work items: batch × heads × blocks; of two passes, those of both
   int grid = 0;                      // thread blocks, or CPU threads
   int shared_memory = 0;             // bytes per thread block
   std::int64_t workspace_bytes = 0;  // the caller provides it; 64-byte aligned; contents undefined

@@ -10,7 +10,7 @@ namespace flashtile {
 /// Where things lie in the workspace, in bytes.
 struct PrefillWorkspace {
   std::int64_t begins_q = 0;  // (B + 1), int32: where the sequences begin among all rows of q
-  std::int64_t begins_k = 0;  // (B + 1), int32: and among all rows of the cache
+  std::int64_t begins_k = 0;  // (B + 1), int32: and among all rows of the cache, as if each had its pages to itself
   std::int64_t used_k = 0;    // (B), int32: rows of the cache that count
   std::int64_t lse = 0;       // (H_q, B · S_q), float32: as the kernel leaves it
   std::int64_t forward = 0;   // the kernel's own

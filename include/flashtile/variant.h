@@ -1,5 +1,5 @@
-// The compile-time choices of one kernel. A kernel takes one of these as its only template parameter; the rows stand
-// in cpp/variants/*.def.
+// The compile-time choices of a kernel, one row of cpp/variants/*.def. A row may become several kernels, say for ragged
+// sequences and for dense ones: then its launcher takes the one that the problem needs.
 #pragma once
 
 #include <string>
@@ -106,7 +106,7 @@ inline constexpr bool plain = false;
 inline constexpr bool every = true;
 }  // namespace table
 
-/// "sm80_bf16_d128_v128_m128_n64_s2_w4"
+/// "sm80_bf16_d128_v128_m128_n64_s3_w4", and "_every" where it knows every option
 std::string name_of(const Variant& variant);
 
 }  // namespace flashtile
