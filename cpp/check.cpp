@@ -1,5 +1,5 @@
-// Is it legal? Every rule of the contract about arguments stands here, and a call that keeps them all pays only for
-// comparisons of integers: messages are built when one is broken.
+// Is it legal? Every rule of the contract about arguments stands here, those of caches in check_kvcache.cpp, and a call
+// that keeps them all pays only for comparisons of integers: messages are built when one is broken.
 #include "operand.h"
 
 #include <cmath>

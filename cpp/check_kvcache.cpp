@@ -113,7 +113,7 @@ class Values {
           .refuse(at_index(skipped, b), "from 0 to the sequence's length " + std::to_string(held + added));
   }
 
-  /// Those that hold rows that count.
+  /// Those that hold rows that count, or that are written.
   void check_pages(int b) const {
     const CachedRows::Rows rows = rows_.at(b);
     const int* const table = data_of(t_.block_table) + b * t_.block_table.strides[0];

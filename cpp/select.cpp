@@ -322,10 +322,10 @@ std::int64_t rotated_bytes(const KvcacheProblem& cache) {
 
 /// Thread blocks for as many teams as fit on the GPU at a time; fewer where each would have too little to do.
 void select_on_gpu(KvcachePlan& plan, const DeviceInfo& device) {
-  constexpr int kKeysOfSplit = 1024;
-  constexpr std::int64_t kRoomForSplits = 256 << 20;  // bytes
-  constexpr std::int64_t kSmallCache = 200 << 20;     // bytes
-  constexpr int kRowsOfFewTiles = 16, kFewestKeys = 512;
+  constexpr int kKeysOfSplit = 1024;                      // of a batch-invariant call
+  constexpr std::int64_t kRoomForSplits = 256 << 20;      // bytes of results of splits that lie apart, at the most
+  constexpr std::int64_t kSmallCache = 200 << 20;         // bytes
+  constexpr int kRowsOfFewTiles = 16, kFewestKeys = 512;  // of larger tiles a team has so many keys at the least
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
   const auto parts = [](std::int64_t keys, std::int64_t of) { return (keys + of - 1) / of; };
@@ -344,6 +344,7 @@ void select_on_gpu(KvcachePlan& plan, const DeviceInfo& device) {
                                                            : 0;
   plan.splits_apart = splits > 1 && tiles * splits * place_bytes <= kRoomForSplits;
 
+  // One or two thread blocks at a time on a multiprocessor, each of which takes 1024 bytes for the system too.
   const int at_a_time =
       device.multiprocessors * std::clamp((device.max_shared_memory + 1024) / (plan.shared_memory + 1024), 1, 2);
   const std::int64_t shares = plan.splits_apart ? tiles * splits

@@ -1,5 +1,6 @@
-// What the host code of the CPU backend (forward.cpp, backward.cpp: batches, heads, masks, threads) asks of the code
-// that is compiled once per instruction set (kernels.cpp: arithmetic on one tile). Plain data only, see simd.h.
+// What the host code of the CPU backend (forward.cpp, backward.cpp, kvcache.cpp: batches, heads, masks, threads) asks
+// of the code that is compiled once per instruction set (kernels.cpp: arithmetic on one tile). Plain data only, see
+// simd.h.
 //
 // Scores are kept transposed, S^T = K·Q^T: a row per key and a SIMD lane per query. So softmax needs no sum across
 // lanes, K is read in its own order, and P^T and dS^T are the left operands that dV = P^T·dO and dK = dS^T·Q want.
@@ -66,7 +67,7 @@ struct ForwardBuffers {
   float* reference_log2;      // (M), RowState
   float* sum;                 // (M), RowState
   float* rescale;             // (M), what `out` is multiplied with next
-  float* shield;              // (N, D_v)
+  float* shield;              // (N, D_v), see contract_shielded
 };
 
 struct ForwardBlock {
@@ -96,7 +97,7 @@ struct BackwardBuffers {
   float* dscore_steps;        // (N, M), dS^T as the left operand of dQ
   float* dk;                  // (N, D)
   float* dv;                  // (N, D_v)
-  float* shield;              // (max(M, N), max(D, D_v))
+  float* shield;              // (max(M, N), max(D, D_v)), see contract_shielded
 };
 
 struct Wanted {

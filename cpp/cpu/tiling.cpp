@@ -38,8 +38,8 @@ void local_ranges(Range* target, Range rows, int times_rows, Range columns, int 
   }
 }
 
-/// What each weight is multiplied with: 0 where it is dropped. In whole squares of 16 × 16, of which each holds the
-/// four elements that share random words; tiles begin at multiples of 16.
+/// What each weight is multiplied with: 0 where it is dropped. In whole squares of 16 × 16, which hold all four of the
+/// elements that share random words, since tiles begin at multiples of 16.
 void fill_dropout(float* target, const Dropout& dropout, const TileRows& rows, int stride) {
   for (int key = rows.keys.begin; key < rows.keys.end; key += 16) {
     for (int query = rows.queries.begin; query < rows.queries.end; query += 16) {

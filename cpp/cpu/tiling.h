@@ -1,5 +1,5 @@
-// What the forward and the backward driver share: where a head's rows lie, which tiles are visible, how a thread's
-// memory is divided.
+// What forward, backward and attention over a cache share: where a head's rows lie, which elements of a tile are
+// visible, how a thread's memory is divided.
 #pragma once
 
 #include <algorithm>
