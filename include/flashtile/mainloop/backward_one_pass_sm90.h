@@ -201,7 +201,7 @@ struct BackwardOnePassSm90 {
     CUTE_DEVICE void load(Work const& work, Release&& release) {
       if (work.queries.visible.empty()) return release();
       int left = work.steps();
-      // Early enough for the next block's tiles to be on their way, and no earlier: nobody else can take it then.
+      // Early enough for the next block's tiles to be on their way. (Its index was taken when this one was handed out.)
       const int release_at = min(left, kStepsAhead);
       const auto load_keys = [&](CUtensorMap const& map, Ring<1>& ring, Element* to) {
         std::uint64_t* barrier = ring.fill(keys_at, [] { return sizeof(SharedStorage::k); });
