@@ -275,9 +275,10 @@ int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, 
 }
 
 /// In how many parts a ragged sequence is listed: under a mask, where the work of its blocks differs, until the last is
-/// a twelfth.
+/// a twelfth. The kernel that lists them counts parts by int.
 int parts_of_sequence(const Problem& p) {
-  return p.band == Band::full() ? 1 : 4;
+  constexpr int kParts = 4, kMost = 1 << 28;
+  return p.band == Band::full() || p.batch > kMost ? 1 : kParts;
 }
 
 /// Of a ragged backward: as heads_at_once says of a dense one.

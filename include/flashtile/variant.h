@@ -29,7 +29,7 @@ struct Variant {
   /// Of a backward kernel for Hopper: whether one pass forms all gradients.
   constexpr bool one_pass() const { return arch == Arch::kSm90 && !two_passes(); }
   /// Of a backward kernel of one pass: whether its thread blocks may take several blocks of keys of a dense batch.
-  constexpr bool may_loop() const { return arch == Arch::kSm90 && !two_passes() && !every_option; }
+  constexpr bool may_loop() const { return one_pass() && !every_option; }
   /// Of a backward kernel: in how many parts, each by threads of its own, a tile of dQ is added up in memory.
   constexpr int parts_of_dq() const { return two_passes() ? 0 : arch == Arch::kSm90 ? 2 : warps; }
   constexpr bool operator==(const Variant&) const = default;

@@ -13,7 +13,7 @@ from pathlib import Path
 # Bottom first. Rooms of one line stand side by side and may not know each other; a room is a folder of
 # include/flashtile or one of its headers.
 LEVELS = [
-    {"macros", "error", "cuda_error", "driver", "tensor_view"},
+    {"macros", "error", "cuda_error", "driver", "tensor_view", "warp"},
     {"divisor"},
     {"variant", "sequence", "cache", "barrier"},
     {"math"},

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <set>
 #include <string>
 #include <thread>
@@ -241,6 +242,19 @@ TEST(Select, SmallWorkWakesFewThreads) {
   EXPECT_EQ(tiny.grid, 1);
   const ForwardPlan large = select_forward(problem_on(device, DType::kFloat32, 128, 128, 4096), device);
   EXPECT_EQ(large.grid, 64);
+}
+
+TEST(Select, PartsOfRaggedSequencesCanBeCounted) {
+  for (const DeviceInfo& device : {gpu(80, 163), gpu(90, 227)})
+    for (const int batch : {1 << 28, 1 << 29}) {
+      Problem p = problem_on(device, DType::kFloat16, 64, 64, 1000);
+      p.ragged = true;
+      p.batch = batch;
+      p.heads_q = p.heads_k = 1;
+      p.band = Band::causal();
+      EXPECT_LE(std::int64_t{batch} * select_forward(p, device).parts_of_sequence, std::numeric_limits<int>::max());
+      EXPECT_THROW(select_backward(p, device), Unsupported);  // a tile of rows for each
+    }
 }
 
 TEST(Select, HeadsArePackedOnTheCpuAsLongAsEveryThreadHasAnItem) {

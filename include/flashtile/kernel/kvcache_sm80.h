@@ -15,21 +15,9 @@
 #include "flashtile/load/gather.h"
 #include "flashtile/mainloop/forward_sm80.h"
 #include "flashtile/math/part.h"
+#include "flashtile/warp.h"
 
 namespace flashtile {
-
-/// The value that a lane has; all lanes of the warp ask.
-template <class T>
-CUTE_DEVICE T of_lane(T const& value, int lane) {
-  static_assert(sizeof(T) % sizeof(int) == 0 && std::is_trivially_copyable_v<T>);
-  int words[sizeof(T) / sizeof(int)];
-  memcpy(words, &value, sizeof(T));
-  CUTE_UNROLL
-  for (int& word : words) word = __shfl_sync(0xffffffff, word, lane);
-  T result;
-  memcpy(&result, words, sizeof(T));
-  return result;
-}
 
 /// What the mainloop of one group is.
 constexpr Variant of_group(Variant v) {

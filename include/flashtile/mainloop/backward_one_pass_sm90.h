@@ -7,7 +7,6 @@
 // thread has TMA bring K and V, and tiles of Q and dO through a ring. One more may hand out blocks of keys.
 #pragma once
 
-#include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/tensor.hpp>
 

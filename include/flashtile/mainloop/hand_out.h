@@ -1,25 +1,10 @@
 // Work for a thread block that takes one piece after the other: a thread of its own finds the next, in time.
 #pragma once
 
-#include <cstring>
-#include <type_traits>
-
 #include "flashtile/barrier.h"
+#include "flashtile/warp.h"
 
 namespace flashtile {
-
-/// `x` of the first lane, in all lanes of the warp, so that the compiler knows it to be the same: see uniform.
-template <class T>
-CUTE_DEVICE T of_first_lane(T const& x) {
-  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % sizeof(int) == 0);
-  int words[sizeof(T) / sizeof(int)];
-  std::memcpy(words, &x, sizeof(T));
-  CUTE_UNROLL
-  for (int& word : words) word = __shfl_sync(0xffffffff, word, 0);
-  T same;
-  std::memcpy(&same, words, sizeof(T));
-  return same;
-}
 
 /// In shared memory: the piece of work that a thread block is at, and the next, from the thread that finds them to the
 /// warps that take part. The warp that is ahead of the others asks for the next.
@@ -71,7 +56,7 @@ struct HandOut {
       ring.wait_full(at);
       asm volatile("" ::: "memory");  // none of it is read before: to the compiler CUTLASS's waits are no fences
       if (!pieces[at.stage].there) return;
-      visit(of_first_lane(pieces[at.stage].work));
+      visit(of_lane(pieces[at.stage].work, 0));
       ring.release_by_warp(at);
     }
   }

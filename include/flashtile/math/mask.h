@@ -4,8 +4,6 @@
 // window masks are one band around that diagonal.
 #pragma once
 
-#include <cstdint>
-
 #include "flashtile/macros.h"
 #include "flashtile/sequence.h"
 

@@ -1,8 +1,6 @@
 // How a raw score Q·K becomes an exponent. Everything is kept in the log2 domain, where exp is one ex2 instruction.
 #pragma once
 
-#include <cmath>
-
 #include "flashtile/macros.h"
 
 namespace flashtile {

@@ -1,8 +1,6 @@
 // One thread block per tile: linear block index → (batch, head, block of query rows).
 #pragma once
 
-#include <cstdint>
-
 #include "flashtile/macros.h"
 
 namespace flashtile {

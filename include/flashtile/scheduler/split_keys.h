@@ -2,8 +2,6 @@
 // 2023).
 #pragma once
 
-#include <cstdint>
-
 #include "flashtile/cache.h"
 #include "flashtile/macros.h"
 #include "flashtile/math/group_packing.h"
