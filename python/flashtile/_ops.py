@@ -15,12 +15,12 @@ from torch.autograd.graph import increment_version
 from . import _C
 from ._core import aligned, gradients, is_compiling, under_functorch
 
-_SCORES = "Tensor? alibi_slopes, Tensor? sinks, bool causal, SymInt? window_left, SymInt? window_right, float? scale"
-_OPTIONS = f"{_SCORES}, float softcap, float dropout_p, Tensor? seed, bool? deterministic"
+_SCORES = "Tensor? alibi_slopes, Tensor? sinks, bool causal, SymInt? window_left, SymInt? window_right, Scalar? scale"
+_OPTIONS = f"{_SCORES}, Scalar softcap, float dropout_p, Tensor? seed, bool? deterministic"
 _SEQUENCES = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k"
 _CACHE_TABLES = "Tensor cache_seqlens, Tensor? block_table, Tensor? cache_batch_idx, Tensor? leftpad"
 _CACHE_REST = f"""Tensor? rotary_cos, Tensor? rotary_sin, {_CACHE_TABLES}, Tensor? cu_seqlens_q,
-    {_SCORES}, float softcap, bool rotary_interleaved, SymInt num_splits, bool batch_invariant"""
+    {_SCORES}, Scalar softcap, bool rotary_interleaved, SymInt num_splits, bool batch_invariant"""
 _RESULTS = "(Tensor out, Tensor lse)"
 _INCOMING = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool[4] needed"
 _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
@@ -125,6 +125,7 @@ def attend_operator(function, q, k, v, options, return_lse):
     """What `_autograd.attend` returns, by way of an operator; a seed may be a tensor here."""
     alibi_slopes, sinks, causal, window, scale, softcap, dropout_p, seed, deterministic, sequences = options
     left, right = (None, None) if window is None else window
+    left, right, scale, softcap, dropout_p = map(_number, (left, right, scale, softcap, dropout_p))
     if seed is not None and not isinstance(seed, Tensor):
         seed = _seed_tensor(function, seed)
     scores = (alibi_slopes, sinks, causal, left, right, scale, softcap, dropout_p, seed, deterministic)
@@ -133,6 +134,11 @@ def attend_operator(function, q, k, v, options, return_lse):
         call = _differentiable_calls[call]  # operators have no autograd there, and Dynamo cannot trace these functions
     out, lse = call(q, k, v, *scores, *(sequences or ()))
     return (out, lse) if return_lse else out
+
+
+def _number(x):
+    """A number of NumPy's, or a tensor that holds one, as Python's, which is all that operators take."""
+    return x.item() if not isinstance(x, (int, float)) and hasattr(x, "item") else x
 
 
 def _seed_tensor(function, seed):
@@ -179,9 +185,11 @@ def _new_cache_results(q, k_cache, v_cache, *_):
 def kvcache_operator(k_cache, v_cache, readable, tables, options):
     """What `call_kvcache` returns, by way of an operator: one that declares that it writes, or one that does not."""
     q, k_new, v_new, *rotary = readable
-    alibi_slopes, sinks, causal, window, *others, return_lse = options
+    alibi_slopes, sinks, causal, window, scale, softcap, interleaved, num_splits, invariant, return_lse = options
     left, right = (None, None) if window is None else window
-    given = (*rotary, *tables, alibi_slopes, sinks, causal, left, right, *others)
+    left, right, scale, softcap, num_splits = map(_number, (left, right, scale, softcap, num_splits))
+    scores = (alibi_slopes, sinks, causal, left, right, scale, softcap)
+    given = (*rotary, *tables, *scores, interleaved, num_splits, invariant)
     if k_new is None and v_new is None:
         out, lse = _attention_kvcache(q, k_cache, v_cache, *given)
     else:

@@ -195,6 +195,54 @@ def test_max_seqlen_may_be_a_tensor_or_known_at_run_time_alone():
         assert_bitwise(compiled(lambda longest: function(longest.item()))(torch.tensor(130)), expected)
 
 
+SCALES = {
+    "of sizes": lambda q, x: 1 / q.shape[1],
+    "tensor": lambda q, x: x,
+    "read from a tensor": lambda q, x: x.item(),
+}
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_other_scales_need_no_other_graph(scale):
+    """But one for the first size. A Python float is a constant to PyTorch."""
+
+    def function(q, x):
+        return flashtile.attention(q, q, q, scale=scale(q, x), softcap=scale(q, x) * 50)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(function, backend=counter, fullgraph=True)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for n in (5, 6, 7):
+            q, x = torch.randn(2, n, 3, 16, requires_grad=True), torch.tensor(0.1 * n)
+            found, expected = call(q, x), function(q, x)
+            assert_bitwise(found, expected)
+            assert_all_bitwise(*(torch.autograd.grad(out.sum(), q) for out in (found, expected)))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("function", ["attention", "attention_kvcache", "scaled_dot_product_attention"])
+def test_numbers_of_numpy(function):
+    """As 1 / numpy.sqrt(D) is one, kept in a module."""
+    np = pytest.importorskip("numpy")
+    if function == "scaled_dot_product_attention":
+        options = dict(scale=np.float64(0.3))
+    else:
+        options = dict(scale=np.float64(0.3), softcap=np.float32(5), window=(np.int64(20), None))
+    if function == "attention_kvcache":
+        options |= dict(cache_seqlens=40, num_splits=np.int64(0))
+    q = torch.randn(2, 40, 40, 16)
+
+    def call(q):
+        return getattr(flashtile, function)(q, q, q, **options)
+
+    expected = call(q)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        assert_bitwise(compiled(call)(q), expected)
+    with Recorded() as recorded:
+        assert_bitwise(call(q), expected)
+    assert len(recorded.calls) == 1
+
+
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.float64])
 def test_autocast(dtype, device):
