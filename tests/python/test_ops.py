@@ -554,6 +554,41 @@ def test_make_fx(mode):
     assert_bitwise(graph(*others), flashtile.attention(*others))
 
 
+def traced_by_jit(function, inputs):
+    """Saved and read again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        stored = io.BytesIO()
+        torch.jit.save(torch.jit.trace(function, inputs, check_trace=False), stored)
+        stored.seek(0)
+        return torch.jit.load(stored)
+
+
+def test_jit_trace():
+    inputs = Case("jit", dtype=F32, causal=True, sinks=0.0, head_dim_v=128, **grouped).tensors()
+
+    def function(*x):
+        return flashtile.attention(*x, causal=True, return_lse=True)
+
+    call = traced_by_jit(function, inputs)
+    others = [x[:1, :50].clone().requires_grad_() for x in inputs]
+    assert_all_bitwise(call(*others), function(*others))
+    assert_all_bitwise(gradients_of(call, others), gradients_of(function, others))
+
+
+def test_jit_trace_of_a_cache():
+    q, cache, new = torch.randn(2, 1, 4, 16), torch.zeros(2, 40, 2, 16), torch.randn(2, 1, 2, 16)
+
+    def function(q, cache, new, held):
+        return flashtile.attention_kvcache(q, cache, cache, k_new=new, v_new=new, cache_seqlens=held)
+
+    call = traced_by_jit(function, (q, cache.clone(), new, ints([0, 0])))
+    written, expected = cache.clone(), cache.clone()
+    for held in (ints([0, 3]), ints([1, 4])):
+        assert_bitwise(call(q, written, new, held), function(q, expected, new, held))
+    assert_bitwise(written, expected)
+
+
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
 def test_a_selective_checkpoint_may_keep_attention(device, monkeypatch):
     calls = []
