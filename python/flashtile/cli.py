@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,17 +27,17 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = commands.add_parser("explain", help="which kernel serves a problem, and why")
     for name in ("B", "S_q", "S_k", "H_q", "H_k", "D"):
-        explain.add_argument(name, type=int)
-    explain.add_argument("--D_v", type=int, help="head dimension of V (default: D)")
+        explain.add_argument(name, type=_whole(0))
+    explain.add_argument("--D_v", type=_whole(0), help="head dimension of V (default: D)")
     explain.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
     explain.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     explain.add_argument("--causal", action="store_true")
     explain.add_argument("--cache", action="store_true", help="keys stand in a cache with room for S_k rows each")
-    explain.add_argument("--page-size", type=int, help="of a cache in pages, in rows")
+    explain.add_argument("--page-size", type=_whole(1), help="of a cache in pages, in rows")
     explain.set_defaults(command=_explain)
 
     demo = commands.add_parser("demo", help="is it exact, is it fast, does a model train the same with it?")
-    demo.add_argument("--seconds", type=float, default=60, help="of training, both runs together (default: 60)")
+    demo.add_argument("--seconds", type=_seconds, default=60, help="of training, both runs together (default: 60)")
     demo.add_argument("--output", type=Path, default=Path("demo.png"), help="where the loss curves are drawn")
     demo.set_defaults(command=_demo)
 
@@ -88,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--kv-heads", "(default: as --heads)"),
         ("--head-dim", "(default: 128, or 64 on a CPU)"),
     ):
-        ladder.add_argument(name, type=int, help=what)
+        ladder.add_argument(name, type=_whole(1), help=what)
     ladder.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), help="(default: bfloat16, or float32 on a CPU)"
     )
@@ -110,6 +115,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _whole(least: int) -> Callable[[str], int]:
+    """The type of an argument that is an int, `least` or above."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"is {text}, expected an int of at least {least}")
+        return int(text)
+
+    return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"is {text}, expected a number of at least 0")
+    return seconds
+
+
 def _info(options: argparse.Namespace) -> int:
     import flashtile
 
@@ -122,29 +148,40 @@ def _explain(options: argparse.Namespace) -> int:
 
     import flashtile
 
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    settings = {"dtype": getattr(torch, options.dtype), "device": device}
+    head_dim_v = options.D if options.D_v is None else options.D_v
     rows, cache = (options.B, options.S_k), {}
-    if options.cache or options.page_size is not None:
-        cache = {"cache_seqlens": options.S_k}
-    if options.page_size is not None:
-        if options.page_size < 1:
-            return _refuse(f"explain: --page-size is {options.page_size}, expected at least 1")
-        pages = -(-options.S_k // options.page_size)
-        rows = options.B * pages, options.page_size
-        cache["block_table"] = torch.zeros(options.B, pages, dtype=torch.int32, device=device)
-    q = torch.empty(options.B, options.S_q, options.H_q, options.D, **settings)
-    k = torch.empty(*rows, options.H_k, options.D, **settings)
-    v = torch.empty(*rows, options.H_k, options.D_v or options.D, **settings)
     try:
+        settings = {"dtype": getattr(torch, options.dtype), "device": _device("explain", options.device)}
+        if options.cache or options.page_size:
+            cache["cache_seqlens"] = options.S_k
+        if options.page_size:
+            pages = -(-options.S_k // options.page_size)
+            rows = options.B * pages, options.page_size
+            cache["block_table"] = torch.zeros(options.B, pages, dtype=torch.int32, device=settings["device"])
+        q = torch.empty(options.B, options.S_q, options.H_q, options.D, **settings)
+        k = torch.empty(*rows, options.H_k, options.D, **settings)
+        v = torch.empty(*rows, options.H_k, head_dim_v, **settings)
         print(flashtile.explain(q, k, v, causal=options.causal, **cache))
-    except (ValueError, NotImplementedError) as error:
-        return _refuse(error)
+    except (ValueError, RuntimeError) as error:  # such as of a tensor that no memory holds
+        return _refuse(str(error).partition("
+")[0])
     return 0
 
 
+def _device(command: str, name: str | None) -> torch.device:
+    """By default a GPU, where there is one."""
+    import torch
+
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"{command}: --device is {name}, expected cpu or cuda")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"{command}: --device is {name}, and torch sees no CUDA device")
+    return torch.device(name)
+
+
 def _demo(options: argparse.Namespace) -> int:
-    if missing := _without_matplotlib("demo", "demo"):
+    if missing := _without_matplotlib("demo", "demo") or _unwritable(options.output):
         return missing
     from flashtile import demo
 
@@ -154,8 +191,12 @@ def _demo(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     if options.profile and (options.json or options.plots or options.suite == "host"):
         return _refuse("bench: --profile times nothing, expected no --json, no --plots and a suite other than host")
+    if (options.into or options.brief) and not options.markdown:
+        return _refuse("bench: --into or --brief is given, expected --markdown with it")
     if options.plots and (missing := _without_matplotlib("bench --plots", "plot")):
         return missing
+    if refused := _unwritable(options.json, options.plots and options.plots / "suite.svg"):
+        return refused
     from flashtile.bench import command
 
     if options.markdown:
@@ -176,6 +217,20 @@ def _bench(options: argparse.Namespace) -> int:
     )
 
 
+def _unwritable(*paths: Path | None) -> int:
+    """0 where files can be written there, so that nobody measures in vain. Makes their folders."""
+    for path in filter(None, paths):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = not path.exists()
+            path.open("a").close()
+            if new:
+                path.unlink()
+        except OSError as error:
+            return _refuse(error)
+    return 0
+
+
 def _without_matplotlib(command: str, extra: str) -> int:
     """0 where there is one."""
     try:
@@ -186,11 +241,11 @@ def _without_matplotlib(command: str, extra: str) -> int:
 
 
 def _ladder(options: argparse.Namespace) -> int:
-    import torch
-
     from flashtile.bench.cases import Case
     from flashtile.reference import command
 
+    if options.into and not options.markdown:
+        return _refuse("ladder: --into is given, expected --markdown with it")
     if options.markdown:
         try:
             return command.show_stored(options.markdown, options.into)
@@ -198,10 +253,13 @@ def _ladder(options: argparse.Namespace) -> int:
             return _refuse(error)
     if options.once and options.json:
         return _refuse("ladder: --once times nothing, expected no --json")
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if refused := _unwritable(options.json):
+        return refused
+    try:
+        device = _device("ladder", options.device)
+    except (ValueError, RuntimeError) as error:
+        return _refuse(error)
     gpu = device.type == "cuda"
-    if gpu and not torch.cuda.is_available():
-        return _refuse("ladder: --device is cuda, and torch sees no CUDA device")
     seqlen = options.seqlen or (4096 if gpu else 1024)
     heads = options.heads or (16 if gpu else 4)
     head_dim = options.head_dim or (128 if gpu else 64)

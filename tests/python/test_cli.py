@@ -32,11 +32,6 @@ def test_explain_of_a_cache(option, shown, capsys):
     assert shown in capsys.readouterr().out
 
 
-def test_explain_wants_pages_with_rows(capsys):
-    assert main(["explain", "2", "1", "120", "8", "2", "64", "--device", "cpu", "--page-size", "0"]) == 2
-    assert "--page-size is 0" in capsys.readouterr().err
-
-
 def test_explain_refuses_what_attention_refuses(capsys):
     assert main(["explain", "2", "100", "120", "8", "3", "64", "--device", "cpu"]) == 2
     shown = capsys.readouterr()
@@ -114,6 +109,9 @@ def test_ladder_once(capsys):
         (["--kv-heads", "3"], "ladder: --heads is 2, expected a multiple of --kv-heads, 3"),
         (["--once", "standard", "--json", "f"], "ladder: --once times nothing, expected no --json"),
         (["--markdown", "/nonexistent.json"], "/nonexistent.json"),
+        (["--device", "gpu"], "ladder: --device is gpu, expected cpu or cuda"),
+        (["--into", "page.md"], "ladder: --into is given, expected --markdown with it"),
+        (["--json", "."], "Is a directory: '.'"),
     ],
 )
 def test_ladder_refuses(capsys, monkeypatch, arguments, reason):
@@ -128,7 +126,50 @@ def test_demo_says_what_it_lacks(monkeypatch, capsys):
     assert "flashtile[demo]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["dance"], ["bench", "--suite", "speed"], ["explain", "1"]])
+@pytest.mark.parametrize(
+    "arguments, reason",
+    [
+        ("bench --json .", "Is a directory: '.'"),
+        ("bench --plots {file}", "File exists: '{file}'"),
+        ("bench --into page.md", "bench: --into or --brief is given, expected --markdown with it"),
+        ("bench --markdown {file}", "{file} is no JSON, expected a stored run"),
+        ("demo --output .", "Is a directory: '.'"),
+        ("explain 1 8 8 2 2 64 --device gpu", "explain: --device is gpu, expected cpu or cuda"),
+        ("explain 1 8 8 2 2 64 --device cuda", "explain: --device is cuda, and torch sees no CUDA device"),
+        ("explain 1 8 8 2 2 64 --device cpu --D_v 0", "explain: v has shape (1, 8, 2, 0), expected"),
+        ("explain 999999 999999999 8 2 2 64 --device cpu", "allocate"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_measured(capsys, monkeypatch, tmp_path, arguments, reason):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("flashtile.bench.command.measure", None)
+    file = tmp_path / "file"
+    file.write_text("no record")
+    assert main(arguments.format(file=file).split()) == 2
+    assert reason.format(file=file) in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_record_of_something_else_is_refused(tmp_path, capsys):
+    path = tmp_path / "list.json"
+    path.write_text("[]")
+    assert main(["bench", "--markdown", str(path)]) == 2
+    assert f"{path} has format None, expected 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["dance"],
+        ["bench", "--suite", "speed"],
+        ["explain", "1"],
+        ["explain", "1", "-8", "8", "2", "2", "64"],
+        ["ladder", "--batch", "0"],
+        ["demo", "--seconds", "nan"],
+    ],
+)
 def test_a_misspelt_command_line_is_refused(arguments):
     with pytest.raises(SystemExit) as refusal:
         main(arguments)

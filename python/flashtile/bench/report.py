@@ -47,9 +47,13 @@ def write(path: Path, record: Record) -> None:
 
 
 def read(path: Path) -> Record:
-    record = json.loads(path.read_text())
-    if record.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {record.get('format')}, expected {FORMAT}")
+    try:
+        record = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON, expected a stored run ({error})") from None
+    found = record.get("format") if isinstance(record, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"{path} has format {found}, expected {FORMAT}")
     return record
 
 
