@@ -1,6 +1,6 @@
 """Attention over keys in parts, put together."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ def combine(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) ->
 
 def _stacked(name, parts):
     if not isinstance(parts, Tensor):
-        parts = tuple(parts)
+        parts = tuple(parts) if isinstance(parts, Iterable) else (parts,)
         if not parts or not all(isinstance(x, Tensor) for x in parts):
             raise TypeError(f"combine: {name} is {parts!r}, expected a tensor, or a sequence of at least one")
         for x in parts[1:]:

@@ -130,6 +130,7 @@ BAD = {
         r"lses has shape \(3, 2, 4, 5\), expected \(3, 4, 5\) = \(N, H_q, T_q\)",
     ),
     "integers": (lambda x: x.int(), None, TypeError, "outs has dtype torch.int32, expected a floating dtype"),
+    "nothing": (lambda x: None, None, TypeError, r"outs is \(None,\), expected a tensor, or a sequence"),
     "unlike parts": (
         lambda x: [x[0], x[1, :1]],
         None,

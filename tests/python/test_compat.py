@@ -388,7 +388,18 @@ def test_bad_arguments_are_named():
         assert_refuses(fa3.flash_attn_qkvpacked_func, ValueError, message, q, num_heads_q=heads)
     message = "out has dtype torch.float32, expected torch.float16"
     assert_refuses(fa3.flash_attn_combine, TypeError, message, *parts, q, F16)
-    assert_refuses(fa2.flash_attn_kvpacked_func, TypeError, "kv is of type list, expected a torch.Tensor", q, [k, v])
+    for function, name, *args in [
+        (fa2.flash_attn_kvpacked_func, "kv", q, [k, v]),
+        (fa3.flash_attn_combine, "lse_partial", parts[0], [k, v]),
+        (fa3.flash_attn_combine, "out", *parts, [k]),
+        (bert_padding.unpad_input, "attention_mask", q, [[True]]),
+        (bert_padding.unpad_input, "hidden_states", [q], k[..., 0, 0]),
+    ]:
+        assert_refuses(function, TypeError, f"{name} is of type list, expected a torch.Tensor", *args)
+    message = "qkv is of type NoneType, expected a torch.Tensor"
+    assert_refuses(fa3.flash_attn_qkvpacked_func, TypeError, message, None, num_heads_q=2)
+    message = "cu_seqlens_k is of type list, expected a torch.Tensor"
+    assert_refuses(fa2.flash_attn_varlen_func, TypeError, message, q[0], k, v, None, [0], 1, 1, block_table=k)
 
 
 def test_flashtile_names_what_no_wrapper_looks_at():
@@ -398,6 +409,12 @@ def test_flashtile_names_what_no_wrapper_looks_at():
     refuses(TypeError, "k is of type NoneType", q, None, v)
     refuses(TypeError, "window is 5", q, k, v, window_size=5)
     refuses(TypeError, "softcap is None", q, k, v, softcap=None)
+    refuses = functools.partial(assert_refuses, name="attention_kvcache")
+    rotary = dict(rotary_cos=q, rotary_sin=q, cache_seqlens=3)
+    for module in (fa2, fa3):
+        refuses(module.flash_attn_with_kvcache, TypeError, "k_cache is of type NoneType", q, None, v)
+        refuses(module.flash_attn_with_kvcache, ValueError, "k_cache has shape", q, k[0, 0, 0], v)
+        refuses(module.flash_attn_with_kvcache, TypeError, "q is of type NoneType", None, k, v, k[:, :0], k, **rotary)
     leaves = SMALL.tensors(requires_grad=True)
     message = "q requires grad, expected inputs that do not: there is no backward"
     assert_refuses(fa2.flash_attn_with_kvcache, NotImplementedError, message, *leaves, name="attention_kvcache")

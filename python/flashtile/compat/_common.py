@@ -69,7 +69,7 @@ def attend_cache(
     if cache_seqlens is None:
         if k is not None:
             raise ValueError(f"{function}: cache_seqlens is None, expected a tensor or an int, since k is given")
-        cache_seqlens = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+        cache_seqlens = _rows(k_cache) * (1 if block_table is None else _rows(block_table))
     if rotary_cos is not None:
         _check_positions(function, q, k, cu_seqlens_q, causal or window != (None, None))
     return attention_kvcache(
@@ -96,17 +96,28 @@ def _check_positions(function, q, k, cu_seqlens_q, masked):
     the first; flashtile goes by the key that each meets on the diagonal. Refuses where the two differ."""
     if k is None:
         raise ValueError(f"{function}: k is None, expected new keys, since rotary_cos is given")
-    if cu_seqlens_q is None and q.shape[1] != k.shape[1]:
-        refuse(function, "rotary_cos", f"given with {q.shape[1]} queries and {k.shape[1]} new keys", "as many of both")
-    if not masked and (cu_seqlens_q is not None or q.shape[1] > 1):
+    if cu_seqlens_q is None and _rows(q) != _rows(k):
+        refuse(function, "rotary_cos", f"given with {_rows(q)} queries and {_rows(k)} new keys", "as many of both")
+    if not masked and (cu_seqlens_q is not None or _rows(q) > 1):
         refuse(function, "rotary_cos", "given without a mask", "causal=True, a window_size, or a single query")
+
+
+def _rows(x):
+    """The size of dimension 1; 0 where there is none, for flashtile to say what is wrong."""
+    return x.shape[1] if isinstance(x, Tensor) and x.dim() > 1 else 0
+
+
+def require_tensors(function, **tensors):
+    """Of arguments that are looked into before flashtile does."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{function}: {name} is of type {type(x).__name__}, expected a torch.Tensor")
 
 
 def unpacked(function, name, packed, shape):
     """The parts of a packed tensor, whose `shape` is written as in "(B, S, 3, H, D)"."""
     sizes = shape.strip("()").split(", ")
-    if not isinstance(packed, Tensor):
-        raise TypeError(f"{function}: {name} is of type {type(packed).__name__}, expected a torch.Tensor")
+    require_tensors(function, **{name: packed})
     if packed.dim() != len(sizes) or packed.shape[-3] != int(sizes[-3]):
         raise ValueError(f"{function}: {name} has shape {tuple(packed.shape)}, expected {shape}")
     return packed.unbind(-3)

@@ -13,6 +13,8 @@ True
 import torch
 from torch import Tensor
 
+from ._common import require_tensors
+
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
 
 
@@ -55,10 +57,15 @@ def unpad_input(
         seqused: (B), int32: how many rows of each sequence attention_mask has.
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: a mask has another shape than (B, S).
     """
-    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
-        if mask is not None and mask.shape != hidden_states.shape[:2]:
+    masks = {"attention_mask": attention_mask}
+    if unused_mask is not None:
+        masks["unused_mask"] = unused_mask
+    require_tensors("unpad_input", hidden_states=hidden_states, **masks)
+    for name, mask in masks.items():
+        if mask.shape != hidden_states.shape[:2]:
             expected = f"{tuple(hidden_states.shape[:2])} = (B, S)"
             raise ValueError(f"unpad_input: {name} has shape {tuple(mask.shape)}, expected {expected}")
     used = attention_mask != 0

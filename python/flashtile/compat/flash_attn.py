@@ -33,7 +33,7 @@ from torch import Tensor
 from ..attention import attention
 from ..varlen import attention_varlen
 from . import bert_padding
-from ._common import WindowSize, attend, attend_cache, refuse, unpacked
+from ._common import WindowSize, attend, attend_cache, refuse, require_tensors, unpacked
 
 # The release whose functions these are, for callers that compare versions; the local label says whose code it is.
 __version__ = "2.8.3+flashtile"
@@ -188,6 +188,7 @@ def flash_attn_varlen_func(
         return _with_dmask(result)
     if dropout_p != 0:
         refuse("flash_attn_varlen_func", "dropout_p", dropout_p, "0.0, since block_table is given")
+    require_tensors("flash_attn_varlen_func", cu_seqlens_k=cu_seqlens_k)
     result = attend_cache(
         "flash_attn_varlen_func",
         q,

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..attention import attention
 from ..combine import combine
 from ..varlen import attention_varlen
-from ._common import WindowSize, attend, attend_cache, refuse, refuse_unserved, unpacked
+from ._common import WindowSize, attend, attend_cache, refuse, refuse_unserved, require_tensors, unpacked
 
 __all__ = [
     "flash_attn_combine",
@@ -107,6 +107,7 @@ def flash_attn_qkvpacked_func(
     if num_heads_q is None:
         q, k, v = unpacked(function, "qkv", qkv, "(B, S, 3, H, D)")
     else:
+        require_tensors(function, qkv=qkv)
         heads = qkv.shape[2] - num_heads_q if qkv.dim() == 4 else -1
         if heads < 0 or heads % 2 != 0:
             expected = f"(B, S, H_q + 2 · H_k, D), H_q being num_heads_q = {num_heads_q}"
@@ -289,6 +290,9 @@ def flash_attn_combine(
         TypeError: ``out`` has another dtype than out_dtype.
         ValueError: shapes break the rules above.
     """
+    require_tensors("flash_attn_combine", lse_partial=lse_partial)
+    if out is not None:
+        require_tensors("flash_attn_combine", out=out)
     if out is not None and out_dtype not in (None, out.dtype):
         raise TypeError(f"flash_attn_combine: out has dtype {out.dtype}, expected {out_dtype} = out_dtype")
     result, lse = combine(out_partial, lse_partial.transpose(-1, -2))
