@@ -50,7 +50,7 @@ def attend(function, q, k, v, options, return_lse):
     except _C.Misaligned:
         readable = aligned
     except (TypeError, RuntimeError):
-        if under_functorch() or _dispatches(q) or _dispatches(k) or _dispatches(v):
+        if takes_operators(q, k, v):
             return _attend_traced(function, q, k, v, options, return_lse)
         dtype = _autocast_dtype(q, k, v)
         if dtype is None:
@@ -73,9 +73,12 @@ def _attend_traced(function, q, k, v, options, return_lse):
     return attend_operator(function, q, k, v, options, return_lse)
 
 
-def _dispatches(x):
-    """Whether `x` is of a class that takes operators itself, as fake tensors do outside of their mode."""
-    return getattr(type(x), "__torch_dispatch__", _no_dispatch) is not _no_dispatch
+def takes_operators(*tensors):
+    """Whether there is a transform of torch.func, or a class among theirs that takes operators itself, as fake tensors
+    do outside of their mode."""
+    return under_functorch() or any(
+        getattr(type(x), "__torch_dispatch__", _no_dispatch) is not _no_dispatch for x in tensors
+    )
 
 
 class _Attention(torch.autograd.Function):

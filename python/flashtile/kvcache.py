@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
-from ._autograd import is_traced, refuse_tangents
+from ._autograd import is_traced, refuse_tangents, takes_operators
 from ._core import as_float32, is_compiling
 from ._ops import call_kvcache, kvcache_operator
 from .attention import Window
@@ -151,8 +151,16 @@ def attention_kvcache(
     readable = (q, k_new, v_new, rotary_cos, rotary_sin)
     options = (alibi_slopes, sinks, causal, window, scale, softcap)
     options += (rotary_interleaved, num_splits, batch_invariant, return_lse)
-    call = kvcache_operator if is_traced() else call_kvcache
-    out, lse = call(k_cache, v_cache, readable, tables, options)
+    given = (k_cache, v_cache, readable, tables, options)
+    if is_traced():
+        out, lse = kvcache_operator(*given)
+    else:
+        try:
+            out, lse = call_kvcache(*given)
+        except (TypeError, RuntimeError):
+            if not takes_operators(q, k_cache, v_cache):
+                raise
+            out, lse = kvcache_operator(*given)
     return (out, lse) if return_lse else out
 
 
@@ -163,7 +171,7 @@ def _for_all_sequences(length, q, cu_seqlens_q):
     if not isinstance(q, Tensor):
         return length  # the module says what is wrong with q
     count = _rows(q) if cu_seqlens_q is None else max(_rows(cu_seqlens_q) - 1, 0)
-    return torch.full((count,), length, dtype=torch.int32, device=q.device)
+    return q.new_full((count,), length, dtype=torch.int32)
 
 
 def _checked_length(length):

@@ -545,6 +545,20 @@ def test_fake_tensors(inside):
     assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [x.shape for x in (q, k, v)]
 
 
+@pytest.mark.parametrize("new, held", [(0, None), (1, None), (0, 3)])
+def test_fake_caches(new, held):
+    """Outside of their mode."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode, given = FakeTensorMode(), Cached("fake", dtype=F32, new=new).arguments()
+    if held is not None:
+        given["cache_seqlens"] = held
+    expected = flashtile.attention_kvcache(**given, return_lse=True)
+    fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    found = flashtile.attention_kvcache(**fake, return_lse=True)
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
+
+
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx(mode):
     """Of tensors with data too nothing is computed unseen."""
