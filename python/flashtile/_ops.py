@@ -38,8 +38,8 @@ def _forward(q, k, v, *options):
 
 
 def _new_results(q, k, v, *_):
-    *batch, rows, heads, _ = q.shape
-    return q.new_empty(*batch, rows, heads, v.shape[-1]), q.new_empty(*batch, heads, rows, dtype=torch.float32)
+    *batch, rows, heads, _ = q.shape if q.dim() > 2 else (0, 0, 0)  # for the kernel to say what is wrong
+    return q.new_empty(*batch, rows, heads, *v.shape[-1:]), q.new_empty(*batch, heads, rows, dtype=torch.float32)
 
 
 def _backward(dout, dlse, q, k, v, out, lse, needed, *options):
@@ -95,6 +95,9 @@ def _one_by_one(call):
     """The rule by which vmap computes `call`: for each entry of its own."""
 
     def entries(info, in_dims, *arguments):
+        if info.batch_size == 0:
+            raise NotImplementedError("attention: vmap has 0 entries, expected at least one: it is a call for each")
+
         def entry(i):
             pairs = zip(arguments, in_dims, strict=True)
             return call(*(x.select(dim, i) if isinstance(dim, int) else x for x, dim in pairs))
