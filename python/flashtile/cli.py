@@ -163,8 +163,7 @@ def _explain(options: argparse.Namespace) -> int:
         v = torch.empty(*rows, options.H_k, head_dim_v, **settings)
         print(flashtile.explain(q, k, v, causal=options.causal, **cache))
     except (ValueError, RuntimeError) as error:  # such as of a tensor that no memory holds
-        return _refuse(str(error).partition("
-")[0])
+        return _refuse(str(error).partition("\n")[0])
     return 0
 
 

@@ -136,7 +136,7 @@ def test_demo_says_what_it_lacks(monkeypatch, capsys):
         ("demo --output .", "Is a directory: '.'"),
         ("explain 1 8 8 2 2 64 --device gpu", "explain: --device is gpu, expected cpu or cuda"),
         ("explain 1 8 8 2 2 64 --device cuda", "explain: --device is cuda, and torch sees no CUDA device"),
-        ("explain 1 8 8 2 2 64 --device cpu --D_v 0", "explain: v has shape (1, 8, 2, 0), expected"),
+        ("explain 1 8 8 2 2 64 --device cpu --D_v 0", "attention: v has shape (1, 8, 2, 0), expected"),
         ("explain 999999 999999999 8 2 2 64 --device cpu", "allocate"),
     ],
 )
@@ -166,6 +166,7 @@ def test_a_record_of_something_else_is_refused(tmp_path, capsys):
         ["bench", "--suite", "speed"],
         ["explain", "1"],
         ["explain", "1", "-8", "8", "2", "2", "64"],
+        ["explain", "1", "8", "8", "2", "2", "64", "--page-size", "0"],
         ["ladder", "--batch", "0"],
         ["demo", "--seconds", "nan"],
     ],
