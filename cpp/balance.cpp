@@ -55,7 +55,7 @@ double key_bytes_of_head(const ForwardPlan& plan) {
 
 PersistentScheduler search(const ForwardPlan& plan) {
   const int packs = plan.problem.heads_q / plan.packing.heads();
-  const int all = plan.problem.batch * packs;
+  const int all = plan.tiles == 0 ? 0 : plan.problem.batch * packs;  // without a tile, perhaps more than int counts
   const std::vector<int> cost = costs(plan);
   const bool equal = plan.problem.band == Band::full();  // then head after head
   PersistentScheduler scheduler{.heads = packs, .m_blocks = plan.m_blocks, .batch_heads = all, .blocks = plan.grid};
@@ -124,9 +124,13 @@ double divide(PersistentScheduler& scheduler, std::span<const int> cost) {
   return most == 0 ? 1 : static_cast<double>(sum) / static_cast<double>(most * scheduler.blocks);
 }
 
+int few_enough(double blocks_of_section) {
+  return static_cast<int>(std::min<double>(blocks_of_section, 1 << 30));
+}
+
 int blocks_of_section(const ForwardPlan& plan) {
   if (plan.problem.band == Band::full()) return 0;
-  return static_cast<int>(kCached / key_bytes_of_head(plan, plan.packing.query(plan.variant.tile_m)));
+  return few_enough(kCached / key_bytes_of_head(plan, plan.packing.query(plan.variant.tile_m)));
 }
 
 std::shared_ptr<const PersistentScheduler> balanced_scheduler(const ForwardPlan& plan) {

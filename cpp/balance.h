@@ -19,6 +19,9 @@ double divide(PersistentScheduler& scheduler, std::span<const int> cost);
 /// and values it takes the smallest that divides the work as well as any. Remembers what it found.
 std::shared_ptr<const PersistentScheduler> balanced_scheduler(const ForwardPlan& plan);
 
+/// As a RaggedOrder takes them: list_tiles adds numbers of heads to them.
+int few_enough(double blocks_of_section);
+
 /// Of ragged sequences (see RaggedOrder): as many heads stand side by side as have their keys and values in the L2
 /// cache together. Under a full mask, where all tiles of a sequence have equal work, head comes after head.
 int blocks_of_section(const ForwardPlan& plan);

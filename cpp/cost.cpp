@@ -13,7 +13,7 @@ constexpr std::int64_t ramp_sum(std::int64_t n, std::int64_t limit) {
 }
 
 struct Elements {
-  std::int64_t q, k, v, out, rows;  // rows: of lse
+  double q, k, v, out, rows;  // rows: of lse
 
   explicit Elements(const Problem& p) : Elements(p, p.ragged ? 1 : p.batch) {}
 
@@ -25,12 +25,12 @@ struct Elements {
         out(count(batch, p.seqlen_q, p.heads_q, p.head_dim_v)),
         rows(count(batch, p.seqlen_q, p.heads_q, 1)) {}
 
-  static std::int64_t count(std::int64_t a, std::int64_t b, std::int64_t c, std::int64_t d) { return a * b * c * d; }
+  static double count(double a, double b, double c, double d) { return a * b * c * d; }
 };
 
 /// Visible pairs of all heads; of a ragged batch as if its sequences were equally long.
-std::int64_t all_pairs(const Problem& p) {
-  return p.dense().visible_elements() * p.batch * p.heads_q;
+double all_pairs(const Problem& p) {
+  return static_cast<double>(p.dense().visible_elements()) * p.batch * p.heads_q;
 }
 
 }  // namespace
@@ -47,14 +47,14 @@ std::int64_t Problem::visible_elements() const {
 
 Cost forward_cost(const Problem& p) {
   const Elements n(p);
-  const std::int64_t pairs = all_pairs(p);
+  const double pairs = all_pairs(p);
   return {.flops = 2 * pairs * (p.head_dim + p.head_dim_v),
           .bytes = (n.q + n.k + n.v + n.out) * bytes_of(p.dtype) + n.rows * bytes_of(DType::kFloat32)};
 }
 
 Cost backward_cost(const Problem& p) {
   const Elements n(p);
-  const std::int64_t pairs = all_pairs(p);
+  const double pairs = all_pairs(p);
   // S, dQ and dK are sums over D; dP and dV over D_v. Read: q, k, v, out, dout, lse; written: dq, dk, dv.
   return {.flops = 2 * pairs * (3 * p.head_dim + 2 * p.head_dim_v),
           .bytes = 2 * (n.q + n.k + n.v + n.out) * bytes_of(p.dtype) + n.rows * bytes_of(DType::kFloat32)};

@@ -41,7 +41,7 @@ std::string bound_string(const Cost& cost, bool on_cpu) {
   // the tens on CPUs.
   const double ridge = on_cpu ? 20 : 250;
   if (cost.bytes == 0) return "nothing to do";
-  const double intensity = static_cast<double>(cost.flops) / static_cast<double>(cost.bytes);
+  const double intensity = cost.flops / cost.bytes;
   return format("%s, at %.1f FLOP per byte", intensity < ridge ? "memory" : "arithmetic", intensity);
 }
 
@@ -64,8 +64,8 @@ std::string plan_string(const char* pass, const Plan& plan, const Cost& cost, bo
                               : format("%d thread blocks of %d threads", plan.grid, v.threads()));
   if (!on_cpu) text += line("shared", format("%d bytes per block, stages: %d", plan.shared_memory, v.stages));
   text += line("workspace", format("%lld bytes", static_cast<long long>(plan.workspace_bytes)));
-  text += line("work", with_prefix(static_cast<double>(cost.flops)) + "FLOP");
-  text += line("traffic", with_prefix(static_cast<double>(cost.bytes)) + "B at the least");
+  text += line("work", with_prefix(cost.flops) + "FLOP");
+  text += line("traffic", with_prefix(cost.bytes) + "B at the least");
   text += line("bound", bound_string(cost, on_cpu));
   return text;
 }

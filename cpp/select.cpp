@@ -17,7 +17,7 @@ namespace {
 constexpr int kOldestComputeCapability = 80;
 
 /// Waking a thread costs about as much as this many FLOPs of its work.
-constexpr std::int64_t kFlopsPerThread = 1 << 20;
+constexpr double kFlopsPerThread = 1 << 20;
 
 constexpr const char* kNarrowest = "the first row of this dtype that is wide enough";
 constexpr const char* kSmallerTile = "the first row of this dtype that is wide enough and fits the GPU's shared memory";
@@ -136,7 +136,7 @@ Estimate estimate_prefill(const Variant& v, const Problem& p, const DeviceInfo& 
   Estimate found = estimate(ForwardRow{v, nullptr}, p);
   if (p.band != Band::full() && std::int64_t{4} * p.seqlen_q > p.seqlen_k) return found;
   const std::int64_t tiles = (found.packing.rows(p.seqlen_q) + v.tile_m - 1) / v.tile_m;
-  const auto all = static_cast<double>(p.batch * (p.heads_q / found.packing.heads()) * tiles);
+  const auto all = static_cast<double>(tiles * p.batch * (p.heads_q / found.packing.heads()));
   const double rounds = all / device.multiprocessors;
   if (rounds > 0) found.time *= std::ceil(rounds) / rounds;
   return found;
@@ -214,8 +214,8 @@ Choice<Row> choose(
 
 /// CPU threads for `tiles` work items.
 int threads_for(std::int64_t tiles, Cost cost, const DeviceInfo& device) {
-  const std::int64_t useful = std::min(tiles, cost.flops / kFlopsPerThread);
-  return static_cast<int>(std::clamp<std::int64_t>(useful, 1, device.threads));
+  const double useful = std::min(static_cast<double>(tiles), cost.flops / kFlopsPerThread);
+  return static_cast<int>(std::clamp<double>(useful, 1, device.threads));
 }
 
 /// `count`, if a GPU can count so far: its thread blocks, and the rows that TMA is asked for.
@@ -286,7 +286,7 @@ int blocks_of_section(const Problem& p, const Variant& v, const DeviceInfo& devi
   const int at_a_time = device.multiprocessors;
   if (p.deterministic && v.parts_of_dq() > 0) return at_a_time * std::max(kLongHead / v.head_dim, 1) / 8;
   if (p.band == Band::full()) return 0;
-  return at_a_time * (v.one_pass() ? 1 : p.group());
+  return few_enough(1.0 * at_a_time * (v.one_pass() ? 1 : p.group()));
 }
 
 /// Tiles of rows of all sequences, at the most, where `heads` heads stand side by side.
@@ -332,7 +332,7 @@ void select_on_gpu(KvcachePlan& plan, const DeviceInfo& device) {
   const auto parts = [](std::int64_t keys, std::int64_t of) { return (keys + of - 1) / of; };
   const int keys_of_item = groups_of(v) * v.tile_n;
   plan.packed_heads = p.group();
-  const std::int64_t tiles = tiles_of_rows(p, v, plan.packed_heads);
+  const std::int64_t tiles = countable("q", tiles_of_rows(p, v, plan.packed_heads), "tiles of rows");
   const std::int64_t items = tiles * std::max<std::int64_t>(parts(p.seqlen_k, keys_of_item), 1);
   countable("q", items, "items (tiles of rows × blocks of keys)");
   countable("q", parts(rows_of_sequence(p), v.tile_m) * v.tile_m, "rows (queries × heads of a group, in whole tiles)");
@@ -343,7 +343,7 @@ void select_on_gpu(KvcachePlan& plan, const DeviceInfo& device) {
   const std::int64_t splits = plan.num_splits > 0          ? plan.num_splits
                               : plan.cache.batch_invariant ? parts(p.seqlen_k, kKeysOfSplit)
                                                            : 0;
-  plan.splits_apart = splits > 1 && tiles * splits * place_bytes <= kRoomForSplits;
+  plan.splits_apart = splits > 1 && tiles * splits <= kRoomForSplits / place_bytes;
 
   // One or two thread blocks at a time on a multiprocessor, each of which takes 1024 bytes for the system too.
   const int at_a_time =
@@ -360,7 +360,7 @@ void select_on_gpu(KvcachePlan& plan, const DeviceInfo& device) {
                                     : 2 * plan.teams;  // what each begins with and ends with; or two sums so far
   // 3 to 7 % faster where a cache is small, 2 to 4 % slower where it is large (docs/performance.md).
   const std::int64_t row_bytes = std::int64_t{p.heads_k} * (p.head_dim + p.head_dim_v) * bytes_of(p.dtype);
-  plan.passes_by = tiles <= p.batch && std::int64_t{p.batch} * p.seqlen_k * row_bytes <= kSmallCache;
+  plan.passes_by = tiles <= p.batch && std::int64_t{p.batch} * p.seqlen_k <= kSmallCache / row_bytes;
   plan.tiles = p.heads_k * tiles;
   plan.grid = plan.cache.queries() == 0 ? 0 : plan.teams * p.heads_k;
   plan.rotated_at = parts(plan.partials * place_bytes, 16) * 16;
@@ -468,6 +468,7 @@ BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
     plan.workspace_bytes = cpu::backward_workspace_bytes(problem, v, plan.grid);
   } else {
     const BackwardWorkspace workspace = BackwardWorkspace::of(problem, v);
+    countable("q", workspace.tiles, kTiles);  // of which int64 counts the rows
     countable("q", workspace.rows(), "rows (batch × heads × whole blocks)");
     if (v.two_passes()) plan.tiles += workspace.tiles;
     plan.grid = thread_blocks(problem, v, device, countable("k", plan.tiles, kTiles));

@@ -59,10 +59,11 @@ struct BackwardPlan : Plan {
   BackwardKernel run = nullptr;
 };
 
-/// FLOPs of the matmuls over visible elements, and the fewest bytes that memory must move.
+/// FLOPs of the matmuls over visible elements, and the fewest bytes that memory must move: of a legal problem perhaps
+/// more than 64 bits count.
 struct Cost {
-  std::int64_t flops = 0;
-  std::int64_t bytes = 0;
+  double flops = 0;
+  double bytes = 0;
 };
 Cost forward_cost(const Problem& problem);
 Cost backward_cost(const Problem& problem);

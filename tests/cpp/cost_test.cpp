@@ -51,6 +51,18 @@ TEST(Cost, CountsMatmulsAndTraffic) {
   EXPECT_GT(backward_cost(problem).bytes, forward_cost(problem).bytes);
 }
 
+TEST(Cost, OfTheLargestProblemIsMoreThan64BitsCount) {
+  constexpr int kMost = (1 << 30) - 1;
+  Problem problem;
+  problem.batch = 1;
+  problem.seqlen_q = problem.seqlen_k = kMost;
+  problem.heads_q = problem.heads_k = 2;
+  problem.head_dim = problem.head_dim_v = 8;
+  problem.dtype = DType::kBFloat16;
+  EXPECT_DOUBLE_EQ(forward_cost(problem).flops, 2.0 * 2 * 16 * kMost * kMost);
+  EXPECT_DOUBLE_EQ(backward_cost(problem).flops, 2.0 * 2 * 40 * kMost * kMost);
+}
+
 TEST(Cost, OfARaggedBatchIsThatOfEquallyLongSequences) {
   Problem dense;
   dense.batch = 3;

@@ -322,6 +322,9 @@ TEST(Select, EmptyProblemsAreLegal) {
     EXPECT_EQ(select_forward(problem, device).tiles, 0);
     problem.seqlen_q = 10;
     EXPECT_GT(select_forward(problem, device).tiles, 0);  // rows that see nothing are written all the same
+    problem.seqlen_q = 0;
+    problem.batch = problem.heads_q = 1 << 29;
+    EXPECT_EQ(select_forward(problem, device).tiles, 0);
   }
 }
 
@@ -441,10 +444,9 @@ TEST(Select, BackwardOnHopperHasAKernelForNarrowerValues) {
 }
 
 TEST(Select, BackwardRefusesWhatItCannotCount) {
-  const auto refusal_of_backward = [](int seqlen_q, int seqlen_k) -> std::string {
-    const DeviceInfo device = gpu(90, 227);
-    Problem problem = problem_on(device, DType::kFloat16, 64, 64, 0);
-    problem.batch = 1 << 20;
+  const DeviceInfo device = gpu(90, 227);
+  Problem problem = problem_on(device, DType::kFloat16, 64, 64, 0);
+  const auto refusal_of_backward = [&](int seqlen_q, int seqlen_k) -> std::string {
     problem.seqlen_q = seqlen_q;
     problem.seqlen_k = seqlen_k;
     try {
@@ -454,9 +456,32 @@ TEST(Select, BackwardRefusesWhatItCannotCount) {
     }
     return "none";
   };
+  problem.batch = 1 << 20;
   EXPECT_EQ(refusal_of_backward(100, 1 << 20).find("k has 17179869184 tiles"), 0u);
-  EXPECT_EQ(refusal_of_backward(1 << 20, 100).find("q has 8796093022208 rows"), 0u);
+  EXPECT_EQ(refusal_of_backward(1 << 10, 100).find("q has 8589934592 rows"), 0u);
+  EXPECT_EQ(refusal_of_backward(1 << 20, 100).find("q has 68719476736 tiles"), 0u);
   EXPECT_EQ(refusal_of_backward(100, 100), "none");
+  problem.ragged = true;
+  problem.batch = problem.heads_q = 1 << 29;  // 2^64 rows of whole blocks
+  EXPECT_EQ(refusal_of_backward(1, 1).find("q has 288230376151711744 tiles"), 0u);
+}
+
+TEST(Select, SectionsOfRaggedBatchesAreCountedWhateverTheGroup) {
+  for (DeviceInfo device : {gpu(80, 163), gpu(90, 227)}) {
+    device.multiprocessors = 132;
+    Problem problem = problem_on(device, DType::kFloat16, 256, 256, 1);
+    problem.ragged = true;
+    problem.band = Band::causal();
+    problem.batch = problem.heads_k = 1;
+    for (const int heads : {1, 1 << 10, (1 << 24) - 1}) {
+      problem.heads_q = heads;
+      for (const int blocks :
+           {select_forward(problem, device).blocks_of_section, select_backward(problem, device).blocks_of_section}) {
+        EXPECT_GT(blocks, 0);
+        EXPECT_LE(blocks, 1 << 30);  // and an int counts the heads as well
+      }
+    }
+  }
 }
 
 TEST(Select, HopperScheduleDependsOnTheProblemAlone) {

@@ -405,6 +405,15 @@ TEST(SelectKvcache, TablesOnAGpuAreNotRead) {
   EXPECT_LT(select_kvcache(cache, kH100).teams, plan.teams);
 }
 
+TEST(SelectKvcache, SplitsThatWouldTakeMoreRoomThan64BitsCountAreOfOneThreadBlock) {
+  KvcacheProblem cache = decode(kA100, 1 << 6, 1 << 19, 1, (1 << 30) - 1);
+  cache.problem.head_dim = 256;
+  cache.num_splits = cache.problem.seqlen_k;
+  const KvcachePlan plan = select_kvcache(cache, kA100);
+  EXPECT_FALSE(plan.splits_apart);
+  EXPECT_GE(plan.workspace_bytes, plan.partials * kvcache_place_bytes(plan.variant) * cache.problem.heads_k);
+}
+
 TEST(SelectKvcache, RefusesMoreThanIntCounts) {
   const auto refused = [](const KvcacheProblem& cache) {
     try {
