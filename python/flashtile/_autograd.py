@@ -29,7 +29,11 @@ def attend(function, q, k, v, options, return_lse):
         sinks = as_float32(sinks)
         options = _replaced(options, _SINKS, sinks)
     traced = is_compiling() or _count_of_modes() > 0 or _is_jit_tracing()  # is_traced(), 0.05 µs sooner
-    if options[_DROPOUT_P] and options[_SEED] is None:
+    try:
+        draws = options[_DROPOUT_P] and options[_SEED] is None
+    except (RuntimeError, ValueError):
+        draws = False  # of several numbers, which the module refuses
+    if draws:
         seed = torch.randint(2**63 - 1, (), device="cpu")
         traced = traced or under_functorch()  # vmap may have drawn many
         options = _replaced(options, _SEED, seed if traced else int(seed))

@@ -191,6 +191,11 @@ BAD = {
     ),
     "NaN dropout": (with_options(dropout_p=math.nan), ValueError, "dropout_p is nan, expected a probability"),
     "dropout is None": (with_options(dropout_p=None), TypeError, "dropout_p is None, expected a number"),
+    "dropout of several": (
+        with_options(dropout_p=lambda device: torch.ones(2, device=device)),
+        TypeError,
+        r"dropout_p is tensor\(.*\), expected a number",
+    ),
     "dropout is text": (with_options(dropout_p="half"), TypeError, "dropout_p is 'half', expected a number"),
     "negative seed": (
         with_options(dropout_p=0.1, seed=-1),
