@@ -104,7 +104,7 @@ class Call {
     const auto angles = [&](const TensorView& table) {
       return static_cast<const std::byte*>(table.data) + at * table.strides[0] * bytes_of(problem_.dtype);
     };
-    std::memcpy(target, source, static_cast<std::size_t>(problem_.head_dim * bytes_of(problem_.dtype)));
+    std::memmove(target, source, static_cast<std::size_t>(problem_.head_dim * bytes_of(problem_.dtype)));
     kernels(problem_.dtype)
         .rotate(target, source, {angles(t_.rotary_cos), angles(t_.rotary_sin), pairs, cache_.rotary_interleaved});
   }
@@ -121,9 +121,9 @@ class Call {
       if (cache_.rotary_dim > 0) {
         copy_rotated(target, key, row);
       } else {
-        std::memcpy(target, key, key_bytes);
+        std::memmove(target, key, key_bytes);
       }
-      std::memcpy(cached_row(t_.v_cache, b, row, head).data, head_rows(t_.v_new, b, head, added).data, value_bytes);
+      std::memmove(cached_row(t_.v_cache, b, row, head).data, head_rows(t_.v_new, b, head, added).data, value_bytes);
     }
   }
 

@@ -480,3 +480,14 @@ def test_tables_may_be_parts_of_larger_ones(device):
     wide = torch.full((2, 9), 12, dtype=torch.int32, device=device)
     wide[:, :5] = given["block_table"]
     assert_same(results(given | dict(block_table=wide[:, :5])), expected)
+
+
+def test_new_rows_may_overlap_with_their_place():
+    """On the CPU, where one row is written at a time."""
+    memory = torch.randn(2, 10 * 64 + 8)
+    k_cache, v_cache = memory[:, : 10 * 64].view(2, 1, 10, 1, 64)
+    k_new, v_new = memory[:, 5 * 64 + 8 : 6 * 64 + 8].view(2, 1, 1, 1, 64)  # row 5, and eight elements on
+    expected = k_new.clone(), v_new.clone()
+    flashtile.attention_kvcache(torch.randn(1, 1, 1, 64), k_cache, v_cache, cache_seqlens=5, k_new=k_new, v_new=v_new)
+    assert torch.equal(k_cache[:, 5:6], expected[0])
+    assert torch.equal(v_cache[:, 5:6], expected[1])
