@@ -58,6 +58,13 @@ void check_new_rows(const Operand& k, const Operand& v, const TensorView& q, Kvc
   cache.seqlen_new = static_cast<int>(rows);
 }
 
+/// New rows go where nothing else lies.
+void check_writable(const Operand& cache) {
+  for (int i = 0; i < cache.view.rank - 1; ++i)
+    if (cache.view.shape[i] > 1 && cache.view.strides[i] == 0)
+      cache.refuse("has stride 0 in dimension " + std::to_string(i), "a cache of its own memory, as k_new is given");
+}
+
 void check_rotary(const Operand& cos, const Operand& sin, const TensorView& q, KvcacheProblem& cache) {
   if (!cos.view.given() && !sin.view.given()) return;
   if (!sin.view.given()) sin.refuse("is missing", "a tensor, as rotary_cos is given");
@@ -203,6 +210,10 @@ KvcacheProblem check_kvcache(const char* function, const KvcacheTensors& t, cons
       !t.leftpad.given() && stands_in_line(t.k_cache) && stands_in_line(t.v_cache) && (p.ragged || stands_in_line(t.q));
   check_new_rows({function, "k_new", p.ragged ? "(T_q, H_k, D)" : "(B, S_new, H_k, D)", t.k_new},
                  {function, "v_new", p.ragged ? "(T_q, H_k, D_v)" : "(B, S_new, H_k, D_v)", t.v_new}, t.q, cache);
+  if (cache.appends) {
+    check_writable(k);
+    check_writable(v);
+  }
   check_rotary({function, "rotary_cos", "(positions, R / 2)", t.rotary_cos},
                {function, "rotary_sin", "(positions, R / 2)", t.rotary_sin}, t.q, cache);
   check_table({function, "cache_seqlens", "(B)", t.cache_seqlens}, p.batch, p.device);

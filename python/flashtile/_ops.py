@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 
 from . import _C
 from ._core import aligned, gradients, is_compiling, under_functorch
+from ._flops import append_flops, backward_flops, count_flops, forward_flops, kvcache_flops
 
 _SCORES = "Tensor? alibi_slopes, Tensor? sinks, bool causal, SymInt? window_left, SymInt? window_right, Scalar? scale"
 _OPTIONS = f"{_SCORES}, Scalar softcap, float dropout_p, Tensor? seed, bool? deterministic"
@@ -229,6 +230,8 @@ def _define_attention(name, options, *tags):
     whole = getattr(torch.ops.flashtile, name).default
     for call in (whole, forward, backward):
         torch.library.register_vmap(call, _one_by_one(call), lib=_library)
+    count_flops(forward, forward_flops)
+    count_flops(backward, backward_flops)
     _differentiable_calls[whole] = differentiable
     return whole
 
@@ -255,3 +258,5 @@ _attention_kvcache_append = _define(
     _append,
     _new_cache_results,
 )
+count_flops(_attention_kvcache, kvcache_flops)
+count_flops(_attention_kvcache_append, append_flops)

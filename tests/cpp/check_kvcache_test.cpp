@@ -269,6 +269,19 @@ TEST(CheckKvcache, Values) {
             name + "cu_seqlens_q has 8 at index 2, expected at most 7 = T_q");
 }
 
+TEST(CheckKvcache, NewRowsNeedMemoryOfTheirOwn) {
+  const std::string expected = ", expected a cache of its own memory, as k_new is given";
+  EXPECT_EQ(check([](Call& c) { c.tensors.k_cache.strides[0] = 0; }),
+            "attention_kvcache: k_cache has stride 0 in dimension 0" + expected);
+  EXPECT_EQ(check([](Call& c) { c.tensors.v_cache.strides[2] = 0; }),
+            "attention_kvcache: v_cache has stride 0 in dimension 2" + expected);
+  EXPECT_EQ(check([](Call& c) {
+              c.tensors.k_cache.strides[0] = 0;
+              c.tensors.k_new = c.tensors.v_new = {};
+            }),
+            "accepted");
+}
+
 TEST(CheckKvcache, Splits) {
   const std::string name = "attention_kvcache: ";
   EXPECT_EQ(check([](Call& c) { c.options.num_splits = -1; }), name + "num_splits is -1, expected at least 0");

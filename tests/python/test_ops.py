@@ -15,8 +15,10 @@ from ragged import Ragged
 from test_backward import differentiable
 from test_kvcache import assert_same, results
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import flashtile
 from flashtile import _C
@@ -539,8 +541,6 @@ def test_aot_inductor(aot_device, tmp_path):
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_fake_tensors(inside):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     mode = FakeTensorMode()
     with mode:
         q, k, v = Case("fake", dtype=F32, head_dim_v=128).tensors(requires_grad=True)
@@ -555,8 +555,6 @@ def test_fake_tensors(inside):
 @pytest.mark.parametrize("new, held", [(0, None), (1, None), (0, 3)])
 def test_fake_caches(new, held):
     """Outside of their mode."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     mode, given = FakeTensorMode(), Cached("fake", dtype=F32, new=new).arguments()
     if held is not None:
         given["cache_seqlens"] = held
@@ -712,3 +710,50 @@ def test_errors_are_those_of_eager_calls():
         call(dropout_p=0.1, seed=-1)
     with pytest.raises(NotImplementedError, match=r"^attention: alibi_slopes requires grad"):
         call(alibi_slopes=torch.ones(2, requires_grad=True))
+
+
+def flops_of(function):
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flops_are_those_of_pytorch_s_attention(causal):
+    """What a mask hides counts there too."""
+    q, k, v = (torch.randn(2, seqlen, 4, 64, requires_grad=True) for seqlen in (40, 50, 50))
+    shapes = [(2, 4, seqlen, 64) for seqlen in (40, 50, 50)]
+    forward, backward = sdpa_flop_count(*shapes), sdpa_backward_flop_count(shapes[0], *shapes)
+    assert flops_of(lambda: flashtile.attention(q, k, v, causal=causal)) == forward
+    for options in (dict(causal=causal), dict(causal=causal, dropout_p=0.1)):
+        assert flops_of(lambda: flashtile.attention(q, k, v, **options).sum().backward()) == forward + backward  # noqa: B023
+
+
+def test_flops_of_sequences_are_theirs_alone():
+    q, k, v = torch.randn(10, 4, 64), torch.randn(12, 2, 64), torch.randn(12, 2, 32)
+    tables = [torch.tensor(table, dtype=torch.int32) for table in ([0, 3, 10], [0, 5, 12], [4, 6])]
+    begins = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), tables, strict=False))
+    assert flops_of(lambda: flashtile.attention_varlen(q, k, v, **begins)) == (3 * 5 + 7 * 7) * 4 * 2 * (64 + 32)
+    begins["seqused_k"] = tables[2]
+    assert flops_of(lambda: flashtile.attention_varlen(q, k, v, **begins)) == (3 * 4 + 7 * 6) * 4 * 2 * (64 + 32)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # whose tables hold nothing: equally long ones
+        fake = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v, *tables[:2])]
+        begins = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), fake[3:], strict=True))
+        assert flops_of(lambda: flashtile.attention_varlen(*fake[:3], **begins)) == 2 * 5 * 6 * 4 * 2 * (64 + 32)
+
+
+def test_flops_over_a_cache_are_of_rows_that_count():
+    cache, q = torch.zeros(2, 64, 2, 64), torch.randn(2, 3, 8, 64)
+    held, new = torch.tensor([10, 20], dtype=torch.int32), torch.randn(2, 3, 2, 64)
+    options = dict(cache_seqlens=held, leftpad=torch.tensor([0, 5], dtype=torch.int32))
+    each = 3 * 8 * 2 * (64 + 64)
+    assert flops_of(lambda: flashtile.attention_kvcache(q, cache, cache, **options)) == (10 + 15) * each
+    options |= dict(k_new=new, v_new=new)
+    assert flops_of(lambda: flashtile.attention_kvcache(q, cache, cache.clone(), **options)) == (13 + 18) * each
+    pages = cache.reshape(8, 16, 2, 64)
+    table = torch.arange(8, dtype=torch.int32).view(2, 4)
+    options = dict(cache_seqlens=held, block_table=table)
+    assert flops_of(lambda: flashtile.attention_kvcache(q, pages, pages, **options)) == (10 + 20) * each
+    options["cu_seqlens_q"] = torch.tensor([0, 1, 5], dtype=torch.int32)
+    ragged = q.flatten(0, 1)
+    assert flops_of(lambda: flashtile.attention_kvcache(ragged, pages, pages, **options)) == (10 + 4 * 20) * each // 3
