@@ -70,6 +70,13 @@ struct Results {
   nb::object out, lse;
 };
 
+/// A backward may be beyond what a GPU can count where its forward is not.
+std::string backward_string(const Problem& p, const DeviceInfo& device) try {
+  return to_string(select_backward(p, device));
+} catch (const Unsupported& error) {
+  return std::string("flashtile backward plan\n  none      ") + error.what() + "\n";
+}
+
 /// Nothing is allocated before every argument has been checked.
 Results forward(handle q, handle k, handle v, const nb::tuple& options,
                 nb::object (*make_lse)(handle, const Problem&)) {
@@ -79,7 +86,7 @@ Results forward(handle q, handle k, handle v, const nb::tuple& options,
   const DeviceInfo device = device_for(function, tensors.q.device);
   const ForwardPlan plan = plan_forward(function, tensors, given.options, device);
   const Problem& p = plan.problem;
-  if (explaining()) throw Explained{to_string(plan) + "\n" + to_string(select_backward(p, device))};
+  if (explaining()) throw Explained{to_string(plan) + "\n" + backward_string(p, device)};
   const Results results = {new_out(q, tensors.q, p), make_lse(q, p)};
   tensors.out = tensor_view(function, "out", results.out);
   tensors.lse = optional_view(function, "lse", results.lse);
