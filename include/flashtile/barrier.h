@@ -8,6 +8,12 @@
 
 namespace flashtile {
 
+/// What stands before it is read and written before what stands behind it: to the compiler CUTLASS's barriers order
+/// nothing but themselves.
+CUTE_DEVICE void keep_order() {
+  asm volatile("" ::: "memory");
+}
+
 /// A place in a ring of kStages stages, and the parity of the barriers of this round.
 template <int kStages>
 struct RingCursor {
@@ -50,7 +56,10 @@ struct Ring {
   template <class Prepare>
   CUTE_DEVICE std::uint64_t* fill(Cursor at, Prepare&& prepare) {
     empty[at.stage].wait(at.parity ^ 1);  // a new barrier counts as past its first round
-    full[at.stage].arrive_and_expect_tx(prepare());
+    keep_order();
+    const auto bytes = prepare();
+    keep_order();
+    full[at.stage].arrive_and_expect_tx(bytes);
     return reinterpret_cast<std::uint64_t*>(&full[at.stage]);
   }
 
@@ -65,15 +74,21 @@ struct Ring {
     }
   }
 
-  CUTE_DEVICE void wait_full(Cursor at) { full[at.stage].wait(at.parity); }
+  CUTE_DEVICE void wait_full(Cursor at) {
+    full[at.stage].wait(at.parity);
+    keep_order();
+  }
 
   /// Consumers, when they have done reading what TMA will write again: a warp arrives once, for all its lanes, or each
   /// thread for itself.
   CUTE_DEVICE void release_by_warp(Cursor at) {
-    __syncwarp();
+    __syncwarp();  // which keeps the order, too
     if (threadIdx.x % 32 == 0) empty[at.stage].arrive();
   }
-  CUTE_DEVICE void release_by_thread(Cursor at) { empty[at.stage].arrive(); }
+  CUTE_DEVICE void release_by_thread(Cursor at) {
+    keep_order();
+    empty[at.stage].arrive();
+  }
 };
 
 /// Lets warpgroups take turns, each arriving at the next one's barrier: the named barriers 0, 1, 2 of those that

@@ -33,7 +33,6 @@ struct HandOut {
       bool there = false;
       ring.fill(at, [&] {
         pieces[at.stage].there = there = find(pieces[at.stage].work);
-        asm volatile("" ::: "memory");  // all of it is written when it is announced
         return 0;
       });
       if (!there) return;
@@ -54,7 +53,6 @@ struct HandOut {
     CUTE_NO_UNROLL
     for (Ring<2>::Cursor at{};; at.advance()) {
       ring.wait_full(at);
-      asm volatile("" ::: "memory");  // none of it is read before: to the compiler CUTLASS's waits are no fences
       if (!pieces[at.stage].there) return;
       visit(of_lane(pieces[at.stage].work, 0));
       ring.release_by_warp(at);
