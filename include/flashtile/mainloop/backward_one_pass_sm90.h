@@ -138,13 +138,17 @@ struct BackwardOnePassSm90 {
       const bool in_order = params.backward.deterministic;
       const auto take = [&] { return (in_order ? 0 : int(gridDim.x)) + atomicAdd(params.backward.taken, 1); };
       Ring<1>::Cursor at{};
-      int index = in_order ? take() : blockIdx.x;
+      int index = blockIdx.x;
+      bool taken = !in_order;
       for (bool more = true; more; at.advance()) {
         shared.work_barriers.fill(at, [&] {
+          if (!taken) index = take();
           more = shared.more = index < params.blocks && shared.work.find(params.backward, index);
           return 0;
         });
-        if (more) index = take();
+        // Nobody else can have what is taken; but a block that is soon done should not wait for the answer.
+        taken = more && shared.work.steps() <= kStepsAhead;
+        if (taken) index = take();
       }
     }
   };
@@ -200,7 +204,7 @@ struct BackwardOnePassSm90 {
     CUTE_DEVICE void load(Work const& work, Release&& release) {
       if (work.queries.visible.empty()) return release();
       int left = work.steps();
-      // Early enough for the next block's tiles to be on their way. (Its index was taken when this one was handed out.)
+      // Early enough for the next block's tiles to be on their way.
       const int release_at = min(left, kStepsAhead);
       const auto load_keys = [&](CUtensorMap const& map, Ring<1>& ring, Element* to) {
         std::uint64_t* barrier = ring.fill(keys_at, [] { return sizeof(SharedStorage::k); });
