@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import ragged
+import test_forward
 import torch
 from cases import BF16, on_devices
 from ragged import Ragged
@@ -146,6 +147,19 @@ def ones_like_results(case, count):
     rows = count * case.seqlen_q
     out = torch.ones(rows, case.heads_q, case.head_dim, dtype=case.dtype, device="cuda")
     return out, torch.ones(case.heads_q, rows, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [1, 6, 140])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_more_tiles_than_thread_blocks(head_dim, heads, causal):
+    """Whether sequences are listed whole or in parts, every tile is found."""
+    lengths = (0, 1, 700, 0, 128, 129, 3, 300) * (10 if heads > 1 else 40)
+    shape = dict(heads_q=heads, heads_k=heads, head_dim=head_dim, lengths_q=lengths, lengths_k=lengths[::-1], tail=200)
+    case = Ragged("many", dtype=BF16, causal=causal, **shape)
+    options = case.options("cuda")
+    test_forward.check(flashtile.attention_varlen, case, *case.tensors("cuda"), formula=ragged.attention, **options)
 
 
 @pytest.mark.gpu
