@@ -1,4 +1,4 @@
-"""torch.compile on a GPU alone: CUDA graphs, and a host that does not wait."""
+"""Under torch.compile on a GPU alone: CUDA graphs, and a host that does not wait."""
 
 import pytest
 import torch
