@@ -53,7 +53,7 @@ struct PersistentScheduler {
     const int level = within / here;
     const int batch_head = first + within - level * here;
     const int batch = batch_head / heads;
-    const int sections_after = (batch_heads + heads_at_once - 1) / heads_at_once - 1 - section;
+    const int sections_after = (batch_heads - 1) / heads_at_once - section;
     return {batch, batch_head - batch * heads, sections_after % 2 == 0 ? m_blocks - 1 - level : level};
   }
 };
