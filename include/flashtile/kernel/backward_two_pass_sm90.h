@@ -45,11 +45,11 @@ struct BackwardTwoPassSm90 {
 
     /// By one thread, before any other touches the barriers.
     CUTE_DEVICE void init_barriers() {
-      constexpr int kWarps = 1 + kConsumers / 32;  // that take part
+      constexpr int kThreads = 32 + kConsumers;  // that take part
       key_barriers.init();
       query_barriers.init();
-      key_blocks.init(kWarps);
-      queries.init(kWarps);
+      key_blocks.init(kThreads);
+      queries.init(kThreads);
       cutlass::arch::fence_barrier_init();
     }
   };
