@@ -34,39 +34,10 @@ __device__ inline bool is_legal(Spans const& spans, int b) {
   return (b > 0 || begin == 0) && begin <= (b < spans.batch ? spans.begins[b + 1] : spans.size);
 }
 
-/// Where tables break the rules nothing is listed: sequences that overlap may need more places than there are, and
-/// their blocks might wait for each other.
-///
-/// By one thread block, of kClasses threads at least: a counting sort of parts by the work of their longest block.
-__device__ inline void list_tiles(Sequences const& sequences, RaggedOrder const& order) {
-  constexpr int kClasses = RaggedOrder::kClasses;
-  const bool of_keys = order.of == RaggedOrder::Of::kKeys;
-  __shared__ int places[kClasses];  // of a class; then where its next part begins
-  if (threadIdx.x < kClasses) places[threadIdx.x] = 0;
-  bool legal = true;
-  for (int b = threadIdx.x; b <= sequences.q.batch; b += int(blockDim.x))
-    legal &= is_legal(sequences.q, b) && is_legal(sequences.k, b);
-  if (__syncthreads_or(!legal)) {
-    if (threadIdx.x == 0) *order.tiles.listed = 0;
-    return;
-  }
-
-  const auto for_each_part = [&](auto&& visit) {
-    for (int i = threadIdx.x; i < sequences.q.entries() * order.parts; i += int(blockDim.x)) {
-      const int b = i / order.parts;
-      const Sequence sequence = sequences.at(b);
-      const int all = Spans::tiles(of_keys ? sequence.k.size : sequence.q.size, order.rows);
-      const Range blocks = blocks_of_part(all, i - b * order.parts, order.parts, !of_keys);
-      if (blocks.empty()) continue;
-      const int length = length_of(order, sequence, of_keys ? blocks.begin : blocks.end - 1);
-      visit(b, sequence, all, blocks, &places[class_of(length)]);
-    }
-  };
-  for_each_part(
-      [](int, Sequence const&, int, Range blocks, int* place) { atomicAdd(place, blocks.end - blocks.begin); });
-  __syncthreads();
+/// Of each class, from how many places it takes to where they begin. By all threads of a block.
+__device__ inline void places_from_counts(int (&places)[RaggedOrder::kClasses], RaggedTiles const& tiles) {
   if (threadIdx.x < 32) {
-    constexpr int kOfLane = kClasses / 32;
+    constexpr int kOfLane = RaggedOrder::kClasses / 32;
     int* const own = places + threadIdx.x * kOfLane;
     int sum = 0;
     for (int i = 0; i < kOfLane; ++i) sum += own[i];
@@ -76,8 +47,8 @@ __device__ inline void list_tiles(Sequences const& sequences, RaggedOrder const&
       if (int(threadIdx.x) >= distance) before += other;
     }
     if (threadIdx.x == 31) {
-      *order.tiles.listed = before;
-      *order.tiles.taken = 0;
+      *tiles.listed = before;
+      *tiles.taken = 0;
     }
     before -= sum;
     for (int i = 0; i < kOfLane; ++i) {
@@ -87,13 +58,47 @@ __device__ inline void list_tiles(Sequences const& sequences, RaggedOrder const&
     }
   }
   __syncthreads();
-  for_each_part([&](int b, Sequence const& sequence, int all, Range blocks, int* place) {
-    const int count = blocks.end - blocks.begin;
-    const int first = atomicAdd(place, count);
-    const int sections = Spans::tiles(order.heads, max(order.blocks_of_section / all, 1));  // as even as can be
-    const RaggedEntry entry{first, b, blocks.begin, count, all, Spans::tiles(order.heads, sections), sequence};
-    for (int i = 0; i < count; ++i) order.tiles.list[first + i] = entry;
-  });
+}
+
+/// Where tables break the rules nothing is listed: sequences that overlap may need more places than there are, and
+/// their blocks might wait for each other.
+///
+/// By one thread block, of kClasses threads at least: a counting sort of parts by the work of their longest block.
+__device__ inline void list_tiles(Sequences const& sequences, RaggedOrder const& order) {
+  constexpr int kClasses = RaggedOrder::kClasses;
+  const bool of_keys = order.of == RaggedOrder::Of::kKeys;
+  __shared__ int places[kClasses];  // of each class; then where its next part begins
+  if (threadIdx.x < kClasses) places[threadIdx.x] = 0;
+  bool legal = true;
+  for (int b = threadIdx.x; b <= sequences.q.batch; b += int(blockDim.x))
+    legal &= is_legal(sequences.q, b) && is_legal(sequences.k, b);
+  if (__syncthreads_or(!legal)) {
+    if (threadIdx.x == 0) *order.tiles.listed = 0;
+    return;
+  }
+
+  const int entries = sequences.q.entries();
+#pragma unroll 1
+  for (bool counted = false;; counted = true) {  // twice: parts are counted, then listed
+    for (int i = threadIdx.x; i < entries * order.parts; i += int(blockDim.x)) {
+      const int part = i / entries, b = i - part * entries;
+      const Sequence sequence = sequences.at(b);
+      const int all = Spans::tiles(of_keys ? sequence.k.size : sequence.q.size, order.rows);
+      const Range blocks = blocks_of_part(all, part, order.parts, !of_keys);
+      if (blocks.empty()) continue;
+      const int count = blocks.end - blocks.begin;
+      const int length = length_of(order, sequence, of_keys ? blocks.begin : blocks.end - 1);
+      const int first = atomicAdd(&places[class_of(length)], count);
+      if (!counted) continue;
+      const int sections = Spans::tiles(order.heads, max(order.blocks_of_section / all, 1));  // as even as can be
+      const RaggedEntry entry{first, b, blocks.begin, count, all, Spans::tiles(order.heads, sections), sequence};
+#pragma unroll 1
+      for (int place = first; place < first + count; ++place) order.tiles.list[place] = entry;
+    }
+    if (counted) return;
+    __syncthreads();
+    places_from_counts(places, order.tiles);
+  }
 }
 
 }  // namespace flashtile
