@@ -129,7 +129,8 @@ int few_enough(double blocks_of_section) {
 }
 
 int blocks_of_section(const ForwardPlan& plan) {
-  if (plan.problem.band == Band::full()) return 0;
+  constexpr int kManyTiles = 8;  // of a thread block
+  if (plan.problem.band == Band::full() || plan.tiles / kManyTiles >= plan.grid) return 0;
   return few_enough(kCached / key_bytes_of_head(plan, plan.packing.query(plan.variant.tile_m)));
 }
 

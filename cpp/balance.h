@@ -23,7 +23,8 @@ std::shared_ptr<const PersistentScheduler> balanced_scheduler(const ForwardPlan&
 int few_enough(double blocks_of_section);
 
 /// Of ragged sequences (see RaggedOrder): as many heads stand side by side as have their keys and values in the L2
-/// cache together. Under a full mask, where all tiles of a sequence have equal work, head comes after head.
+/// cache together. Head comes after head under a full mask, where all tiles of a sequence have equal work, and where a
+/// thread block takes many: the parts at the end of the list even that out, and neighbours read the same keys.
 int blocks_of_section(const ForwardPlan& plan);
 
 }  // namespace flashtile
