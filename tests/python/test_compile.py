@@ -22,6 +22,7 @@ from traced import (
     dropout,
     gradients_of,
     grouped,
+    quiet,
     seeded_gradients,
 )
 
@@ -29,8 +30,7 @@ import flashtile
 from flashtile import _C
 from flashtile.compat import flash_attn, flash_attn_interface
 
-# What TorchDynamo does with the rest of PyTorch.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = quiet
 
 
 @pytest.fixture(autouse=True)

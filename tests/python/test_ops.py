@@ -8,12 +8,11 @@ from ragged import Ragged
 from test_backward import differentiable
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-from traced import CACHES, CASES, Recorded, attend
+from traced import CACHES, CASES, Recorded, attend, quiet
 
 import flashtile
 
-# What TorchDynamo does with the rest of PyTorch.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = quiet
 
 
 @pytest.mark.parametrize("case, device", on_devices(CASES))

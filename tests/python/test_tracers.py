@@ -13,13 +13,12 @@ from cases import BF16, DEVICE_PARAMS, F32, Case, on_devices
 from compare import assert_bitwise
 from test_backward import differentiable
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from traced import CASES, assert_all_bitwise, attend, dropout, gradients_of, grouped, seeded_gradients
+from traced import CASES, assert_all_bitwise, attend, dropout, gradients_of, grouped, quiet, seeded_gradients
 
 import flashtile
 from flashtile import _C
 
-# What TorchDynamo does with the rest of PyTorch.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = quiet
 
 
 class Model(torch.nn.Module):

@@ -1,5 +1,6 @@
 """Calls of the operators that tests trace, and what they compare."""
 
+import pytest
 import torch
 from cached import Cached
 from cases import BF16, F16, F32, Case
@@ -35,6 +36,9 @@ CACHES = [
     Cached("options", dtype=F32, new=3, alibi="per batch and head", softcap=5.0, scale=0.3, num_splits=2),
     Cached("invariant", dtype=F16, interleaved=False, rotary=64, new=2, batch_invariant=True),
 ]
+
+# What TorchDynamo does with the rest of PyTorch.
+quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
 def compiled(function, backend="aot_eager", **options):

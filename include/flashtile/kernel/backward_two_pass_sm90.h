@@ -28,7 +28,8 @@ struct BackwardTwoPassSm90 {
   using Element = typename OfKeys::Element;
   using KeyBlock = typename OfKeys::Work;
   using QueryTile = BackwardParams::QueryTile;
-  static constexpr int kConsumers = 256;  // threads
+  static constexpr int kConsumers = 256;             // threads
+  static constexpr int kTakePart = 32 + kConsumers;  // with the warp of the producer
   // Of a thread: 504 among the three warpgroups. Consumers need less than 240, and a producer more than 24.
   static constexpr int kRegisters = 232;
   static constexpr int kProducerRegisters = 504 - 2 * kRegisters;
@@ -45,11 +46,10 @@ struct BackwardTwoPassSm90 {
 
     /// By one thread, before any other touches the barriers.
     CUTE_DEVICE void init_barriers() {
-      constexpr int kThreads = 32 + kConsumers;  // that take part
       key_barriers.init();
       query_barriers.init();
-      key_blocks.init(kThreads);
-      queries.init(kThreads);
+      key_blocks.init(kTakePart);
+      queries.init(kTakePart);
       cutlass::arch::fence_barrier_init();
     }
   };
@@ -111,7 +111,7 @@ struct BackwardTwoPassSm90 {
   CUTE_DEVICE void begin_second_pass() const {
     __syncwarp();
     cutlass::arch::fence_view_async_shared();  // TMA writes next where threads have
-    cutlass::arch::NamedBarrier::sync(32 + kConsumers, 0);
+    cutlass::arch::NamedBarrier::sync(kTakePart, 0);
   }
 
   /// dK or dV of all blocks of keys, by the warpgroup of `consumer`.
