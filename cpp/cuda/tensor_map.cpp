@@ -23,32 +23,29 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
   return encode_tiled;
 }
 
-/// Position 0 of shift 0: for ragged rows, T of them before the tensor.
-void* begin_of(const Key& key, const TensorView& t) {
-  const std::int64_t rows = key.ragged ? key.shape[1] * key.strides[1] : 0;
-  return reinterpret_cast<void*>(reinterpret_cast<std::intptr_t>(t.data) - rows * bytes_of(key.dtype));
-}
-
 CUtensorMap encode(const Key& key, const TensorView& t) {
   const auto size = static_cast<std::uint64_t>(bytes_of(key.dtype));
   const auto extent = [&](std::size_t i) { return static_cast<std::uint64_t>(key.shape[i]); };
-  const auto packed = static_cast<std::uint64_t>(key.packing.heads());
-  const std::uint64_t last = key.ragged ? extent(1) + 1 : extent(0);
-  const std::uint64_t shape[] = {extent(3), packed, extent(1), extent(2) / packed, last};
-  // A dimension of one element may have any stride, also one that TMA does not take.
-  const auto stride = [&](std::size_t dimension, std::size_t i, std::uint64_t step = 1) {
-    return shape[dimension] == 1 ? 16 : static_cast<std::uint64_t>(key.strides[i]) * size * step;
+  // In bytes. A dimension of one element may have any stride, also one that TMA does not take.
+  const auto stride = [&](std::size_t i) {
+    return extent(i) == 1 ? 16 : static_cast<std::uint64_t>(key.strides[i]) * size;
   };
-  const std::uint64_t strides[] = {stride(1, 2), stride(2, 1), stride(3, 2, packed),
-                                   stride(4, key.ragged ? 1 : 0)};  // bytes
-  const std::uint32_t box[] = {static_cast<std::uint32_t>(key.columns_per_box), static_cast<std::uint32_t>(packed),
+  using Shape = std::array<std::uint64_t, 5>;
+  using Strides = std::array<std::uint64_t, 4>;  // of all but columns
+  constexpr std::uint64_t kRowsOfStep = kEndOfRows / kWayBack, kStep = (~std::uint64_t{0} / kWayBack) + 1;
+  const Shape shape = key.ragged ? Shape{extent(3), extent(2), kEndOfRows, extent(1) + 1, kWayBack + 1}
+                                 : Shape{extent(3), extent(2), extent(1), extent(0), 1};
+  const Strides strides = key.ragged ? Strides{stride(2), stride(1), stride(1), kStep - kRowsOfStep * stride(1)}
+                                     : Strides{stride(2), stride(1), stride(0), 16};
+  const std::uint32_t box[] = {static_cast<std::uint32_t>(key.columns_per_box),
+                               static_cast<std::uint32_t>(key.packing.heads()),
                                static_cast<std::uint32_t>(key.packing.query(key.rows)), 1, 1};
   const std::uint32_t element_strides[] = {1, 1, 1, 1, 1};
   CUtensorMap map;
   call_driver("cuTensorMapEncodeTiled", t.device.index, [&] {
     return encoder()(&map,
                      key.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                     5, begin_of(key, t), shape, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                     5, t.data, shape.data(), strides.data(), box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
                      key.columns_per_box * size == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   });
@@ -65,7 +62,7 @@ CUtensorMap head_tiles(const TensorView& t, int rows, int columns_per_box, bool 
   static thread_local Recent<Key, CUtensorMap> recent;
   const Key key{t.dtype, rows, columns_per_box, ragged, packing, t.shape, t.strides};
   CUtensorMap map = recent.get(key, [&] { return encode(key, t); });
-  call_driver("cuTensorMapReplaceAddress", t.device.index, [&] { return replace_address(&map, begin_of(key, t)); });
+  call_driver("cuTensorMapReplaceAddress", t.device.index, [&] { return replace_address(&map, t.data); });
   return map;
 }
 

@@ -13,29 +13,31 @@ namespace flashtile {
 
 /// The rows of one batch entry as the maps of head_tiles count them.
 struct TmaRows {
-  int before = 0;  // positions before the first of them
-  int batch = 0;   // or, where the batch is ragged, shift
-  int last = 0;    // position
+  std::uint32_t before = 0;  // positions before the first of them
+  int batch = 0;             // or, where the batch is ragged, shift
+  int way_back = 0;
 
-  CUTE_DEVICE static TmaRows dense(int batch) { return {0, batch, 1 << 30}; }
+  CUTE_DEVICE static TmaRows dense(int batch) { return {0, batch, 0}; }
+  /// `rows` rows from `first` on.
+  CUTE_DEVICE static TmaRows ragged(int first, int rows) { return {kEndOfRows - rows, first + rows, kWayBack}; }
   /// The first `rows` of a span.
   CUTE_DEVICE static TmaRows of(Spans const& spans, int batch, Span span, int rows) {
-    return spans.ragged() ? TmaRows{spans.size - rows, span.first + rows, spans.size - 1} : dense(batch);
+    return spans.ragged() ? ragged(span.first, rows) : dense(batch);
   }
 
-  /// Behind the last row it is that of the last: TMA takes no box for one of ragged rows that begins outside.
-  CUTE_DEVICE int position(int row) const { return min(before + row, last); }
+  /// Behind the last row of a sequence it is outside: kEndOfRows, as a signed number, and what follows are negative.
+  CUTE_DEVICE int position(int row) const { return int(before + row); }
 };
 
 /// Loads the rows of one box of the map, from `row` on, all columns, box after box, into a tile of kRows rows in
-/// shared memory. `shared` is the first of them in that tile; `head` counts packs of heads where the map has such.
+/// shared memory. `shared` is the first of them in that tile; `head` is the first of a pack, where the map has packs.
 template <int kRows, int kColumns, int kColumnsPerBox, class Element>
 CUTE_DEVICE void load_tile(CUtensorMap const& map, std::uint64_t* barrier, Element* shared, TmaRows const& rows,
                            int row, int head) {
   CUTE_UNROLL
   for (int column = 0; column < kColumns; column += kColumnsPerBox) {
     cute::SM90_TMA_LOAD_5D::copy(&map, barrier, static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                 shared + column * kRows, column, 0, rows.position(row), head, rows.batch);
+                                 shared + column * kRows, column, head, rows.position(row), rows.batch, rows.way_back);
   }
 }
 

@@ -36,7 +36,6 @@ struct ForwardParamsSm90 {
 /// Over keys and values in pages: all rows of them stand one behind the other, and a box holds rows of one page.
 struct PagedForwardParamsSm90 : ForwardParamsSm90 {
   Pages pages;
-  int rows_of_pages;
   int rows_of_box;  // divides a page and a tile
 };
 
@@ -235,8 +234,7 @@ struct ForwardMainloopSm90 {
       const int first = key + row < used ? key + row : key;
       const int rows = min(params.rows_of_box, used - first);
       const Pages::Place place = params.pages.at(work.tile.batch, first);
-      return {params.rows_of_pages - rows, place.page * params.pages.size.value + place.row + rows,
-              params.rows_of_pages - 1};
+      return TmaRows::ragged(place.page * params.pages.size.value + place.row, rows);
     }
 
     /// The tile of K or V of the block that begins with `key`, over pages of the rows that lanes know.
@@ -261,7 +259,7 @@ struct ForwardMainloopSm90 {
         if (leads())
           load_tile<kM, kHeadDim, kColumns>(params.q, barrier, shared.q[q_at.stage] + w * kRows * kColumns, work.q_rows,
                                             params.forward.packing.query(work.tile.m_block * kM + w * kRows),
-                                            work.tile.head);
+                                            params.forward.packing.first_head(work.tile.head));
       }
       q_at.advance();
     }
