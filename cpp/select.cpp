@@ -7,6 +7,7 @@
 #include "balance.h"
 #include "cpu/cpu.h"
 #include "flashtile/flashtile.h"
+#include "flashtile/marked_count.h"
 #include "flashtile/prefill.h"
 #include "flashtile/scheduler/ragged.h"
 #include "flashtile/workspace.h"
@@ -277,8 +278,8 @@ int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, 
 /// In how many parts a ragged sequence is listed: under a mask, where the work of its blocks differs, until the last is
 /// a twelfth. The kernel that lists them counts parts by int.
 int parts_of_sequence(const Problem& p) {
-  constexpr int kParts = 4, kMost = 1 << 28;
-  return p.band == Band::full() || p.batch > kMost ? 1 : kParts;
+  constexpr int kMost = 1 << 28;
+  return p.band == Band::full() || p.batch > kMost ? 1 : RaggedOrder::kMostParts;
 }
 
 /// Of a ragged backward: as heads_at_once says of a dense one.
@@ -393,7 +394,9 @@ ForwardPlan plan_tiles(const Problem& problem, const Variant& v, HeadPacking pac
   if (problem.ragged) {
     plan.parts_of_sequence = parts_of_sequence(problem);
     plan.blocks_of_section = blocks_of_section(plan);
-    plan.workspace_bytes = RaggedTiles::bytes(plan.m_blocks);
+    plan.lists = v.arch != Arch::kSm90 || problem.batch > RaggedOrder::kFewSequences ||
+                 places > RaggedOrder::kFewPlaces || plan.tiles >= static_cast<std::int64_t>(MarkedCount::kLimit);
+    plan.workspace_bytes = plan.lists ? RaggedTiles::bytes(plan.m_blocks) : sizeof(std::uint64_t);
   }
   return plan;
 }

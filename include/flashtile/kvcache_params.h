@@ -1,11 +1,10 @@
 // What the kernel over a cache is launched with, flattened from plan and tensors.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
-#include <random>
 
 #include "flashtile/kvcache.h"
+#include "flashtile/marked_count.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/math/state.h"
 #include "flashtile/params.h"
@@ -17,23 +16,10 @@ namespace flashtile {
 struct Partials {
   float* out = nullptr;       // (place, KV head, M, D)
   RowState* state = nullptr;  // (place, KV head, M)
-  // (place, KV head), that of a tile's first part: kArrivals · mark + how many of its parts are written. No other run
-  // has this mark, so that memory need not be cleared before; whoever joins the parts clears it after, for a captured
-  // graph, whose runs share a mark.
+  // (place, KV head), that of a tile's first part: how many of its parts are written, as MarkedCount has it.
   std::uint64_t* arrivals = nullptr;
   std::uint64_t mark = 0;
-
-  static constexpr std::uint64_t kArrivals = 1 << 20;  // more than a tile has parts
 };
-
-/// No other run's: numbers from a random one on.
-inline std::uint64_t new_mark() {
-  static std::atomic<std::uint64_t> next = [] {
-    std::random_device random;
-    return std::uint64_t{random()} << 32 | random();
-  }();
-  return next++ % (~std::uint64_t{0} / Partials::kArrivals) + 1;
-}
 
 struct KvcacheParams {
   const void* q;              // (B, S_q, H_q, D)

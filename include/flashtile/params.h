@@ -56,13 +56,12 @@ struct ForwardParams {
   Band band;
   ScoreMap score_map;
   Dropout dropout;
-  int group;            // query heads per KV head
+  Divisor group;        // query heads per KV head
   HeadPacking packing;  // of the rows of a tile, whose `head` counts packs
-  int packs;            // of query heads
   int head_dim;         // of Q and K
   int head_dim_v;
   SingleTileScheduler scheduler;  // of a dense batch, where a thread block has one tile
-  RaggedTiles ragged;             // of a ragged one
+  RaggedOrder ragged;             // of a ragged one, whose heads are packs of them
 
   /// `memory`: of the list of ragged tiles.
   static ForwardParams of(const ForwardPlan& plan, const ForwardTensors& t, void* memory) {
@@ -87,22 +86,27 @@ struct ForwardParams {
         .band = p.band,
         .score_map = ScoreMap::of(p.scale, p.softcap),
         .dropout = p.dropout,
-        .group = p.group(),
+        .group = Divisor(p.group()),
         .packing = plan.packing,
-        .packs = p.heads_q / plan.packing.heads(),
         .head_dim = p.head_dim,
         .head_dim_v = p.head_dim_v,
         .scheduler = {p.heads_q, plan.m_blocks},
-        .ragged = p.ragged ? RaggedTiles::at(memory, plan.m_blocks) : RaggedTiles{},
+        .ragged = {.tiles = p.ragged && plan.lists ? RaggedTiles::at(memory, plan.m_blocks) : RaggedTiles{},
+                   .of = RaggedOrder::Of::kQueries,
+                   .rows = Divisor(plan.packing.query(plan.variant.tile_m)),
+                   .band = p.band,
+                   .heads = Divisor(p.heads_q / plan.packing.heads()),
+                   .parts = plan.parts_of_sequence,
+                   .blocks_of_section = plan.blocks_of_section},
     };
   }
 
   /// For a kernel with a thread block for each tile: whether there is one for block `index`, and which.
   FLASHTILE_HOST_DEVICE bool find_tile(unsigned index, TileCoord& tile, Sequence& sequence) const {
-    if (ragged.given()) {
+    if (ragged.tiles.given()) {
       RaggedTile found;
-      if (!ragged.find(index, packs, true, found)) return false;
-      tile = {found.entry->batch, found.head, found.block};
+      if (!ragged.tiles.find(index, ragged.heads.value, true, found)) return false;
+      tile = found.at;
       sequence = found.entry->sequence;
     } else {
       tile = scheduler.tile(index);
@@ -111,18 +115,6 @@ struct ForwardParams {
     return true;
   }
 };
-
-/// What comes before a forward kernel on ragged sequences.
-inline RaggedOrder forward_order(const ForwardPlan& plan, RaggedTiles tiles) {
-  const Problem& p = plan.problem;
-  return {.tiles = tiles,
-          .of = RaggedOrder::Of::kQueries,
-          .rows = plan.packing.query(plan.variant.tile_m),
-          .band = p.band,
-          .heads = p.heads_q / plan.packing.heads(),
-          .parts = plan.parts_of_sequence,
-          .blocks_of_section = plan.blocks_of_section};
-}
 
 /// What a backward kernel is launched with. Rows of its tiles of scores are keys, except in a pass that forms dQ alone.
 struct BackwardParams {
@@ -191,9 +183,8 @@ struct BackwardParams {
     if (ragged_queries.given()) {
       RaggedTile found;
       if (!ragged_queries.find(index, heads, true, found)) return false;
-      const RaggedEntry& entry = *found.entry;
-      tile = {entry.batch, found.head, found.block, entry.sequence,
-              workspace_tile(entry.batch, found.head, entry.sequence.q) + found.block};
+      const auto& [batch, head, block] = found.at;
+      tile = {batch, head, block, found.entry->sequence, workspace_tile(batch, head, found.entry->sequence.q) + block};
     } else {
       const TileCoord found = SingleTileScheduler{heads, m_blocks}.tile(index);
       tile = {found.batch,

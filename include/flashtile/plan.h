@@ -47,7 +47,8 @@ using BackwardKernel = void (*)(const BackwardPlan&, const BackwardTensors&, voi
 struct ForwardPlan : Plan {
   HeadPacking packing;        // of the rows of a tile
   int m_blocks = 0;           // tiles of rows in one head, or one pack of heads
-  int parts_of_sequence = 1;  // of a ragged batch, as the next: see RaggedOrder
+  bool lists = false;         // of a ragged batch, as the next: whether a kernel lists the tiles before this one
+  int parts_of_sequence = 1;  // see RaggedOrder
   int blocks_of_section = 0;
   std::shared_ptr<const PersistentScheduler> scheduler;  // of a persistent kernel: Hopper's
   ForwardKernel run = nullptr;  // null: this build holds no such kernel (planned for another device)

@@ -45,7 +45,7 @@ struct ForwardMemorySm90 {
 
   static constexpr ForwardMemorySm90 of(const Variant& v) {
     constexpr int kLimit = 227 * 1024;  // of one thread block
-    constexpr int kBarriers = 1024;
+    constexpr int kBarriers = 3072;     // and what is told of tiles
     const int q = bytes_of(v.dtype) * v.tile_m * v.head_dim;
     const int out = bytes_of(v.dtype) * v.tile_m * v.head_dim_v;
     ForwardMemorySm90 memory;

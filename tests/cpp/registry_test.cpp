@@ -505,6 +505,28 @@ TEST(Select, HeadComesAfterHeadWhereThreadBlocksTakeManyTiles) {
   EXPECT_EQ(blocks_of_section(4, Band::full()), 0);
 }
 
+TEST(Select, OnHopperFewSequencesNeedNoList) {
+  const auto lists = [](int sm, int batch, int rows, int heads) {
+    Problem problem = problem_on(gpu(sm, sm == 90 ? 227 : 163), DType::kFloat16, 128, 128, rows);
+    problem.ragged = true;
+    problem.batch = batch;
+    problem.heads_q = problem.heads_k = heads;
+    const ForwardPlan plan = select_forward(problem, gpu(sm, sm == 90 ? 227 : 163));
+    // Of each place an entry; or the tiles that are taken.
+    EXPECT_EQ(plan.workspace_bytes, plan.lists ? RaggedTiles::bytes(plan.m_blocks) : 8);
+    return plan.lists;
+  };
+  EXPECT_FALSE(lists(90, 0, 100, 4));
+  EXPECT_FALSE(lists(90, 1, 0, 4));
+  EXPECT_FALSE(lists(90, 32, 100'000, 4));
+  EXPECT_TRUE(lists(90, 33, 100'000, 4));
+  EXPECT_TRUE(lists(80, 32, 100'000, 4));
+  EXPECT_FALSE(lists(90, 1, 128 * 65'000, 1));  // places are numbers of 16 bits
+  EXPECT_TRUE(lists(90, 1, 128 * 66'000, 1));
+  EXPECT_FALSE(lists(90, 1, 128 * 1'000, 1'000));  // and a count of tiles has 20
+  EXPECT_TRUE(lists(90, 1, 128 * 1'100, 1'000));
+}
+
 TEST(Select, HopperScheduleDependsOnTheProblemAlone) {
   // Two problems with the same tiles and other bytes of keys: the second must not get what was found for the first.
   const DeviceInfo device = gpu(90, 227);

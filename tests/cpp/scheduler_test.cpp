@@ -122,7 +122,7 @@ struct RaggedList {
   RaggedList(std::vector<std::array<int, 4>> const& parts, int heads_at_once) {
     for (const auto& [batch, all, first_block, blocks] : parts) {
       const int first = static_cast<int>(entries.size());
-      for (int i = 0; i < blocks; ++i) entries.push_back({first, batch, first_block, blocks, all, heads_at_once, {}});
+      for (int i = 0; i < blocks; ++i) entries.push_back({{first, batch, first_block, blocks, heads_at_once}, all, {}});
     }
     counts[0] = static_cast<int>(entries.size());
   }
@@ -141,9 +141,11 @@ TEST(RaggedTiles, FindsEveryTileOnce) {
         RaggedTile tile;
         for (unsigned index = 0; index < tiles; ++index) {
           ASSERT_TRUE(list.tiles().find(index, heads, last_first, tile));
-          ASSERT_TRUE(0 <= tile.head && tile.head < heads);
-          ASSERT_TRUE(0 <= tile.block && tile.block < tile.entry->blocks_of_sequence);
-          ASSERT_TRUE(seen.emplace(tile.entry->batch, tile.head, tile.block).second) << "tile " << index << " again";
+          const auto [batch, head, block] = tile.at;
+          ASSERT_EQ(batch, tile.entry->batch);
+          ASSERT_TRUE(0 <= head && head < heads);
+          ASSERT_TRUE(0 <= block && block < tile.entry->blocks_of_sequence);
+          ASSERT_TRUE(seen.emplace(batch, head, block).second) << "tile " << index << " again";
         }
         EXPECT_EQ(seen.size(), tiles);
         for (const unsigned index : {tiles, tiles + 1, 2 * tiles, ~0u})
@@ -157,7 +159,8 @@ TEST(RaggedTiles, TakesHeadsOfASectionSideBySideFromTheMostWorkOn) {
   RaggedList list({{0, 3, 0, 3}}, 2);
   std::vector<std::pair<int, int>> order;
   RaggedTile tile;
-  for (unsigned index = 0; list.tiles().find(index, 3, true, tile); ++index) order.emplace_back(tile.head, tile.block);
+  for (unsigned index = 0; list.tiles().find(index, 3, true, tile); ++index)
+    order.emplace_back(tile.at.head, tile.at.m_block);
   const std::vector<std::pair<int, int>> expected = {{0, 2}, {1, 2}, {0, 1}, {1, 1}, {0, 0},
                                                      {1, 0}, {2, 2}, {2, 1}, {2, 0}};
   EXPECT_EQ(order, expected);

@@ -77,10 +77,10 @@ def test_a_training_step_in_a_graph(head_dim, head_dim_v):
 
 # In a process of its own: a read out of bounds takes the whole context with it.
 GARBAGE = """
-import torch, flashtile
+import sys, torch, flashtile
 torch.manual_seed(0)
 limits = torch.iinfo(torch.int32)
-T, B = 700, 9
+T, B = 700, int(sys.argv[1])
 tables = [
     torch.randint(limits.min, limits.max, (B + 1,)),
     torch.randint(-2000, 2000, (B + 1,)),
@@ -89,8 +89,8 @@ tables = [
     torch.full((B + 1,), limits.min),
     torch.full((B + 1,), T),
     torch.linspace(T, 0, B + 1),
-    torch.tensor([0, limits.max] * (B // 2 + 1)),
-    torch.tensor([limits.min, limits.max] * (B // 2 + 1)),
+    torch.tensor([0, limits.max] * B)[: B + 1],
+    torch.tensor([limits.min, limits.max] * B)[: B + 1],
 ]
 tables = [x.int().cuda() for x in tables]
 for head_dim in (64, 128, 192, 256):
@@ -117,8 +117,9 @@ print("alive")
 
 
 @pytest.mark.gpu
-def test_garbage_in_tables_stays_inside_the_tensors():
-    run = subprocess.run([sys.executable, "-c", GARBAGE], capture_output=True, text=True)
+@pytest.mark.parametrize("sequences", [9, 32, 33])
+def test_garbage_in_tables_stays_inside_the_tensors(sequences):
+    run = subprocess.run([sys.executable, "-c", GARBAGE, str(sequences)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "alive"
 
@@ -151,15 +152,49 @@ def ones_like_results(case, count):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("heads", [1, 6, 140])
+@pytest.mark.parametrize("heads", [1, 6, 16, 140])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_more_tiles_than_thread_blocks(head_dim, heads, causal):
     """Whether sequences are listed whole or in parts, every tile is found."""
-    lengths = (0, 1, 700, 0, 128, 129, 3, 300) * {1: 40, 6: 10, 140: 1}[heads]
+    lengths = (0, 1, 700, 0, 128, 129, 3, 300) * {1: 40, 6: 10, 16: 4, 140: 1}[heads]
     shape = dict(heads_q=heads, heads_k=heads, head_dim=head_dim, lengths_q=lengths, lengths_k=lengths[::-1], tail=200)
     case = Ragged("many", dtype=BF16, causal=causal, **shape)
     options = case.options("cuda")
     test_forward.check(flashtile.attention_varlen, case, *case.tensors("cuda"), formula=ragged.attention, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sequences", [3, 32, 33])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_each_replay_takes_every_tile(head_dim, sequences, causal):
+    """Thread blocks count the tiles that are taken, in memory that nobody clears for a replay."""
+    rows, heads = 6000, 16
+    q, k, v = torch.randn(3, rows, heads, head_dim, dtype=BF16, device="cuda").unbind()
+    begins = torch.zeros(sequences + 1, dtype=torch.int32, device="cuda")
+
+    def attend():
+        return flashtile.attention_varlen(q, k, v, cu_seqlens_q=begins, cu_seqlens_k=begins, causal=causal)
+
+    def cut(*ends):
+        begins.copy_(torch.tensor([0, *sorted(ends)], dtype=torch.int32))
+
+    cut(*[rows] * sequences)
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    generator = torch.Generator().manual_seed(sequences)
+    for _ in range(5):
+        cut(*torch.randint(rows, (sequences - 1,), generator=generator).tolist(), rows)
+        for _ in range(2):
+            out.fill_(7)
+            graph.replay()
+            assert_same({"out": out}, {"out": attend()})
+    for begin, end in zip(begins[:-1].tolist(), begins[1:].tolist(), strict=True):
+        one = slice(begin, end)
+        alone = flashtile.attention(q[None, one], k[None, one], v[None, one], causal=causal)[0]
+        assert_close({"out": out[one]}, {"out": alone})
 
 
 @pytest.mark.gpu

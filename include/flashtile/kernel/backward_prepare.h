@@ -168,9 +168,10 @@ void launch_backward_prepare(BackwardPlan const& plan, BackwardParams const& par
   const Band band = plan.problem.band;
   const BackwardPrepareParams before{
       .backward = params,
-      .orders = {{params.ragged_queries, RaggedOrder::Of::kQueries, plan.variant.tile_m, band, params.heads},
-                 {params.ragged_keys, RaggedOrder::Of::kKeys, plan.variant.tile_n, band, params.heads_k,
-                  plan.parts_of_sequence, plan.blocks_of_section}},
+      .orders = {{params.ragged_queries, RaggedOrder::Of::kQueries, Divisor(plan.variant.tile_m), band,
+                  Divisor(params.heads)},
+                 {params.ragged_keys, RaggedOrder::Of::kKeys, Divisor(plan.variant.tile_n), band,
+                  Divisor(params.heads_k), plan.parts_of_sequence, plan.blocks_of_section}},
       .lists = plan.problem.ragged ? 2 : 0,
   };
   const int blocks = before.lists + std::max(int(params.workspace.tiles), 1);

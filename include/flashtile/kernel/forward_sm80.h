@@ -50,8 +50,8 @@ struct ForwardSourceSm80 {
                              int thread) const {
     constexpr int kN = kV.tile_n;
     Mainloop::Load::load(
-        tile_of<kN>(base, strides, tile.head / params.group, sequence.k.first + keys.first + block * kN), shared,
-        keys.count - block * kN, columns, thread);
+        tile_of<kN>(base, strides, params.group.quotient(tile.head), sequence.k.first + keys.first + block * kN),
+        shared, keys.count - block * kN, columns, thread);
   }
 };
 
@@ -95,8 +95,7 @@ void launch_forward_sm80(const ForwardPlan& plan, const ForwardTensors& tensors,
   static_assert(sizeof(Storage) == forward_shared_memory(Row::kVariant));
   static KernelHandles handles;
   const ForwardParams params = ForwardParams::of(plan, tensors, memory);
-  if (params.ragged.given())
-    order_tiles(params.sequences, forward_order(plan, params.ragged), plan.problem.device, stream);
+  if (plan.lists) order_tiles(params.sequences, params.ragged, plan.problem.device, stream);
   launch(forward_sm80<Row>, handles, plan.problem.device, {plan.grid, Row::kVariant.threads(), plan.shared_memory},
          params, stream);
 }

@@ -1,5 +1,5 @@
 // The forward kernel for Hopper: one persistent thread block per multiprocessor, two or three consumer warpgroups and
-// one of which two threads work: a producer (over pages a warp), and a scheduler.
+// one of which a producer works, one thread (over pages a warp), and a warp that hands out tiles.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
     if (threadIdx.x < (kPaged ? 32 : 1)) typename Mainloop::Producer{params, shared}.run();
-    if (threadIdx.x == 32) typename Mainloop::Scheduler{params, shared}.run();
+    if (threadIdx.x / 32 == 1) typename Mainloop::Scheduler{params, shared}.run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Mainloop::kRegisters>();
     const int thread = threadIdx.x - 128;
@@ -95,6 +95,8 @@ ForwardParamsSm90 forward_params_sm90(const ForwardPlan& plan, const ForwardTens
                  ? head_tiles(tensors.out, Mainloop::kRowsOfWarp, Mainloop::kColumnsV, ragged, plan.packing)
                  : CUtensorMap{},
       .scheduler = ragged ? PersistentScheduler{} : *plan.scheduler,
+      .taken = ragged && !plan.lists ? MarkedCount{static_cast<std::uint64_t*>(memory), MarkedCount::new_mark()}
+                                     : MarkedCount{},
   };
 }
 
@@ -104,11 +106,10 @@ void launch_forward_sm90(const ForwardPlan& plan, const ForwardTensors& tensors,
   static_assert(sizeof(typename Mainloop::SharedStorage) == forward_shared_memory(Row::kVariant));
   static KernelHandles handles;
   const Device device = plan.problem.device;
-  const bool ragged = plan.problem.ragged;
   const ForwardParamsSm90 params = forward_params_sm90<Mainloop>(plan, tensors, memory);
-  if (ragged) order_tiles(params.forward.sequences, forward_order(plan, params.forward.ragged), device, stream);
-  launch(forward_sm90<Row>, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory, ragged}, params,
-         stream);
+  if (plan.lists) order_tiles(params.forward.sequences, params.forward.ragged, device, stream);
+  launch(forward_sm90<Row>, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory, plan.lists},
+         params, stream);
 }
 
 }  // namespace flashtile

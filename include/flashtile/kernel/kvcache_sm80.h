@@ -302,8 +302,8 @@ struct KvcacheKernelSm80 {
   }
 
   /// Where the parts of a tile are counted.
-  CUTE_DEVICE std::uint64_t* arrivals(Places const& places) const {
-    return params.partials.arrivals + index_of(places.first);
+  CUTE_DEVICE MarkedCount arrivals(Places const& places) const {
+    return {params.partials.arrivals + index_of(places.first), params.partials.mark};
   }
 
   /// Says that a part is written. Whether all are, which one thread block of a tile's is told, the last. Counting
@@ -312,12 +312,10 @@ struct KvcacheKernelSm80 {
     bool last = false;
     __syncthreads();
     if (threadIdx.x == 0) {
-      auto* const count = reinterpret_cast<unsigned long long*>(arrivals(places));
-      const std::uint64_t none = params.partials.mark * Partials::kArrivals;
-      if (found - none >= Partials::kArrivals) atomicCAS(count, found, none);
-      const cuda::atomic_ref<unsigned long long, cuda::thread_scope_device> arrived(*count);  // one fence, a light one
-      last = int(arrived.fetch_add(1, cuda::memory_order_acq_rel) % Partials::kArrivals) == places.count - 1;
-      if (last) *count = 0;
+      const MarkedCount arrived = arrivals(places);
+      arrived.begin(found);
+      last = arrived.add(cuda::memory_order_acq_rel) == places.count - 1;  // one fence, a light one
+      if (last) arrived.clear();
     }
     return __syncthreads_or(last);
   }
@@ -368,7 +366,7 @@ struct KvcacheKernelSm80 {
         places = {min(n + 1, 2), n % 2, 2 * team, 2 * team + 1, 1};  // a sum of the even ones, one of the odd
       } else if (parts) {
         places = this->places(s);
-        if (threadIdx.x == 0) found = *static_cast<volatile std::uint64_t*>(arrivals(places));
+        if (threadIdx.x == 0) found = arrivals(places).found();
       }
       for_chunks(s, [&](int row, int column) {
         Part part;
@@ -491,7 +489,7 @@ void launch_kvcache_sm80(const KvcachePlan& plan, const KvcacheTensors& tensors,
   static_assert(sizeof(typename Kernel::SharedStorage) == kvcache_shared_memory(Row::kVariant));
   static KernelHandles handles;
   append(plan, tensors, memory, stream);
-  const KvcacheParams params = KvcacheParams::of(plan, tensors, memory, new_mark());
+  const KvcacheParams params = KvcacheParams::of(plan, tensors, memory, MarkedCount::new_mark());
   launch(kvcache_sm80<Row>, handles, plan.problem.device, {plan.grid, Row::kVariant.threads(), plan.shared_memory},
          params, stream);
 }

@@ -16,9 +16,9 @@ void attend_to_pages(const KvcachePlan& plan, const KvcacheTensors& cached, cons
   const int rows = rows_of_box(plan.cache, Row::kVariant);
   const PagedForwardParamsSm90 params{forward_params_sm90<Mainloop>(forward, tensors, memory, rows),
                                       plan.cache.layout(cached), rows};
-  order_tiles(params.forward.sequences, forward_order(forward, params.forward.ragged), device, stream);
-  launch(forward_sm90<Row, true>, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory, true},
-         params, stream);
+  if (forward.lists) order_tiles(params.forward.sequences, params.forward.ragged, device, stream);
+  launch(forward_sm90<Row, true>, handles, device,
+         {plan.grid, Row::kVariant.threads(), plan.shared_memory, forward.lists}, params, stream);
 }
 
 template <class Row>

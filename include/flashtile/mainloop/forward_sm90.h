@@ -18,10 +18,12 @@
 #include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/scores.h"
 #include "flashtile/mainloop/wgmma.h"
+#include "flashtile/marked_count.h"
 #include "flashtile/math/online_softmax.h"
 #include "flashtile/math/round.h"
 #include "flashtile/math/visible_keys.h"
 #include "flashtile/params.h"
+#include "flashtile/scheduler/few_sequences.h"
 #include "flashtile/scheduler/persistent.h"
 #include "flashtile/variant.h"
 
@@ -31,6 +33,7 @@ struct ForwardParamsSm90 {
   ForwardParams forward;
   CUtensorMap q, k, v, out;  // tiles of M, N, N rows; of the output as the epilogue stores them
   PersistentScheduler scheduler;
+  MarkedCount taken;  // of a few ragged sequences, tiles asked for so far, after the first of each thread block
 };
 
 /// Over keys and values in pages: all rows of them stand one behind the other, and a box holds rows of one page.
@@ -122,6 +125,7 @@ struct ForwardMainloopSm90 {
     alignas(1024) Element v[kStages][kN * kHeadDimV];
     alignas(1024) Element staging[kStagingWarps][kStagingPerWarp];
     Work work[kWorks];
+    FewSequences few;
     Ring<kWorks> work_barriers;
     cutlass::arch::ClusterBarrier near_end;  // of a tile's loads: the producer arrives, a ragged scheduler waits
     Ring<kStagesQ> q_barriers[kWarpgroups];  // of each one's rows
@@ -140,7 +144,8 @@ struct ForwardMainloopSm90 {
   };
   using Softmax = OnlineSoftmax<2>;
 
-  /// Hands out tiles: those of the plan, or, where sequences are ragged, the next that nobody has taken.
+  /// Hands out tiles: those of the plan, or, where sequences are ragged, the next that nobody has taken. A warp, of
+  /// which one thread does all but place a few sequences.
   struct Scheduler {
     Params const& params;
     SharedStorage& shared;
@@ -156,16 +161,20 @@ struct ForwardMainloopSm90 {
       at.advance();
     }
 
-    CUTE_DEVICE void hand_out(TileCoord tile, Sequence const& sequence) {
+    /// Of the sequence whose spans `span_of(&Sequence::q)` and `span_of(&Sequence::k)` are.
+    template <class SpanOf>
+    CUTE_DEVICE void hand_out(TileCoord tile, SpanOf&& span_of) {
       hand_out([&](Work& work) {
         ForwardParams const& forward = params.forward;
         const auto forget = [] { asm volatile("" ::: "memory"); };  // registers are few: what is needed is read again
         work.tile = tile;
         forget();
-        work.sequence = sequence;
+        work.sequence.q = span_of(&Sequence::q);
+        forget();
+        work.sequence.k = span_of(&Sequence::k);
         forget();
         const Span &q = work.sequence.q, &k = work.sequence.k;
-        work.kv_head = forward.packing.first_head(work.tile.head) / forward.group;
+        work.kv_head = forward.group.quotient(forward.packing.first_head(work.tile.head));
         forget();
         work.q_rows = TmaRows::of(forward.sequences.q, work.tile.batch, q, q.used);
         forget();
@@ -181,28 +190,76 @@ struct ForwardMainloopSm90 {
       });
     }
 
+    /// Hands out tiles one by one, from the thread block's own on: `find(index, tile)` says whether there is one, which
+    /// has the sequence of `span_of`, `begin()` follows the first, and `take()` says how many were taken.
+    template <class Find, class SpanOf, class Begin, class Take>
+    CUTE_DEVICE void hand_out_ragged(Find&& find, SpanOf&& span_of, Begin&& begin, Take&& take) {
+      unsigned index = blockIdx.x, parity = 0;
+      RaggedTile tile;
+      CUTE_NO_UNROLL
+      while (find(index, tile)) {
+        Work const& work = shared.work[at.stage];
+        hand_out(tile.at, [&](auto own) { return span_of(tile, own); });
+        if (index == blockIdx.x) begin();
+        if (work.keys.blocks > 0) {
+          shared.near_end.wait(parity);
+          parity ^= 1;
+        }
+        unsigned blocks;
+        asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));  // or the compiler keeps it where there is no room
+        index = blocks + unsigned(take());
+      }
+    }
+
+    CUTE_DEVICE void hand_out_listed() {
+      RaggedOrder const& order = params.forward.ragged;
+      await_kernel_before();
+      hand_out_ragged(
+          [&](unsigned index, RaggedTile& tile) { return order.tiles.find(index, order.heads.value, true, tile); },
+          [](RaggedTile const& tile, auto own) { return tile.entry->sequence.*own; }, [] {},
+          [&] { return atomicAdd(order.tiles.taken, 1); });
+    }
+
+    CUTE_DEVICE void hand_out_few(int tiles) {
+      int part = 0;
+      hand_out_ragged(
+          [&](unsigned index, RaggedTile& tile) {
+            if (index >= unsigned(tiles)) return false;
+            tile.at = shared.few.find(index, params.forward.ragged, part);
+            return true;
+          },
+          [&](RaggedTile const& tile, auto own) { return shared.few.sequences[tile.at.batch].*own; },
+          [&] { params.taken.begin(params.taken.found()); },
+          [&] {
+            const int taken = params.taken.add(cuda::memory_order_relaxed);
+            if (taken == tiles - 1) params.taken.clear();  // each thread block that had a tile asks once in vain
+            return taken;
+          });
+    }
+
+    CUTE_DEVICE void hand_out_dense() {
+      PersistentScheduler const& scheduler = params.scheduler;
+      Sequences const& sequences = params.forward.sequences;
+      const int size_q = sequences.q.size, size_k = sequences.k.size;
+      const Sequence whole{{0, size_q, size_q}, {0, size_k, size_k}};
+      CUTE_NO_UNROLL
+      for (int n = 0; n < scheduler.tiles_of(blockIdx.x); ++n)
+        hand_out(scheduler.tile(scheduler.index(n, blockIdx.x)), [&](auto own) { return whole.*own; });
+    }
+
     CUTE_DEVICE void run() {
       ForwardParams const& forward = params.forward;
-      if (forward.ragged.given()) {
-        await_kernel_before();
-        unsigned index = blockIdx.x, parity = 0;
-        RaggedTile tile;
-        while (forward.ragged.find(index, forward.packs, true, tile)) {
-          Work const& work = shared.work[at.stage];
-          hand_out({tile.entry->batch, tile.head, tile.block}, tile.entry->sequence);
-          if (work.keys.blocks > 0) {
-            shared.near_end.wait(parity);
-            parity ^= 1;
-          }
-          index = gridDim.x + unsigned(atomicAdd(forward.ragged.taken, 1));
-        }
+      const bool leads = threadIdx.x % 32 == 0;
+      if (!forward.sequences.q.ragged()) {
+        if (!leads) return;
+        hand_out_dense();
+      } else if (params.taken.given()) {
+        const int tiles = shared.few.place(forward.sequences, forward.ragged) * forward.ragged.heads.value;
+        if (!leads) return;
+        hand_out_few(tiles);
       } else {
-        PersistentScheduler const& scheduler = params.scheduler;
-        const int size_q = forward.sequences.q.size, size_k = forward.sequences.k.size;
-        const Sequence whole{{0, size_q, size_q}, {0, size_k, size_k}};
-        CUTE_NO_UNROLL
-        for (int n = 0; n < scheduler.tiles_of(blockIdx.x); ++n)
-          hand_out(scheduler.tile(scheduler.index(n, blockIdx.x)), whole);
+        if (!leads) return;
+        hand_out_listed();
       }
       hand_out([](Work& end) { end.keys.blocks = -1; });
     }

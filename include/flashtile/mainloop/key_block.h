@@ -53,9 +53,9 @@ struct KeyBlock {
     }
     RaggedTile tile;
     if (!params.ragged_keys.find(index, params.heads_k, false, tile)) return false;
-    batch = tile.entry->batch;
-    kv_head = tile.head;
-    n_block = tile.block;
+    batch = tile.at.batch;
+    kv_head = tile.at.head;
+    n_block = tile.at.m_block;
     if constexpr (kRagged) {
       sequence = tile.entry->sequence;
       first_tile = params.sequences.q.first_place(batch, sequence.q.first, params.workspace.tile_m);

@@ -1,7 +1,7 @@
 // How the blocks of rows of ragged sequences are listed, in the order of their work.
 #pragma once
 
-#include "flashtile/scheduler/ragged.h"
+#include "flashtile/scheduler/parts.h"
 
 namespace flashtile {
 
@@ -9,29 +9,6 @@ namespace flashtile {
 __device__ inline int class_of(int length) {
   constexpr int kClasses = RaggedOrder::kClasses;
   return length <= 0 ? kClasses - 1 : (kClasses - 2) - ((__float_as_int(float(length)) >> 20) - (127 << 3));
-}
-
-/// The `part`-th part of blocks, from the most work to the least: the upper two thirds, the upper half of the rest, and
-/// so on; or, where the first blocks have the most work, the lower.
-__device__ inline Range blocks_of_part(int blocks, int part, int parts, bool last_first) {
-  const auto end_of = [&](int part) { return part == 0 ? blocks : part == parts ? 0 : blocks / 3 >> (part - 1); };
-  const int begin = end_of(part + 1), end = end_of(part);
-  return last_first ? Range{begin, end} : Range{blocks - end, blocks - begin};
-}
-
-/// The rows of the other side that a block sees.
-__device__ inline int length_of(RaggedOrder const& order, Sequence const& sequence, int block) {
-  const bool of_keys = order.of == RaggedOrder::Of::kKeys;
-  const Lengths lengths = of_keys ? sequence.lengths().transposed() : sequence.lengths();
-  const Band band = of_keys ? order.band.transposed() : order.band;
-  const Range rows = {block * order.rows, min((block + 1) * order.rows, lengths.q)};
-  return rows.empty() ? 0 : band.columns(rows.end - 1, lengths).end - band.columns(rows.begin, lengths).begin;
-}
-
-/// Whether an entry of a table is one that check would have let pass.
-__device__ inline bool is_legal(Spans const& spans, int b) {
-  const int begin = spans.begins[b];
-  return (b > 0 || begin == 0) && begin <= (b < spans.batch ? spans.begins[b + 1] : spans.size);
 }
 
 /// Of each class, from how many places it takes to where they begin. By all threads of a block.
@@ -83,15 +60,14 @@ __device__ inline void list_tiles(Sequences const& sequences, RaggedOrder const&
     for (int i = threadIdx.x; i < entries * order.parts; i += int(blockDim.x)) {
       const int part = i / entries, b = i - part * entries;
       const Sequence sequence = sequences.at(b);
-      const int all = Spans::tiles(of_keys ? sequence.k.size : sequence.q.size, order.rows);
+      const int all = Spans::tiles(of_keys ? sequence.k.size : sequence.q.size, order.rows.value);
       const Range blocks = blocks_of_part(all, part, order.parts, !of_keys);
       if (blocks.empty()) continue;
       const int count = blocks.end - blocks.begin;
       const int length = length_of(order, sequence, of_keys ? blocks.begin : blocks.end - 1);
       const int first = atomicAdd(&places[class_of(length)], count);
       if (!counted) continue;
-      const int sections = Spans::tiles(order.heads, max(order.blocks_of_section / all, 1));  // as even as can be
-      const RaggedEntry entry{first, b, blocks.begin, count, all, Spans::tiles(order.heads, sections), sequence};
+      const RaggedEntry entry{{first, b, blocks.begin, count, heads_at_once(order, all)}, all, sequence};
 #pragma unroll 1
       for (int place = first; place < first + count; ++place) order.tiles.list[place] = entry;
     }

@@ -3,20 +3,40 @@
 
 #include <cstdint>
 
+#include "flashtile/divisor.h"
 #include "flashtile/macros.h"
 #include "flashtile/math/mask.h"
+#include "flashtile/scheduler/single.h"
 #include "flashtile/sequence.h"
 
 namespace flashtile {
 
-/// Neighbouring blocks of rows of one sequence, as thread blocks find them.
-struct alignas(16) RaggedEntry {
+/// Neighbouring blocks of rows of one sequence. A place stands for one of them in all heads. The blocks and heads of a
+/// part stand section by section: `heads_at_once` heads side by side, few enough for what they share to stay in the L2
+/// cache, first the block with the most work of each, at last the one with the least.
+struct RaggedPart {
   int first_place;
   int batch;
   int first_block;
   int blocks;
+  int heads_at_once;
+
+  /// Which tile of its places has `index`. `last_first`: whether the last block of a sequence has the most work.
+  FLASHTILE_HOST_DEVICE TileCoord tile(unsigned index, int heads, bool last_first) const {
+    const unsigned within = index - unsigned(first_place) * unsigned(heads);
+    const unsigned of_section = unsigned(heads_at_once) * unsigned(blocks);
+    const unsigned section = within / of_section;
+    const int within_section = int(within - section * of_section);
+    const int first_head = int(section) * heads_at_once;
+    const int here = heads - first_head < heads_at_once ? heads - first_head : heads_at_once;
+    const int level = here == 1 ? within_section : int(unsigned(within_section) / unsigned(here));
+    return {batch, first_head + within_section - level * here, first_block + (last_first ? blocks - 1 - level : level)};
+  }
+};
+
+/// A part as thread blocks find it in a list.
+struct alignas(16) RaggedEntry : RaggedPart {
   int blocks_of_sequence;
-  int heads_at_once;  // see RaggedTiles
   Sequence sequence;
 };
 static_assert(sizeof(RaggedEntry) == 48);
@@ -24,18 +44,13 @@ static_assert(sizeof(RaggedEntry) == 48);
 /// Which block of rows a thread block takes.
 struct RaggedTile {
   const RaggedEntry* entry = nullptr;
-  int head = 0;
-  int block = 0;
+  TileCoord at;
 };
 
 /// The blocks of rows of all sequences, where the host does not know how long they are: a kernel that runs before
 /// lists them (list_tiles), those with the most work first. Under a mask a sequence is listed in parts, of which the
 /// first is two thirds of its blocks, the next a half of the rest, and so on: so the last to come is little work, of
 /// whatever sequence, and thread blocks end together.
-///
-/// A place of the list stands for one block of rows in all heads. The blocks and heads of one part stand section by
-/// section: `heads_at_once` heads side by side, few enough for what they share to stay in the L2 cache, first the block
-/// with the most work of each, at last the one with the least.
 struct RaggedTiles {
   RaggedEntry* list = nullptr;  // of each place, its part; null: the batch is dense
   int* listed = nullptr;        // places that there are
@@ -55,30 +70,23 @@ struct RaggedTiles {
   FLASHTILE_HOST_DEVICE bool find(unsigned index, int heads, bool last_first, RaggedTile& tile) const {
     const unsigned place = index / unsigned(heads);
     if (place >= unsigned(*listed)) return false;
-    const RaggedEntry& entry = list[place];
-    const int within = int(index - unsigned(entry.first_place) * unsigned(heads));
-    const int of_section = entry.heads_at_once * entry.blocks;
-    const int section = within / of_section;
-    const int within_section = within - section * of_section;
-    const int first_head = section * entry.heads_at_once;
-    const int here = heads - first_head < entry.heads_at_once ? heads - first_head : entry.heads_at_once;
-    const int level = within_section / here;
-    tile.entry = &entry;
-    tile.head = first_head + within_section - level * here;
-    tile.block = entry.first_block + (last_first ? entry.blocks - 1 - level : level);
+    tile = {&list[place], list[place].tile(index, heads, last_first)};
     return true;
   }
 };
 
-/// What list_tiles is asked to list.
+/// In which order tiles are taken.
 struct RaggedOrder {
   static constexpr int kClasses = 256;  // of lengths, eight to an octave
+  static constexpr int kMostParts = 4;
+  static constexpr int kFewSequences = 32;          // that need no list, and their
+  static constexpr int kFewPlaces = (1 << 16) - 1;  // places: see FewSequences
   enum class Of : std::uint8_t { kQueries, kKeys };
   RaggedTiles tiles;
   Of of = Of::kQueries;
-  int rows = 1;               // of a block
+  Divisor rows;               // of a block
   Band band;                  // of queries, whatever is listed
-  int heads = 1;              // of which there is a tile in each place
+  Divisor heads;              // of which there is a tile in each place
   int parts = 1;              // of a sequence, at the most
   int blocks_of_section = 0;  // as many heads stand side by side as have so many blocks
 };

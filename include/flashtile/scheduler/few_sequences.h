@@ -1,0 +1,86 @@
+// Blocks of rows of a few ragged sequences, in about the order of their work, without a list in memory.
+#pragma once
+
+#include <cstdint>
+
+#include "flashtile/scheduler/parts.h"
+
+namespace flashtile {
+
+/// Where the parts of at most 32 sequences stand (see RaggedTiles), in shared memory: so no kernel has to list them
+/// before. The first parts of all come first, that of the sequence with the most keys before the others', then the
+/// second ones, and so on. All this is on the way to a kernel's first key, and its code comes from memory: so it is
+/// short.
+struct FewSequences {
+  struct Part {
+    std::uint16_t first_place, first_block, blocks, batch;
+  };
+  Part parts[RaggedOrder::kMostParts * RaggedOrder::kFewSequences];  // those without a block too
+  Sequence sequences[RaggedOrder::kFewSequences];
+
+  /// By a warp, a lane for each sequence. Returns how many places there are: as in a list, none where tables break the
+  /// rules.
+  __device__ int place(Sequences const& all, RaggedOrder const& order) {
+    const int lane = threadIdx.x % 32, entries = all.q.entries();
+    bool legal = true;
+    const auto span_of = [&](Spans const& spans) {
+      const int begin = spans.begins[min(lane, spans.batch)], end = spans.begins[min(lane + 1, spans.batch)];
+      int used = end - begin;
+      if (spans.used != nullptr && lane < spans.batch) used = max(min(spans.used[lane], used), 0);
+      legal &= (lane > 0 || begin == 0) & (begin <= end) & (end <= spans.size);
+      return Span{begin, (lane == entries - 1 ? spans.size : end) - begin, used};
+    };
+    const Sequence own{span_of(all.q), span_of(all.k)};
+    sequences[lane] = own;
+    const int blocks_of_own = order.rows.quotient(own.q.size + order.rows.value - 1);
+    Counts counts = 0;
+#pragma unroll 1  // registers are few, here and below
+    for (int part = 0; part < order.parts; ++part) {
+      const Range blocks = blocks_of_part(blocks_of_own, part, order.parts, true);
+      counts |= Counts(blocks.end - blocks.begin) << part * 16;
+    }
+    const int rank = min(own.k.used, kMostKeys) << 5 | (31 - lane);  // no two are equal
+    Counts first_places = 0;
+    int before = 0;  // sequences
+#pragma unroll 2
+    for (int other = 0; other < entries; ++other) {
+      const int rank_of_other = __shfl_sync(kWarp, rank, other);
+      const Counts counts_of_other = __shfl_sync(kWarp, counts, other);
+      if (rank_of_other > rank) {
+        first_places += counts_of_other;
+        ++before;
+      }
+    }
+    const unsigned last = __ballot_sync(kWarp, lane < entries && before == entries - 1);
+    const Counts sum = __shfl_sync(kWarp, first_places + counts, __ffs(last) - 1);
+    first_places += sum * kBefore;
+#pragma unroll 1
+    for (int part = 0; part < order.parts && lane < entries; ++part) {
+      const Range blocks = blocks_of_part(blocks_of_own, part, order.parts, true);
+      parts[part * entries + before] = {std::uint16_t(first_places >> part * 16), std::uint16_t(blocks.begin),
+                                        std::uint16_t(blocks.end - blocks.begin), std::uint16_t(lane)};
+    }
+    __syncwarp();
+    return __all_sync(kWarp, legal) ? int((sum * kBefore + sum) >> 48) : 0;
+  }
+
+  /// By a thread: the tile `index`, which there is, in part `at` or a later one. Sets `at` to its part.
+  __device__ TileCoord find(unsigned index, RaggedOrder const& order, int& at) const {
+    const int place = order.heads.quotient(int(index));
+    while (place >= parts[at].first_place + parts[at].blocks) ++at;
+    const Part part = parts[at];
+    const auto blocks = [&] { return order.rows.quotient(sequences[part.batch].q.size + order.rows.value - 1); };
+    const int at_once = order.blocks_of_section == 0 ? 1 : heads_at_once(order, blocks());
+    return RaggedPart{part.first_place, part.batch, part.first_block, part.blocks, at_once}.tile(
+        index, order.heads.value, true);
+  }
+
+ private:
+  using Counts = std::uint64_t;  // four of 16 bits, one for each part: a product with kBefore sums up those before
+  static constexpr Counts kBefore = 0x0001'0001'0001'0000;
+  static_assert(RaggedOrder::kMostParts == 4 && RaggedOrder::kFewPlaces < 1 << 16);
+  static constexpr int kMostKeys = (1 << 26) - 1;  // more count as so many, for the order
+  static constexpr unsigned kWarp = 0xffffffff;
+};
+
+}  // namespace flashtile
