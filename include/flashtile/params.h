@@ -106,7 +106,7 @@ struct ForwardParams {
     if (ragged.tiles.given()) {
       RaggedTile found;
       if (!ragged.tiles.find(index, ragged.heads.value, true, found)) return false;
-      tile = found.at;
+      tile = {found.entry->batch, found.head, found.block};
       sequence = found.entry->sequence;
     } else {
       tile = scheduler.tile(index);
@@ -183,8 +183,9 @@ struct BackwardParams {
     if (ragged_queries.given()) {
       RaggedTile found;
       if (!ragged_queries.find(index, heads, true, found)) return false;
-      const auto& [batch, head, block] = found.at;
-      tile = {batch, head, block, found.entry->sequence, workspace_tile(batch, head, found.entry->sequence.q) + block};
+      const RaggedEntry& entry = *found.entry;
+      tile = {entry.batch, found.head, found.block, entry.sequence,
+              workspace_tile(entry.batch, found.head, entry.sequence.q) + found.block};
     } else {
       const TileCoord found = SingleTileScheduler{heads, m_blocks}.tile(index);
       tile = {found.batch,

@@ -141,11 +141,9 @@ TEST(RaggedTiles, FindsEveryTileOnce) {
         RaggedTile tile;
         for (unsigned index = 0; index < tiles; ++index) {
           ASSERT_TRUE(list.tiles().find(index, heads, last_first, tile));
-          const auto [batch, head, block] = tile.at;
-          ASSERT_EQ(batch, tile.entry->batch);
-          ASSERT_TRUE(0 <= head && head < heads);
-          ASSERT_TRUE(0 <= block && block < tile.entry->blocks_of_sequence);
-          ASSERT_TRUE(seen.emplace(batch, head, block).second) << "tile " << index << " again";
+          ASSERT_TRUE(0 <= tile.head && tile.head < heads);
+          ASSERT_TRUE(0 <= tile.block && tile.block < tile.entry->blocks_of_sequence);
+          ASSERT_TRUE(seen.emplace(tile.entry->batch, tile.head, tile.block).second) << "tile " << index << " again";
         }
         EXPECT_EQ(seen.size(), tiles);
         for (const unsigned index : {tiles, tiles + 1, 2 * tiles, ~0u})
@@ -159,8 +157,7 @@ TEST(RaggedTiles, TakesHeadsOfASectionSideBySideFromTheMostWorkOn) {
   RaggedList list({{0, 3, 0, 3}}, 2);
   std::vector<std::pair<int, int>> order;
   RaggedTile tile;
-  for (unsigned index = 0; list.tiles().find(index, 3, true, tile); ++index)
-    order.emplace_back(tile.at.head, tile.at.m_block);
+  for (unsigned index = 0; list.tiles().find(index, 3, true, tile); ++index) order.emplace_back(tile.head, tile.block);
   const std::vector<std::pair<int, int>> expected = {{0, 2}, {1, 2}, {0, 1}, {1, 1}, {0, 0},
                                                      {1, 0}, {2, 2}, {2, 1}, {2, 0}};
   EXPECT_EQ(order, expected);

@@ -190,16 +190,17 @@ struct ForwardMainloopSm90 {
       });
     }
 
-    /// Hands out tiles one by one, from the thread block's own on: `find(index, tile)` says whether there is one, which
-    /// has the sequence of `span_of`, `begin()` follows the first, and `take()` says how many were taken.
+    /// Hands out tiles one by one, from the thread block's own on: `find(index, tile)` says whether there is one, of
+    /// the sequence whose spans are `span_of(tile, side)`. `begin()` follows the first; `take()` says how many were
+    /// taken.
     template <class Find, class SpanOf, class Begin, class Take>
     CUTE_DEVICE void hand_out_ragged(Find&& find, SpanOf&& span_of, Begin&& begin, Take&& take) {
       unsigned index = blockIdx.x, parity = 0;
-      RaggedTile tile;
+      TileCoord tile;
       CUTE_NO_UNROLL
       while (find(index, tile)) {
         Work const& work = shared.work[at.stage];
-        hand_out(tile.at, [&](auto own) { return span_of(tile, own); });
+        hand_out(tile, [&](auto side) { return span_of(tile, side); });
         if (index == blockIdx.x) begin();
         if (work.keys.blocks > 0) {
           shared.near_end.wait(parity);
@@ -213,22 +214,27 @@ struct ForwardMainloopSm90 {
 
     CUTE_DEVICE void hand_out_listed() {
       RaggedOrder const& order = params.forward.ragged;
+      RaggedTile found;
       await_kernel_before();
       hand_out_ragged(
-          [&](unsigned index, RaggedTile& tile) { return order.tiles.find(index, order.heads.value, true, tile); },
-          [](RaggedTile const& tile, auto own) { return tile.entry->sequence.*own; }, [] {},
+          [&](unsigned index, TileCoord& tile) {
+            if (!order.tiles.find(index, order.heads.value, true, found)) return false;
+            tile = {found.entry->batch, found.head, found.block};
+            return true;
+          },
+          [&](TileCoord, auto side) { return found.entry->sequence.*side; }, [] {},
           [&] { return atomicAdd(order.tiles.taken, 1); });
     }
 
     CUTE_DEVICE void hand_out_few(int tiles) {
       int part = 0;
       hand_out_ragged(
-          [&](unsigned index, RaggedTile& tile) {
+          [&](unsigned index, TileCoord& tile) {
             if (index >= unsigned(tiles)) return false;
-            tile.at = shared.few.find(index, params.forward.ragged, part);
+            tile = shared.few.find(index, params.forward.ragged, part);
             return true;
           },
-          [&](RaggedTile const& tile, auto own) { return shared.few.sequences[tile.at.batch].*own; },
+          [&](TileCoord tile, auto side) { return shared.few.sequences[tile.batch].*side; },
           [&] { params.taken.begin(params.taken.found()); },
           [&] {
             const int taken = params.taken.add(cuda::memory_order_relaxed);
@@ -244,7 +250,7 @@ struct ForwardMainloopSm90 {
       const Sequence whole{{0, size_q, size_q}, {0, size_k, size_k}};
       CUTE_NO_UNROLL
       for (int n = 0; n < scheduler.tiles_of(blockIdx.x); ++n)
-        hand_out(scheduler.tile(scheduler.index(n, blockIdx.x)), [&](auto own) { return whole.*own; });
+        hand_out(scheduler.tile(scheduler.index(n, blockIdx.x)), [&](auto side) { return whole.*side; });
     }
 
     CUTE_DEVICE void run() {

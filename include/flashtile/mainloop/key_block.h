@@ -53,9 +53,9 @@ struct KeyBlock {
     }
     RaggedTile tile;
     if (!params.ragged_keys.find(index, params.heads_k, false, tile)) return false;
-    batch = tile.at.batch;
-    kv_head = tile.at.head;
-    n_block = tile.at.m_block;
+    batch = tile.entry->batch;
+    kv_head = tile.head;
+    n_block = tile.block;
     if constexpr (kRagged) {
       sequence = tile.entry->sequence;
       first_tile = params.sequences.q.first_place(batch, sequence.q.first, params.workspace.tile_m);
@@ -120,8 +120,9 @@ struct KeyBlock {
     if (group > 0 && !(kRagged && keys.empty())) queries = params.band.tiles(keys, kM, lengths.transposed());
     start = params.deterministic ? queries.visible.end - 1 : queries.visible.begin;
     step = params.deterministic ? -1 : 1;
+    // As even as can be; a 64-bit quotient would be a call.
     if (params.band == Band::full() && !params.deterministic)
-      start += int(std::int64_t(n_block) * (queries.visible.end - start) / n_blocks);
+      start += int(__umulhi(unsigned(queries.visible.end - start), unsigned(n_block) * (~0u / unsigned(n_blocks))));
   }
 };
 

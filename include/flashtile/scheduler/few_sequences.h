@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "flashtile/scheduler/parts.h"
+#include "flashtile/scheduler/single.h"
 
 namespace flashtile {
 
@@ -71,8 +72,10 @@ struct FewSequences {
     const Part part = parts[at];
     const auto blocks = [&] { return order.rows.quotient(sequences[part.batch].q.size + order.rows.value - 1); };
     const int at_once = order.blocks_of_section == 0 ? 1 : heads_at_once(order, blocks());
-    return RaggedPart{part.first_place, part.batch, part.first_block, part.blocks, at_once}.tile(
-        index, order.heads.value, true);
+    TileCoord tile{.batch = part.batch};
+    RaggedPart{part.first_place, part.batch, part.first_block, part.blocks, at_once}.find(
+        index, order.heads.value, true, tile.head, tile.m_block);
+    return tile;
   }
 
  private:

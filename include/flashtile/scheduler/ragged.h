@@ -6,7 +6,6 @@
 #include "flashtile/divisor.h"
 #include "flashtile/macros.h"
 #include "flashtile/math/mask.h"
-#include "flashtile/scheduler/single.h"
 #include "flashtile/sequence.h"
 
 namespace flashtile {
@@ -22,7 +21,7 @@ struct RaggedPart {
   int heads_at_once;
 
   /// Which tile of its places has `index`. `last_first`: whether the last block of a sequence has the most work.
-  FLASHTILE_HOST_DEVICE TileCoord tile(unsigned index, int heads, bool last_first) const {
+  FLASHTILE_HOST_DEVICE void find(unsigned index, int heads, bool last_first, int& head, int& block) const {
     const unsigned within = index - unsigned(first_place) * unsigned(heads);
     const unsigned of_section = unsigned(heads_at_once) * unsigned(blocks);
     const unsigned section = within / of_section;
@@ -30,7 +29,8 @@ struct RaggedPart {
     const int first_head = int(section) * heads_at_once;
     const int here = heads - first_head < heads_at_once ? heads - first_head : heads_at_once;
     const int level = here == 1 ? within_section : int(unsigned(within_section) / unsigned(here));
-    return {batch, first_head + within_section - level * here, first_block + (last_first ? blocks - 1 - level : level)};
+    head = first_head + within_section - level * here;
+    block = first_block + (last_first ? blocks - 1 - level : level);
   }
 };
 
@@ -44,7 +44,8 @@ static_assert(sizeof(RaggedEntry) == 48);
 /// Which block of rows a thread block takes.
 struct RaggedTile {
   const RaggedEntry* entry = nullptr;
-  TileCoord at;
+  int head = 0;
+  int block = 0;
 };
 
 /// The blocks of rows of all sequences, where the host does not know how long they are: a kernel that runs before
@@ -70,7 +71,8 @@ struct RaggedTiles {
   FLASHTILE_HOST_DEVICE bool find(unsigned index, int heads, bool last_first, RaggedTile& tile) const {
     const unsigned place = index / unsigned(heads);
     if (place >= unsigned(*listed)) return false;
-    tile = {&list[place], list[place].tile(index, heads, last_first)};
+    tile.entry = &list[place];
+    tile.entry->find(index, heads, last_first, tile.head, tile.block);
     return true;
   }
 };
