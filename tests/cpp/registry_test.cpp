@@ -14,6 +14,7 @@
 
 #include "flashtile/flashtile.h"
 #include "flashtile/scheduler/persistent.h"
+#include "flashtile/scheduler/ragged.h"
 
 namespace flashtile {
 namespace {
