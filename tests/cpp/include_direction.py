@@ -14,7 +14,7 @@ from pathlib import Path
 # include/flashtile or one of its headers.
 LEVELS = [
     {"macros", "error", "cuda_error", "driver", "tensor_view", "warp"},
-    {"divisor"},
+    {"divisor", "marked_count"},
     {"variant", "sequence", "cache", "barrier"},
     {"math"},
     {"scheduler"},
