@@ -185,6 +185,40 @@ def test_garbage_in_tables_stays_inside_the_tensors(calls):
     assert run.stdout.strip() == "alive"
 
 
+# In a process of its own, for the same reason.
+FAR_APART = """
+import torch, flashtile
+torch.manual_seed(0)
+PAGES, PAGE, STEP = 75, 16, 1 << 19
+memory = torch.empty(PAGES * PAGE, STEP, dtype=torch.float16, device="cuda")
+table = torch.randperm(PAGES, device="cuda").int().reshape(3, 25)
+lengths = torch.tensor([400, 151, 0], dtype=torch.int32, device="cuda")
+for head_dim, head_dim_v in ((64, 64), (128, 128), (192, 128), (256, 256), (256, 8), (136, 40), (72, 256)):
+    q = torch.randn(3, 150, 8, head_dim, dtype=memory.dtype, device="cuda")
+    near = [torch.randn(PAGES, PAGE, 2, dim, dtype=memory.dtype, device="cuda") for dim in (head_dim, head_dim_v)]
+    widths = [x[0, 0].numel() for x in near]
+    far = [
+        y.unflatten(1, x.shape[2:]).unflatten(0, x.shape[:2])
+        for x, y in zip(near, memory[:, : sum(widths)].split(widths, 1))
+    ]
+    for x, y in zip(near, far):
+        y.copy_(x)
+    for causal in (False, True):
+        options = dict(cache_seqlens=lengths, block_table=table, causal=causal, return_lse=True)
+        found, expected = (flashtile.attention_kvcache(q, *caches, **options) for caches in (far, near))
+        assert all(map(torch.equal, found, expected)), (head_dim, head_dim_v, causal)
+print("alive")
+"""
+
+
+@pytest.mark.gpu
+def test_rows_far_apart():
+    """Before the first row lies memory that is nobody's; and nobody asks for it."""
+    run = subprocess.run([sys.executable, "-c", FAR_APART], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "alive"
+
+
 @pytest.mark.gpu
 def test_rows_without_room_are_not_written():
     """On CUDA, where nothing can be refused: as if they had not been given."""

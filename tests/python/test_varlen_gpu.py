@@ -124,6 +124,41 @@ def test_garbage_in_tables_stays_inside_the_tensors(sequences):
     assert run.stdout.strip() == "alive"
 
 
+# In a process of its own, for the same reason.
+FAR_APART = """
+import torch, flashtile
+torch.manual_seed(0)
+T, STEP = 300, 1 << 21
+memory = torch.empty(T, STEP, dtype=torch.float16, device="cuda")
+begins = torch.tensor([0, 65, 66, 66, 170, 290], dtype=torch.int32, device="cuda")
+options = dict(cu_seqlens_q=begins, cu_seqlens_k=begins, return_lse=True, deterministic=True)
+
+def results(q, k, v, dout, causal):
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = flashtile.attention_varlen(*inputs, causal=causal, **options)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, inputs, dout)
+
+for head_dim, head_dim_v in ((64, 64), (128, 128), (192, 128), (256, 256), (256, 8), (136, 40), (72, 256)):
+    shapes = [(4, head_dim), (2, head_dim), (2, head_dim_v), (4, head_dim_v)]
+    near = [torch.randn(T, *shape, dtype=memory.dtype, device="cuda") for shape in shapes]
+    widths = [x[0].numel() for x in near]
+    far = [x.unflatten(1, shape) for x, shape in zip(memory[:, : sum(widths)].split(widths, 1), shapes)]
+    for x, y in zip(near, far):
+        y.copy_(x)
+    for causal in (False, True):
+        assert all(map(torch.equal, results(*far, causal), results(*near, causal))), (head_dim, head_dim_v, causal)
+print("alive")
+"""
+
+
+@pytest.mark.gpu
+def test_rows_far_apart():
+    """Before the first row lies memory that is nobody's; and nobody asks for it."""
+    run = subprocess.run([sys.executable, "-c", FAR_APART], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "alive"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_more_than_65535_sequences(head_dim):
