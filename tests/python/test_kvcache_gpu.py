@@ -185,7 +185,7 @@ def test_garbage_in_tables_stays_inside_the_tensors(calls):
     assert run.stdout.strip() == "alive"
 
 
-# In a process of its own, for the same reason.
+# In a process of its own, for the same reason. Rows enough for Hopper's forward kernel.
 FAR_APART = """
 import torch, flashtile
 torch.manual_seed(0)
@@ -194,8 +194,8 @@ memory = torch.empty(PAGES * PAGE, STEP, dtype=torch.float16, device="cuda")
 table = torch.randperm(PAGES, device="cuda").int().reshape(3, 25)
 lengths = torch.tensor([400, 151, 0], dtype=torch.int32, device="cuda")
 for head_dim, head_dim_v in ((64, 64), (128, 128), (192, 128), (256, 256), (256, 8), (136, 40), (72, 256)):
-    q = torch.randn(3, 150, 8, head_dim, dtype=memory.dtype, device="cuda")
-    near = [torch.randn(PAGES, PAGE, 2, dim, dtype=memory.dtype, device="cuda") for dim in (head_dim, head_dim_v)]
+    q = torch.randn(3, 300, 16, head_dim, dtype=memory.dtype, device="cuda")
+    near = [torch.randn(PAGES, PAGE, 4, dim, dtype=memory.dtype, device="cuda") for dim in (head_dim, head_dim_v)]
     widths = [x[0, 0].numel() for x in near]
     far = [
         y.unflatten(1, x.shape[2:]).unflatten(0, x.shape[:2])
