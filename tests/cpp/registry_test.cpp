@@ -523,9 +523,9 @@ TEST(Select, OnHopperFewSequencesNeedNoList) {
   EXPECT_TRUE(lists(90, 33, 100'000, 4));
   EXPECT_TRUE(lists(80, 32, 100'000, 4));
   EXPECT_FALSE(lists(90, 1, 128 * 65'000, 1));  // places are numbers of 16 bits
-  EXPECT_TRUE(lists(90, 1, 128 * 66'000, 1));
+  EXPECT_TRUE(lists(90, 1, 192 * 66'000, 1));
   EXPECT_FALSE(lists(90, 1, 128 * 1'000, 1'000));  // and a count of tiles has 20
-  EXPECT_TRUE(lists(90, 1, 128 * 1'100, 1'000));
+  EXPECT_TRUE(lists(90, 1, 192 * 1'100, 1'000));
 }
 
 TEST(Select, HopperScheduleDependsOnTheProblemAlone) {
