@@ -1,12 +1,11 @@
 """attention_kvcache on a GPU alone: streams, graphs, and what tables hold that the host does not read."""
 
 import math
-import subprocess
-import sys
 
 import cached
 import pytest
 import torch
+from apart import assert_survives
 from cached import Cached, ints
 from cases import BF16, F16, on_devices
 from compare import assert_bitwise
@@ -83,7 +82,6 @@ def resized(given, pages):
     return given | caches | dict(block_table=table)
 
 
-# In processes of their own: an access out of bounds takes the whole context with it.
 GUARDED = """
 import itertools
 import torch, flashtile
@@ -180,12 +178,10 @@ def test_an_odd_number_of_parts(options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("calls", [DECODING, PREFILL], ids=["decoding", "prefill"])
 def test_garbage_in_tables_stays_inside_the_tensors(calls):
-    run = subprocess.run([sys.executable, "-c", GUARDED + calls + ALIVE], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "alive"
+    assert_survives(GUARDED + calls + ALIVE)
 
 
-# In a process of its own, for the same reason. Rows enough for Hopper's forward kernel.
+# Rows enough for Hopper's forward kernel.
 FAR_APART = """
 import torch, flashtile
 torch.manual_seed(0)
@@ -214,9 +210,7 @@ print("alive")
 @pytest.mark.gpu
 def test_rows_far_apart():
     """Before the first row lies memory that is nobody's; and nobody asks for it."""
-    run = subprocess.run([sys.executable, "-c", FAR_APART], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "alive"
+    assert_survives(FAR_APART)
 
 
 @pytest.mark.gpu

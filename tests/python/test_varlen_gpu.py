@@ -1,12 +1,10 @@
 """attention_varlen on a GPU alone: streams, graphs, and what tables hold that the host does not read."""
 
-import subprocess
-import sys
-
 import pytest
 import ragged
 import test_forward
 import torch
+from apart import assert_survives
 from cases import BF16, on_devices
 from ragged import Ragged
 from test_backward import differentiable
@@ -75,7 +73,6 @@ def test_a_training_step_in_a_graph(head_dim, head_dim_v):
         assert_same(found, results(batch, inputs, options_with(options, tables), incoming))
 
 
-# In a process of its own: a read out of bounds takes the whole context with it.
 GARBAGE = """
 import sys, torch, flashtile
 torch.manual_seed(0)
@@ -119,12 +116,9 @@ print("alive")
 @pytest.mark.gpu
 @pytest.mark.parametrize("sequences", [9, 32, 33])
 def test_garbage_in_tables_stays_inside_the_tensors(sequences):
-    run = subprocess.run([sys.executable, "-c", GARBAGE, str(sequences)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "alive"
+    assert_survives(GARBAGE, sequences)
 
 
-# In a process of its own, for the same reason.
 FAR_APART = """
 import torch, flashtile
 torch.manual_seed(0)
@@ -154,9 +148,7 @@ print("alive")
 @pytest.mark.gpu
 def test_rows_far_apart():
     """Before the first row lies memory that is nobody's; and nobody asks for it."""
-    run = subprocess.run([sys.executable, "-c", FAR_APART], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "alive"
+    assert_survives(FAR_APART)
 
 
 @pytest.mark.gpu
