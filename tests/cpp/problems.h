@@ -1,0 +1,33 @@
+// Devices and problems of the tests of what select decides.
+#pragma once
+
+#include "flashtile/flashtile.h"
+
+namespace flashtile {
+
+inline DeviceInfo cpu(int threads = 4) {
+  return {.name = "a CPU", .threads = threads};
+}
+
+inline DeviceInfo gpu(int compute_capability, int shared_memory_kib) {
+  return {.device = {DeviceType::kCuda, 0},
+          .name = "a GPU",
+          .compute_capability = compute_capability,
+          .multiprocessors = 100,
+          .max_shared_memory = shared_memory_kib * 1024};
+}
+
+inline Problem problem_on(const DeviceInfo& device, DType dtype, int head_dim, int head_dim_v, int seqlen) {
+  return {.batch = 2,
+          .seqlen_q = seqlen,
+          .seqlen_k = seqlen,
+          .heads_q = 8,
+          .heads_k = 2,
+          .head_dim = head_dim,
+          .head_dim_v = head_dim_v,
+          .dtype = dtype,
+          .device = device.device,
+          .scale = 1};
+}
+
+}  // namespace flashtile

@@ -1,0 +1,147 @@
+// Plans of the backward: which kernel, which of its blocks at a time, and how much memory beside the gradients.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "flashtile/flashtile.h"
+#include "flashtile/registry.h"
+#include "problems.h"
+
+namespace flashtile {
+namespace {
+
+TEST(SelectBackward, OnHopperTakesTwoPassesOfWideHeads) {
+  const DeviceInfo device = gpu(90, 227);
+  for (int d = 8; d <= 256; d += 8) {
+    const BackwardPlan plan = select_backward(problem_on(device, DType::kFloat16, d, d, 300), device);
+    EXPECT_EQ(plan.variant.arch, Arch::kSm90);
+    EXPECT_EQ(plan.variant.two_passes(), d > 128);
+    // 2 sequences with 2 KV heads of 5 or 3 blocks; where dQ has a pass, 8 heads of 3 tiles, and no dq in between.
+    const int rows = 2 * 8 * 384;
+    EXPECT_EQ(plan.tiles, d > 128 ? 2 * 2 * 5 + 2 * 8 * 3 : 2 * 2 * 3);
+    EXPECT_EQ(plan.grid, std::min<std::int64_t>(plan.tiles, device.multiprocessors));
+    if (d > 128) {
+      EXPECT_EQ(plan.workspace_bytes, 4 * 2 * rows + 4);
+    }
+  }
+}
+
+TEST(SelectBackward, KeyBlocksOfOneWaveTakeTurnsUnderAMask) {
+  const DeviceInfo device = gpu(90, 227);
+  const auto plan = [&](int seqlen, Band band, int group = 1, bool deterministic = false) {
+    Problem problem = problem_on(device, DType::kBFloat16, 128, 128, seqlen);
+    problem.heads_q = 100;
+    problem.heads_k = 100 / group;
+    problem.band = band;
+    problem.deterministic = deterministic;
+    return select_backward(problem, device);
+  };
+  EXPECT_EQ(plan(8192, Band::causal()).heads_at_once, device.multiprocessors / 64);
+  EXPECT_EQ(plan(1 << 20, Band::causal()).heads_at_once, 1);
+  EXPECT_EQ(plan(8192, Band::full()).heads_at_once, 1);
+  EXPECT_EQ(plan(0, Band::causal()).heads_at_once, 1);
+  EXPECT_EQ(plan(8192, Band::causal(), 4).heads_at_once, device.multiprocessors * 4 / 64);
+  EXPECT_EQ(plan(8192, Band::causal(), 100).heads_at_once, 2);  // all there are
+
+  // Short: thread blocks take one block of keys after the other, under a mask those of whole heads at a time.
+  EXPECT_EQ(plan(8192, Band::causal()).grid, plan(8192, Band::causal()).tiles);
+  EXPECT_EQ(plan(2048, Band::full()).grid, device.multiprocessors);
+  EXPECT_EQ(plan(2048, Band::full()).heads_at_once, 1);
+  EXPECT_EQ(plan(2048, Band::causal()).grid, device.multiprocessors / 16 * 16);
+  EXPECT_EQ(plan(2048, Band::causal()).heads_at_once, device.multiprocessors / 16);
+  EXPECT_EQ(plan(2048, Band::causal(), 4).grid, plan(2048, Band::causal(), 4).tiles);  // 8192 queries for each key
+  EXPECT_EQ(plan(512, Band::full(), 1, true).grid, device.multiprocessors);            // in order too,
+  EXPECT_EQ(plan(2048, Band::full(), 1, true).grid, plan(2048, Band::full(), 1, true).tiles);  // but not of long heads
+  EXPECT_EQ(plan(0, Band::full(), 1, true).grid, 0);
+  EXPECT_EQ(plan(27 * 128, Band::causal()).grid, plan(27 * 128, Band::causal()).tiles);  // 4 heads would leave 24 idle
+  EXPECT_EQ(plan(0, Band::full()).grid, 0);
+}
+
+TEST(SelectBackward, DeterministicKeyBlocksOfAHeadAreFewAtATime) {
+  const DeviceInfo device = gpu(90, 227);
+  const auto heads_at_once = [&](int head_dim, int seqlen) {
+    Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim, seqlen);
+    problem.heads_q = problem.heads_k = 70;  // with a batch of 2, one round and a half
+    problem.deterministic = true;
+    return select_backward(problem, device).heads_at_once;
+  };
+  EXPECT_EQ(heads_at_once(128, 8192), device.multiprocessors / 8);
+  EXPECT_EQ(heads_at_once(64, 8192), device.multiprocessors / 8);
+  EXPECT_EQ(heads_at_once(64, 2048), device.multiprocessors / 4);
+  EXPECT_EQ(heads_at_once(128, 512), device.multiprocessors / 2);
+  EXPECT_EQ(heads_at_once(64, 512), device.multiprocessors);
+  EXPECT_EQ(heads_at_once(128, 128), 140);  // all there are
+  EXPECT_EQ(heads_at_once(256, 512), 1);    // nobody adds to dQ
+}
+
+TEST(SelectBackward, TakesTheTileThatWastesLess) {
+  const DeviceInfo device = gpu(90, 227);
+  const auto tile_m = [&](int seqlen, Band band, float softcap = 0) {
+    Problem problem = problem_on(device, DType::kBFloat16, 128, 128, seqlen);
+    problem.band = band;
+    problem.softcap = softcap;
+    return select_backward(problem, device).variant.tile_m;
+  };
+  EXPECT_EQ(tile_m(512, Band::full()), 64);  // 80 would go through 560
+  EXPECT_EQ(tile_m(640, Band::full()), 80);
+  EXPECT_EQ(tile_m(2048, Band::full()), 80);
+  EXPECT_EQ(tile_m(2048, Band::causal()), 64);
+  EXPECT_EQ(tile_m(16384, Band::causal()), 80);
+  EXPECT_EQ(tile_m(16384, Band::full(), 10), 64);
+  EXPECT_EQ(tile_m(0, Band::full()), 64);
+}
+
+TEST(SelectBackward, OnHopperHasAKernelForNarrowerValues) {
+  const DeviceInfo device = gpu(90, 227);
+  const BackwardPlan plan = select_backward(problem_on(device, DType::kBFloat16, 192, 128, 300), device);
+  EXPECT_EQ(name_of(plan.variant), "sm90_bf16_d192_v128_m128_n64_s2_w12");
+}
+
+TEST(SelectBackward, RefusesWhatItCannotCount) {
+  const DeviceInfo device = gpu(90, 227);
+  Problem problem = problem_on(device, DType::kFloat16, 64, 64, 0);
+  const auto refusal_of_backward = [&](int seqlen_q, int seqlen_k) -> std::string {
+    problem.seqlen_q = seqlen_q;
+    problem.seqlen_k = seqlen_k;
+    try {
+      select_backward(problem, device);
+    } catch (const Unsupported& error) {
+      return error.what();
+    }
+    return "none";
+  };
+  problem.batch = 1 << 20;
+  EXPECT_EQ(refusal_of_backward(100, 1 << 20).find("k has 17179869184 tiles"), 0u);
+  EXPECT_EQ(refusal_of_backward(1 << 10, 100).find("q has 8589934592 rows"), 0u);
+  EXPECT_EQ(refusal_of_backward(1 << 20, 100).find("q has 68719476736 tiles"), 0u);
+  EXPECT_EQ(refusal_of_backward(100, 100), "none");
+  problem.ragged = true;
+  problem.batch = problem.heads_q = 1 << 29;  // 2^64 rows of whole blocks
+  EXPECT_EQ(refusal_of_backward(1, 1).find("q has 288230376151711744 tiles"), 0u);
+}
+
+TEST(SelectBackward, WorkspaceIsTwoFloatsARowAndDq) {
+  const DeviceInfo device = gpu(80, 163);
+  const BackwardPlan plan = select_backward(problem_on(device, DType::kFloat16, 128, 128, 1024), device);
+  EXPECT_EQ(plan.workspace_bytes, 4 * (128 + 2) * 2 * 8 * 1024);
+}
+
+TEST(SelectBackward, WhoAddsToATileOfDqMayNeedAnInt) {
+  constexpr int kRows = 2 * 8 * 1024;
+  const auto workspace = [](const DeviceInfo& device, int head_dim, bool deterministic) {
+    Problem problem = problem_on(device, DType::kFloat16, head_dim, head_dim, 1024);
+    problem.deterministic = deterministic;
+    return select_backward(problem, device).workspace_bytes;
+  };
+  const DeviceInfo ampere = gpu(80, 163), hopper = gpu(90, 227);
+  EXPECT_EQ(workspace(ampere, 64, false), 4 * (64 + 2) * kRows);
+  EXPECT_EQ(workspace(ampere, 64, true), 4 * (64 + 2) * kRows + 16 * kRows / 32 + 4);  // four warps, tiles of 32
+  EXPECT_EQ(workspace(hopper, 64, false), 4 * (64 + 2) * kRows + 8 * kRows / 128 + 4);
+  EXPECT_EQ(workspace(hopper, 64, true), workspace(hopper, 64, false));
+  EXPECT_EQ(workspace(hopper, 256, true), 8 * kRows + 4);  // a pass of its own forms dQ
+}
+
+}  // namespace
+}  // namespace flashtile
