@@ -23,7 +23,7 @@ struct FewSequences {
   /// rules.
   __device__ int place(Sequences const& all, RaggedOrder const& order) {
     const int lane = threadIdx.x % 32, entries = all.q.entries();
-    bool legal = true;
+    bool legal = true;  // as is_legal has it; this and the spans at once, from two entries of a table
     const auto span_of = [&](Spans const& spans) {
       const int begin = spans.begins[min(lane, spans.batch)], end = spans.begins[min(lane + 1, spans.batch)];
       int used = end - begin;
@@ -33,7 +33,7 @@ struct FewSequences {
     };
     const Sequence own{span_of(all.q), span_of(all.k)};
     sequences[lane] = own;
-    const int blocks_of_own = order.rows.quotient(own.q.size + order.rows.value - 1);
+    const int blocks_of_own = blocks_of(own, order);
     Counts counts = 0;
 #pragma unroll 1  // registers are few, here and below
     for (int part = 0; part < order.parts; ++part) {
@@ -70,8 +70,9 @@ struct FewSequences {
     const int place = order.heads.quotient(int(index));
     while (place >= parts[at].first_place + parts[at].blocks) ++at;
     const Part part = parts[at];
-    const auto blocks = [&] { return order.rows.quotient(sequences[part.batch].q.size + order.rows.value - 1); };
-    const int at_once = order.blocks_of_section == 0 ? 1 : heads_at_once(order, blocks());
+    // The divisions behind it are not on the way where heads come one by one.
+    const int at_once =
+        order.blocks_of_section == 0 ? 1 : heads_at_once(order, blocks_of(sequences[part.batch], order));
     TileCoord tile{.batch = part.batch};
     RaggedPart{part.first_place, part.batch, part.first_block, part.blocks, at_once}.find(
         index, order.heads.value, true, tile.head, tile.m_block);
@@ -79,6 +80,10 @@ struct FewSequences {
   }
 
  private:
+  __device__ static int blocks_of(Sequence const& sequence, RaggedOrder const& order) {
+    return order.rows.quotient(sequence.q.size + order.rows.value - 1);
+  }
+
   using Counts = std::uint64_t;  // four of 16 bits, one for each part: a product with kBefore sums up those before
   static constexpr Counts kBefore = 0x0001'0001'0001'0000;
   static_assert(RaggedOrder::kMostParts == 4 && RaggedOrder::kFewPlaces < 1 << 16);

@@ -53,7 +53,7 @@ struct RaggedTile {
 /// first is two thirds of its blocks, the next a half of the rest, and so on: so the last to come is little work, of
 /// whatever sequence, and thread blocks end together.
 struct RaggedTiles {
-  RaggedEntry* list = nullptr;  // of each place, its part; null: the batch is dense
+  RaggedEntry* list = nullptr;  // of each place, its part; null: there is no list
   int* listed = nullptr;        // places that there are
   int* taken = nullptr;         // tiles asked for so far: all, or those after the first of each thread block
 
