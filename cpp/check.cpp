@@ -9,9 +9,10 @@
 namespace flashtile {
 namespace {
 
-constexpr Names kDenseNames{"(B, S_q, H_q, D)", "(B, S_k, H_k, D)", "(B, S_k, H_k, D_v)", "(B, S_q, H_q, D_v)",
-                            "(B, H_q, S_q)"};
-constexpr Names kRaggedNames{"(T_q, H_q, D)", "(T_k, H_k, D)", "(T_k, H_k, D_v)", "(T_q, H_q, D_v)", "(H_q, T_q)"};
+constexpr Names kDenseNames{"(B, S_q, H_q, D)",   "(B, S_k, H_k, D)", "(B, S_k, H_k, D_v)",
+                            "(B, S_q, H_q, D_v)", "(B, H_q, S_q)",    "(2, B, H_q, S_q)"};
+constexpr Names kRaggedNames{"(T_q, H_q, D)",   "(T_k, H_k, D)", "(T_k, H_k, D_v)",
+                             "(T_q, H_q, D_v)", "(H_q, T_q)",    "(2, H_q, T_q)"};
 
 void refuse_if_given(const char* function, const char* name, const TensorView& table) {
   if (table.given()) refuse<InvalidArgument>(function, name, "is given", "none without cu_seqlens_q and cu_seqlens_k");
@@ -121,6 +122,12 @@ void check_lse(const char* function, const char* name, const TensorView& lse, co
   operand.has_dtype(DType::kFloat32).is_on(p.device).is_contiguous();
 }
 
+void check_state(const char* function, const TensorView& state, const Problem& p) {
+  const Operand operand{function, "state", names_of(p).state, state};
+  p.ragged ? operand.has_shape({2, p.heads_q, p.seqlen_q}) : operand.has_shape({2, p.batch, p.heads_q, p.seqlen_q});
+  operand.has_dtype(DType::kFloat32).is_on(p.device).is_contiguous();
+}
+
 void check_out(const char* function, const char* name, const TensorView& out, const TensorView& q, const Problem& p) {
   const Operand operand{function, name, names_of(p).out, out};
   has_rows(operand, p, p.seqlen_q, p.heads_q, p.head_dim_v).is_matrix_like(q);
@@ -183,6 +190,7 @@ Problem check_forward(const char* function, const ForwardTensors& t, const Optio
   if (t.sinks.given()) check_per_head(function, "sinks", t.sinks, problem);
   if (t.out.given()) check_out(function, "out", t.out, t.q, problem);
   if (t.lse.given()) check_lse(function, "lse", t.lse, problem);
+  if (t.state.given()) check_state(function, t.state, problem);
   check_options(function, options, problem);
   if (!(options.dropout_p >= 0 && options.dropout_p < 1))
     refuse<InvalidArgument>(function, "dropout_p", "is " + number_string(options.dropout_p),
@@ -199,7 +207,7 @@ Problem check_backward(const char* function, const BackwardTensors& t, const Opt
   const ForwardTensors& f = t.forward;
   const Names& names = names_of(problem);
   check_out(function, "out", f.out, f.q, problem);
-  check_lse(function, "lse", f.lse, problem);
+  if (!f.state.given()) check_lse(function, "lse", f.lse, problem);
   check_out(function, "dout", t.dout, f.q, problem);
   if (t.dlse.given()) check_lse(function, "dlse", t.dlse, problem);
 

@@ -91,7 +91,7 @@ struct Operand {
 
 /// How the sizes are called.
 struct Names {
-  const char *q, *k, *v, *out, *lse;
+  const char *q, *k, *v, *out, *lse, *state;
 };
 const Names& names_of(const Problem& problem);
 
@@ -107,6 +107,7 @@ void check_heads(const Operand& q, const Operand& k, Size heads_q, Size heads_k)
 void check_alibi_slopes(const char* function, const TensorView& slopes, const Problem& p);
 void check_per_head(const char* function, const char* name, const TensorView& values, const Problem& p);
 void check_lse(const char* function, const char* name, const TensorView& lse, const Problem& p);
+void check_state(const char* function, const TensorView& state, const Problem& p);
 void check_out(const char* function, const char* name, const TensorView& out, const TensorView& q, const Problem& p);
 
 /// (T, heads, width) where p is ragged, (B, rows, heads, width) otherwise.

@@ -3,6 +3,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "balance.h"
 #include "cpu/cpu.h"
@@ -165,10 +166,20 @@ bool asks_for_more(const KvcacheRow& row, const Problem& p) {
   return row.variant.arch == Arch::kSm90 && p.sinks;
 }
 
+/// Whether a problem is beyond all rows of an architecture. Hopper's backward finds the slope of a cap by the score,
+/// which has to be the tanh itself, and so small that no row is steep: 512 · log2 e, and that of the keys' number.
+template <class Row>
+bool is_beyond(const Row& row, const Problem& p) {
+  if constexpr (!std::is_same_v<Row, BackwardRow>) return false;
+  const ScoreMap map = p.score_map();
+  return row.variant.arch == Arch::kSm90 && map.capped && (map.stretched || p.softcap > 512);
+}
+
 template <class Row>
 bool serves(const Row& row, const Problem& p) {
   const Variant& v = row.variant;
-  return v.head_dim >= p.head_dim && v.head_dim_v >= p.head_dim_v && (v.every_option || !asks_for_more(row, p));
+  return v.head_dim >= p.head_dim && v.head_dim_v >= p.head_dim_v && (v.every_option || !asks_for_more(row, p)) &&
+         !is_beyond(row, p);
 }
 
 /// Hopper has kernels of its own, for head dimensions up to the widest of `rows`; every newer GPU runs Ampere's.

@@ -1,5 +1,7 @@
 #include "attend.h"
 
+#include "flashtile/row_results.h"
+
 namespace flashtile::cpu {
 
 AttendMemory take_attend_memory(Arena& arena, const Sizes& s, bool dropout) {
@@ -13,7 +15,7 @@ AttendMemory take_attend_memory(Arena& arena, const Sizes& s, bool dropout) {
                       .scores = arena.take(n * m),
                       .probabilities = arena.take(n * m),
                       .out = arena.take(m * d_v),
-                      .reference_log2 = arena.take(m),
+                      .reference = arena.take(m),
                       .sum = arena.take(m),
                       .rescale = arena.take(m),
                       .shield = arena.take(n * d_v)},
@@ -24,32 +26,47 @@ AttendMemory take_attend_memory(Arena& arena, const Sizes& s, bool dropout) {
 
 namespace {
 
-float* lse_of(const ForwardTensors& t, const Problem& problem, const Item& item, const PackedHeads& heads, int row) {
-  if (!t.lse.given()) return nullptr;
-  return static_cast<float*>(t.lse.data) + first_lse(problem, item.rows.q, item.batch, heads.head(row)) +
-         heads.query(row);
-}
+/// Writes what is wanted of the rows of an item besides their output.
+class Rows {
+ public:
+  Rows(const Problem& problem, const ForwardTensors& t, const Item& item, const PackedHeads& heads)
+      : results_(RowResults::of(problem, t)), item_(item), heads_(heads) {}
+
+  void store(int row, const FinishedRow& finished, float unit) const {
+    const std::int64_t at = results_.strides.at(item_.batch, heads_.head(row), item_.rows.q.first + heads_.query(row));
+    results_.store(at, finished, unit);
+  }
+
+ private:
+  RowResults results_;
+  const Item& item_;
+  const PackedHeads& heads_;
+};
 
 }  // namespace
 
 void clear_unused(const Problem& problem, const ForwardTensors& t, const Item& item, const PackedHeads& heads,
                   Range rows) {
+  const Rows results(problem, t, item, heads);
+  const float unit = problem.score_map().unit;
   for (int row = rows.begin; row < rows.end; ++row) {
     const int at = item.rows.q.first + heads.query(row);
     clear_rows(t.out, item.batch, heads.head(row), {at, at + 1});
-    if (float* const lse = lse_of(t, problem, item, heads, row)) *lse = -kInfinity;
+    results.store(row, {}, unit);
   }
 }
 
 void normalise(const Problem& problem, const ForwardTensors& t, const Item& item, const PackedHeads& heads, Range rows,
                const ForwardBuffers& buffers) {
+  const Rows results(problem, t, item, heads);
+  const float unit = problem.score_map().unit;
   const auto* const sinks = static_cast<const float*>(t.sinks.data);
   for (int row = rows.begin; row < rows.end; ++row) {
     const int i = row - rows.begin;
-    RowState state{buffers.reference_log2[i], buffers.sum[i]};
-    const float factor = state.join(sinks != nullptr ? sinks[heads.head(row)] * kLog2e : -kInfinity);
-    buffers.rescale[i] = factor * state.normaliser();
-    if (float* const lse = lse_of(t, problem, item, heads, row)) *lse = state.lse();
+    const float sink = sinks != nullptr ? sinks[heads.head(row)] : -kInfinity;
+    const FinishedRow finished = RowState{buffers.reference[i], buffers.sum[i]}.finish(sink, unit);
+    buffers.rescale[i] = finished.normaliser;
+    results.store(row, finished, unit);
   }
 }
 

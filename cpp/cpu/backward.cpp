@@ -10,8 +10,7 @@
 
 #include "cpu.h"
 #include "dispatch.h"
-#include "flashtile/math/softmax.h"
-#include "flashtile/math/state.h"
+#include "flashtile/row_results.h"
 #include "items.h"
 #include "parallel.h"
 #include "tiling.h"
@@ -54,7 +53,8 @@ ThreadMemory divide(Arena& arena, const Sizes& s, std::int64_t dq_rows, bool dro
 
 /// What all threads share. The statistics are of query rows: for each head, the places of all entries.
 struct SharedMemory {
-  float* lse_log2;
+  float* reference;
+  float* log2_sum;
   float* delta;
   Items::Entry* items;  // of one loop at a time
 };
@@ -139,7 +139,8 @@ class Backward {
 
   SharedMemory divide_shared(Arena& arena) const {
     const std::int64_t rows = std::int64_t{problem_.heads_q} * sequences_.q.places(kRowPadding) * kRowPadding;
-    return {arena.take(rows), arena.take(rows), arena.take<Items::Entry>(Items::table_size(problem_))};
+    return {arena.take(rows), arena.take(rows), arena.take(rows),
+            arena.take<Items::Entry>(Items::table_size(problem_))};
   }
 
   ThreadMemory divide_own(Arena& arena) const { return divide(arena, sizes_, dq_rows(), problem_.dropout.active()); }
@@ -156,26 +157,31 @@ class Backward {
     return (std::int64_t{head} * q.places(kRowPadding) + place) * kRowPadding;
   }
 
-  /// lse in the log2 domain and delta = rowsum(dO∘O) − dlse. Where a row sees nothing, and past the last row, an
-  /// lse of +inf makes every probability 0.
+  /// What the forward left of each row, and delta = rowsum(dO∘O) − dlse. Where a row sees nothing, and past the last
+  /// row, a sum of +inf makes every probability 0.
   void fill_rows(const Item& item) const {
     const Span& q = item.rows.q;
     const Range queries = block_rows(item.block, sizes_.tile_m, q).used;
-    float* const lse_log2 = shared_.lse_log2 + first_row(item.batch, item.head);
+    float* const reference = shared_.reference + first_row(item.batch, item.head);
+    float* const log2_sum = shared_.log2_sum + first_row(item.batch, item.head);
     float* const delta = shared_.delta + first_row(item.batch, item.head);
-    const std::int64_t at = first_lse(problem_, q, item.batch, item.head);
-    const float* const lse = static_cast<const float*>(tensors_->forward.lse.data) + at;
+    const RowResults results = RowResults::of(problem_, tensors_->forward);
+    const std::int64_t at = results.strides.at(item.batch, item.head, q.first);
+    const float unit = problem_.score_map().unit;
     const int first = q.first + queries.begin;
     kernel_->row_dots(delta + queries.begin, head_rows(tensors_->dout, item.batch, item.head, first),
                       head_rows(tensors_->forward.out, item.batch, item.head, first), queries.end - queries.begin,
                       problem_.head_dim_v);
     for (int i = queries.begin; i < queries.end; ++i) {
-      lse_log2[i] = lse[i] == -kInfinity ? kInfinity : lse[i] * kLog2e;
+      const FinishedRow row = results.load(at + i, unit);
+      reference[i] = row.reference;
+      log2_sum[i] = row.saw_nothing() ? kInfinity : row.log2_sum;
       if (tensors_->dlse.given()) delta[i] -= static_cast<const float*>(tensors_->dlse.data)[at + i];
     }
     if (queries.empty()) return;
     for (std::int64_t i = queries.end; i < round_up(queries.end, kRowPadding); ++i) {
-      lse_log2[i] = kInfinity;
+      reference[i] = 0;
+      log2_sum[i] = kInfinity;
       delta[i] = 0;
     }
   }
@@ -188,12 +194,15 @@ class Backward {
   /// Σ over rows of −P·delta, P being the weight that the sink takes; its value is 0. In double, for its length.
   void run_sinks() const {
     parallel_for(threads_, problem_.heads_q, [this](int, std::int64_t head) {
-      const double sink_log2 = static_cast<const float*>(tensors_->forward.sinks.data)[head] * double{kLog2e};
+      const float sink = static_cast<const float*>(tensors_->forward.sinks.data)[head];
+      const float unit = problem_.score_map().unit;
       double sum = 0;
       for (int batch = 0; batch < sequences_.q.batch; ++batch) {
         const std::int64_t first = first_row(batch, static_cast<int>(head));
-        for (std::int64_t i = first; i < first + sequences_.q.at(batch).used; ++i)
-          sum -= std::exp2(sink_log2 - shared_.lse_log2[i]) * shared_.delta[i];
+        for (std::int64_t i = first; i < first + sequences_.q.at(batch).used; ++i) {
+          const FinishedRow row{shared_.reference[i], shared_.log2_sum[i]};
+          sum -= std::exp2(std::min(row.above_lse_log2(sink, unit), 0.0f)) * shared_.delta[i];
+        }
       }
       static_cast<float*>(tensors_->dsinks.data)[head] = static_cast<float>(sum);
     });
@@ -226,7 +235,8 @@ class Backward {
          .scores = head_scores(problem_, tensors_->forward.alibi_slopes, rows.batch, rows.heads.first),
          .wanted = wanted,
          .tile = make_tile(problem_, sizes, rows, edge, memory.tile),
-         .lse_log2 = shared_.lse_log2 + first,
+         .reference = shared_.reference + first,
+         .log2_sum = shared_.log2_sum + first,
          .delta = shared_.delta + first,
          .dq = dq,
          .buffers = memory.buffers});

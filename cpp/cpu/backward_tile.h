@@ -50,17 +50,13 @@ FLASHTILE_INLINE Gradient score_gradient(const BackwardTile& t, int key, int que
   Vec x = load(t.buffers.scores + at);
   Vec slope = splat(1.0f);
   if constexpr (kMapped) {
-    if (t.scores.inner != 0) {
-      x = tanh(t.scores.inner * x);
-      slope = 1.0f - x * x;
-    }
-    x = t.scores.outer_log2 * x;
-    if (t.scores.slope_log2 != 0) x -= t.scores.slope_log2 * distances(t.tile, key, query);
-    x -= load(t.lse_log2 + query);
-  } else {
-    x = t.scores.outer_log2 * x - load(t.lse_log2 + query);
+    x = capped(t.scores.map, x);
+    if (t.scores.map.capped) slope = 1.0f - x * x;
+    x = stretched(t.scores, t.tile, x, key, query);
   }
-  Vec p = exp2(x);
+  x = (x - load(t.reference + query)) * t.scores.map.unit_log2 - load(t.log2_sum + query);
+  // However Q·K was rounded this time, no weight is above 1.
+  Vec p = exp2(min_or_second(splat(0.0f), x));
   const Vec kept = t.tile.dropout == nullptr ? splat(1.0f) : load(t.tile.dropout + at);
   Vec ds = p * (kept * load(t.buffers.dprobabilities + at) - load(t.delta + query));
   p *= kept;
@@ -160,7 +156,7 @@ void backward_tile(const BackwardTile& t) {
   if (t.wanted.dq || t.wanted.dk) {
     multiply_transposed<kProduct>(t, at.dprobabilities, at.values, at.dout_transposed, width_v);
   }
-  if (needs_map(t.scores)) {
+  if (t.scores.map.maps()) {
     score_gradients<kProduct, true>(t);
   } else {
     score_gradients<kProduct, false>(t);

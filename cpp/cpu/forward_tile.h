@@ -18,7 +18,7 @@ void forward_begin(const ForwardBlock& block) {
   transpose_words(to.queries_transposed, sizes.tile_m, to.queries, stride, sizes.tile_m, stride);
   std::memset(to.out, 0, sizeof(float) * sizes.tile_m * column_stride(sizes.head_dim_v));
   for (int i = 0; i < sizes.tile_m; ++i) {
-    to.reference_log2[i] = -kInfinity;
+    to.reference[i] = -kInfinity;
     to.sum[i] = 0;
   }
 }
@@ -33,9 +33,10 @@ FLASHTILE_INLINE Range seen_keys(const Tile& tile, int begin, int end) {
 
 /// RowState::rebase and the tile's P^T, for kVectors registers of queries from `column` on.
 template <Product kProduct, int kVectors>
-void online_softmax(const ForwardBlock& block, const Tile& tile, int column, float scale_log2) {
+void online_softmax(const ForwardBlock& block, const Tile& tile, int column) {
   const ForwardBuffers& to = block.buffers;
   const int stride = block.sizes.tile_m;
+  const float unit_log2 = block.scores.map.unit_log2;
   float* const scores = to.scores + column;
   const Range seen = seen_keys(tile, column, column + kVectors * kLanes);
   Vec top[kVectors], reference[kVectors], sum[kVectors];
@@ -45,18 +46,18 @@ void online_softmax(const ForwardBlock& block, const Tile& tile, int column, flo
   }
   for (int j = 0; j < kVectors; ++j) {
     const int i = column + j * kLanes;
-    const Vec old = load(to.reference_log2 + i);
-    const Vec next = max_or_second(top[j] * scale_log2, old);
-    store(to.reference_log2 + i, next);
+    const Vec old = load(to.reference + i);
+    const Vec next = max_or_second(min_or_second(top[j], splat(kLargest)), old);
+    store(to.reference + i, next);
     reference[j] = next == -kInfinity ? Vec{} : next;  // nothing seen yet: keeps −inf − −inf out
-    const Vec rescale = exp2(old - reference[j]);
+    const Vec rescale = exp2((old - reference[j]) * unit_log2);
     store(to.rescale + i, rescale);
     store(to.sum + i, load(to.sum + i) * rescale);
     sum[j] = Vec{};
   }
   const auto probability = [&](int key, int j) {
     const int at = key * stride + j * kLanes;
-    const Vec p = exp2(load(scores + at) * scale_log2 - reference[j]);
+    const Vec p = exp2(min_or_second(splat(0.0f), (load(scores + at) - reference[j]) * unit_log2));
     sum[j] += p;
     return tile.dropout == nullptr ? p : p * load(tile.dropout + column + at);
   };
@@ -106,16 +107,14 @@ void forward_tile(const ForwardBlock& block, const Tile& tile, HeadRows k, HeadR
                                     .accumulate = false,
                                     .columns_of_row = tile.visible.queries_of_key});
 
-  const bool mapped = needs_map(block.scores);
-  if (mapped) map_scores(block.scores, tile, at.scores, sizes.tile_m);
+  if (block.scores.map.maps()) map_scores(block.scores, tile, at.scores, sizes.tile_m);
   if (tile.visible.queries_of_key != nullptr) hide(tile, at.scores, sizes.tile_m);
-  const float scale_log2 = mapped ? 1.0f : block.scores.outer_log2;
   int column = 0;
   for (; column + kSoftmaxVectors * kLanes <= block.queries; column += kSoftmaxVectors * kLanes) {
-    online_softmax<kProduct, kSoftmaxVectors>(block, tile, column, scale_log2);
+    online_softmax<kProduct, kSoftmaxVectors>(block, tile, column);
   }
   for (; column < block.queries; column += kLanes) {
-    online_softmax<kProduct, 1>(block, tile, column, scale_log2);
+    online_softmax<kProduct, 1>(block, tile, column);
   }
 
   contract_visible<kProduct, Order::kSteps>({.a = kProduct == Product::kPairs ? at.probabilities : at.scores,

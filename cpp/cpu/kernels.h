@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "flashtile/math/mask.h"
+#include "flashtile/math/softmax.h"
 #include "flashtile/tensor_view.h"
 
 namespace flashtile::cpu {
@@ -24,11 +25,10 @@ struct HeadRows {
   const std::int64_t* starts = nullptr;
 };
 
-/// How a raw score becomes a logit in the log2 domain: ScoreMap as plain data, and one head's ALiBi slope.
+/// How a raw score becomes a score: ScoreMap, and one head's ALiBi slope.
 struct Scores {
-  float outer_log2;
-  float inner;  // 0: no softcap
-  float slope_log2;
+  ScoreMap map;
+  float slope;
 };
 
 /// Which elements of an edge tile are visible, in the tile's own indices; null: all of them.
@@ -64,7 +64,7 @@ struct ForwardBuffers {
   float* scores;              // (N, M)
   float* probabilities;       // (N, M), in the order that a matmul contracts over keys
   float* out;                 // (M, D_v)
-  float* reference_log2;      // (M), RowState
+  float* reference;           // (M), RowState
   float* sum;                 // (M), RowState
   float* rescale;             // (M), what `out` is multiplied with next
   float* shield;              // (N, D_v), see contract_shielded
@@ -111,9 +111,10 @@ struct BackwardTile {
   Scores scores;
   Wanted wanted;
   Tile tile;
-  const float* lse_log2;  // of the tile's queries; +inf for a row that sees nothing
-  const float* delta;     // of the tile's queries: rowsum(dO∘O) − dlse
-  float* dq;              // (M, D) accumulator
+  const float* reference;  // of the tile's queries, as log2_sum: FinishedRow; but a log2_sum of +inf: it sees nothing
+  const float* log2_sum;
+  const float* delta;  // of the tile's queries: rowsum(dO∘O) − dlse
+  float* dq;           // (M, D) accumulator
   BackwardBuffers buffers;
 };
 

@@ -1,7 +1,7 @@
-// From raw scores to logits in the log2 domain, on a tile of S^T.
+// From raw scores to scores, on a tile of S^T.
 #pragma once
 
-#include "flashtile/math/state.h"
+#include "flashtile/math/softmax.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -10,11 +10,6 @@ namespace {
 
 // Chains of exponentials that run side by side; with 16 registers there is room for two.
 constexpr int kSoftmaxVectors = kRegisters == 32 ? 4 : 2;
-
-/// Whether a logit is more than a positive factor times the raw score, see ScoreMap::order_preserving.
-FLASHTILE_INLINE bool needs_map(const Scores& scores) {
-  return scores.inner != 0 || scores.slope_log2 != 0 || !(scores.outer_log2 > 0);
-}
 
 /// |key − diagonal| of the register of queries from `query` on.
 FLASHTILE_INLINE Vec distances(const Tile& tile, int key, int query) {
@@ -27,13 +22,21 @@ FLASHTILE_INLINE IntVec lanes_in(Range range, int query) {
   return (lane >= range.begin) & (lane < range.end);
 }
 
+/// ScoreMap on a register; a score that is 0 without a cap needs its slope no more.
+FLASHTILE_INLINE Vec capped(const ScoreMap& map, Vec raw) {
+  return map.capped ? tanh(map.inner * raw) : raw;
+}
+FLASHTILE_INLINE Vec stretched(const Scores& scores, const Tile& tile, Vec x, int key, int query) {
+  if (!scores.map.stretched) return x;
+  x = scores.map.outer * x;
+  return scores.slope == 0 ? x : x - scores.slope * distances(tile, key, query);
+}
+
 void map_scores(const Scores& scores, const Tile& tile, float* s, int stride) {
   for (int key = 0; key < tile.keys; ++key, s += stride) {
     for (int query = 0; query < tile.queries; query += kLanes) {
-      Vec x = load(s + query);
-      x = scores.outer_log2 * (scores.inner != 0 ? tanh(scores.inner * x) : x);
-      if (scores.slope_log2 != 0) x -= scores.slope_log2 * distances(tile, key, query);
-      store(s + query, x);
+      const Vec x = capped(scores.map, load(s + query));
+      store(s + query, stretched(scores, tile, x, key, query));
     }
   }
 }

@@ -61,6 +61,15 @@ FLASHTILE_INLINE Vec max_or_second(Vec a, Vec b) {
 #endif
 }
 
+/// a where it is the smaller, else b: also where a is NaN.
+FLASHTILE_INLINE Vec min_or_second(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return _mm512_min_ps(a, b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
 /// 2^x within 1 ulp for x ≤ 127; results below 2^−126 may be 0, 2^−inf is, and NaN stays NaN.
 FLASHTILE_INLINE Vec exp2(Vec x) {
 #if defined(__AVX512F__)

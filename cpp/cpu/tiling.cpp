@@ -5,14 +5,13 @@
 namespace flashtile::cpu {
 
 Scores head_scores(const Problem& problem, const TensorView& alibi_slopes, int batch, int head) {
-  const ScoreMap map = ScoreMap::of(problem.scale, problem.softcap);
   float slope = 0;
   if (alibi_slopes.given()) {
     const auto& strides = alibi_slopes.strides;
     const std::int64_t at = alibi_slopes.rank == 1 ? head * strides[0] : batch * strides[0] + head * strides[1];
     slope = static_cast<const float*>(alibi_slopes.data)[at];
   }
-  return {map.outer_log2, map.inner, slope * kLog2e};
+  return {problem.score_map(), slope};
 }
 
 HeadRows packed_rows(const TensorView& t, int batch, const PackedHeads& heads, int first_row, Range rows,

@@ -87,11 +87,6 @@ inline void clear_rows(const TensorView& t, int batch, int head, Range rows) {
   }
 }
 
-/// The place of an entry's first row in (B, H_q, S_q), or in (H_q, T_q).
-inline std::int64_t first_lse(const Problem& problem, const Span& q, int batch, int head) {
-  return ((problem.ragged ? 0 : std::int64_t{batch} * problem.heads_q) + head) * problem.seqlen_q + q.first;
-}
-
 /// The score map of one head.
 Scores head_scores(const Problem& problem, const TensorView& alibi_slopes, int batch, int head);
 

@@ -64,7 +64,7 @@ struct KvcacheParams {
         .alibi_head_stride = slopes.given() ? slopes.strides[slopes.rank - 1] : 0,
         .pages = cache.layout(t),
         .band = p.band,
-        .score_map = ScoreMap::of(p.scale, p.softcap),
+        .score_map = p.score_map(),
         .packing = {Divisor(p.group())},
         .heads_k = Divisor(p.heads_k),
         .head_dim = p.head_dim,

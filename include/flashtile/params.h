@@ -3,11 +3,13 @@
 
 #include <cstdint>
 
+#include "flashtile/marked_count.h"
 #include "flashtile/math/dropout.h"
 #include "flashtile/math/head_packing.h"
 #include "flashtile/math/mask.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/plan.h"
+#include "flashtile/row_results.h"
 #include "flashtile/scheduler/ragged.h"
 #include "flashtile/scheduler/single.h"
 #include "flashtile/sequence.h"
@@ -28,29 +30,15 @@ struct Strides {
   }
 };
 
-/// Strides of numbers a row, (B, H_q, S_q) or, where the batch is ragged, (H_q, T_q), both contiguous.
-struct RowStrides {
-  std::int64_t batch;
-  std::int64_t head;
-
-  static RowStrides of(const Problem& p) {
-    return {p.ragged ? 0 : std::int64_t{p.heads_q} * p.seqlen_q, std::int64_t{p.seqlen_q}};
-  }
-  FLASHTILE_HOST_DEVICE std::int64_t at(int batch_index, int head_index, int row) const {
-    return batch_index * batch + head_index * head + row;
-  }
-};
-
 struct ForwardParams {
   const void* q;              // (B, S_q, H_q, D)
   const void* k;              // (B, S_k, H_k, D)
   const void* v;              // (B, S_k, H_k, D_v)
   void* out;                  // (B, S_q, H_q, D_v)
-  float* lse;                 // (B, H_q, S_q) contiguous, or null
   const float* alibi_slopes;  // one per (batch, query head), or null
   const float* sinks;         // one per query head, or null
   Strides q_strides, k_strides, v_strides, out_strides;
-  RowStrides lse_strides;
+  RowResults rows;
   std::int64_t alibi_batch_stride, alibi_head_stride;
   Sequences sequences;
   Band band;
@@ -72,19 +60,18 @@ struct ForwardParams {
         .k = t.k.data,
         .v = t.v.data,
         .out = t.out.data,
-        .lse = t.lse.given() ? static_cast<float*>(t.lse.data) : nullptr,
         .alibi_slopes = slopes.given() ? static_cast<const float*>(slopes.data) : nullptr,
         .sinks = t.sinks.given() ? static_cast<const float*>(t.sinks.data) : nullptr,
         .q_strides = Strides::of(t.q),
         .k_strides = Strides::of(t.k),
         .v_strides = Strides::of(t.v),
         .out_strides = Strides::of(t.out),
-        .lse_strides = RowStrides::of(p),
+        .rows = RowResults::of(p, t),
         .alibi_batch_stride = slopes.rank == 2 ? slopes.strides[0] : 0,
         .alibi_head_stride = slopes.given() ? slopes.strides[slopes.rank - 1] : 0,
         .sequences = p.sequences(t),
         .band = p.band,
-        .score_map = ScoreMap::of(p.scale, p.softcap),
+        .score_map = p.score_map(),
         .dropout = p.dropout,
         .group = Divisor(p.group()),
         .packing = plan.packing,
@@ -123,8 +110,7 @@ struct BackwardParams {
   const void* v;              // (B, S_k, H_k, D_v)
   const void* out;            // (B, S_q, H_q, D_v)
   const void* dout;           // (B, S_q, H_q, D_v)
-  const float* lse;           // (B, H_q, S_q) contiguous
-  const float* dlse;          // the same, or null
+  const float* dlse;          // (B, H_q, S_q) contiguous, or null
   const float* alibi_slopes;  // one per (batch, query head), or null
   const float* sinks;         // one per query head, or null
   void* dq;                   // like q; null where not wanted, as the others
@@ -132,7 +118,7 @@ struct BackwardParams {
   void* dv;                   // like v
   float* dsinks;              // like sinks
   Strides q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides, dk_strides, dv_strides;
-  RowStrides lse_strides;
+  RowResults rows;
   std::int64_t alibi_batch_stride, alibi_head_stride;
   Lengths lengths;  // of a dense batch
   Sequences sequences;
@@ -154,7 +140,8 @@ struct BackwardParams {
   RaggedTiles ragged_queries, ragged_keys;
   int* taken;  // see RaggedTiles; of dense batches too: of blocks of keys, and of a second pass's tiles of queries
   BackwardWorkspace workspace;
-  void* memory;  // of `workspace`
+  void* memory;   // of `workspace`
+  unsigned mark;  // of this launch: see BackwardWorkspace
 
   /// Where in the workspace the first tile of a head of a dense batch lies, or that of a sequence.
   FLASHTILE_HOST_DEVICE std::int64_t workspace_tile(int batch, int head) const {
@@ -163,6 +150,9 @@ struct BackwardParams {
   FLASHTILE_HOST_DEVICE std::int64_t workspace_tile(int batch, int head, Span queries) const {
     return std::int64_t(head) * m_blocks + sequences.q.first_place(batch, queries.first, workspace.tile_m);
   }
+
+  /// Whether a batch entry has steep rows, whose weights are relative to more than the workspace says of a row.
+  FLASHTILE_HOST_DEVICE bool steep(int batch_index) const { return workspace.steep(memory)[batch_index] == mark; }
 
   /// One tile of queries of one head.
   struct QueryTile {
@@ -209,7 +199,6 @@ struct BackwardParams {
         .v = f.v.data,
         .out = f.out.data,
         .dout = t.dout.data,
-        .lse = floats(f.lse),
         .dlse = floats(t.dlse),
         .alibi_slopes = floats(slopes),
         .sinks = floats(f.sinks),
@@ -225,14 +214,14 @@ struct BackwardParams {
         .dq_strides = Strides::of(t.dq),
         .dk_strides = Strides::of(t.dk),
         .dv_strides = Strides::of(t.dv),
-        .lse_strides = RowStrides::of(p),
+        .rows = RowResults::of(p, f),
         .alibi_batch_stride = slopes.rank == 2 ? slopes.strides[0] : 0,
         .alibi_head_stride = slopes.given() ? slopes.strides[slopes.rank - 1] : 0,
         .lengths = p.lengths(),
         .sequences = p.sequences(f),
         .band = p.band.transposed(),
         .packing = {},
-        .score_map = ScoreMap::of(p.scale, p.softcap),
+        .score_map = p.score_map(),
         .dropout = p.dropout,
         .scale = p.scale,
         .deterministic = p.deterministic,
@@ -250,6 +239,7 @@ struct BackwardParams {
         .taken = p.ragged ? workspace.ragged_keys(memory).taken : workspace.taken(memory),
         .workspace = workspace,
         .memory = memory,
+        .mark = static_cast<unsigned>(MarkedCount::new_mark()),
     };
   }
 };

@@ -7,6 +7,7 @@
 
 #include "flashtile/math/dropout.h"
 #include "flashtile/math/mask.h"
+#include "flashtile/math/softmax.h"
 #include "flashtile/sequence.h"
 #include "flashtile/tensor_view.h"
 
@@ -24,10 +25,10 @@ struct Options {
   bool deterministic = false;                // of the backward
 };
 
-/// Tensors of a forward call. `lse`, `alibi_slopes`, `sinks` and all of the second part are optional.
+/// Tensors of a forward call. `lse`, `state`, `alibi_slopes`, `sinks` and all of the second part are optional.
 ///
 /// With `cu_seqlens_q` and `cu_seqlens_k` the batch is ragged: B sequences stand one behind the other in q, k, v and
-/// out, which have T_q or T_k rows and no batch dimension, and lse is (H_q, T_q).
+/// out, which have T_q or T_k rows and no batch dimension, lse is (H_q, T_q) and state (2, H_q, T_q).
 struct ForwardTensors {
   TensorView q;             // (B, S_q, H_q, D)
   TensorView k;             // (B, S_k, H_k, D)
@@ -36,6 +37,7 @@ struct ForwardTensors {
   TensorView sinks;         // (H_q), float32
   TensorView out;           // (B, S_q, H_q, D_v)
   TensorView lse;           // (B, H_q, S_q), float32, contiguous
+  TensorView state;         // (2, B, H_q, S_q), float32, contiguous: what a backward wants of rows, see FinishedRow
 
   TensorView cu_seqlens_q;  // (B + 1), int32, contiguous: where sequences begin, and where the last one ends
   TensorView cu_seqlens_k;  // (B + 1), int32, contiguous
@@ -46,7 +48,8 @@ struct ForwardTensors {
   ForwardTensors with_batch() const;
 };
 
-/// Tensors of a backward call. `forward.out` and `forward.lse` are what the forward wrote.
+/// Tensors of a backward call. `forward.out` and `forward.state` are what the forward wrote. Without the state, weights
+/// are taken from `forward.lse`, which one float32 cannot say well where scores are large.
 struct BackwardTensors {
   ForwardTensors forward;
   TensorView dout;    // like out
@@ -79,7 +82,9 @@ struct Problem {
   bool deterministic = false;  // of the backward
 
   Lengths lengths() const { return {seqlen_q, seqlen_k}; }
+  ScoreMap score_map() const { return ScoreMap::of(scale, softcap, alibi); }
   int group() const { return heads_q / heads_k; }  // query heads per KV head
+  std::int64_t query_rows() const { return std::int64_t{heads_q} * (ragged ? 1 : batch) * seqlen_q; }  // of all heads
   int wider_head_dim() const { return head_dim > head_dim_v ? head_dim : head_dim_v; }
 
   /// Where each batch entry lies in `tensors`.

@@ -12,14 +12,19 @@ namespace flashtile {
 
 /// Tiles of tile_m query rows of each (batch, query head), the last of a head filled up:
 ///
-///   lse_log2   a float a row: the forward's lse in log2 units; +inf for rows that see nothing or do not exist, so that
-///              their weights come out as 0
+///   lse_log2   a float a row: the forward's lse in log2 units; −0 where the row is steep; +inf for rows that see
+///              nothing or do not exist, so that their weights come out as 0
 ///   delta      a float a row: Σ dO∘O − dlse; 0 for those rows
+///   reference  a float a row, of steep rows alone: what their scores are relative to, FinishedRow's reference ...
+///   rest       ... and then the log2 of the sum, both in the unit of scores
 ///   dq         tile_m · head_dim floats a tile, where the gradients of all key blocks add up, before the scale; their
 ///              order within a tile is the kernel's own. None where a pass of its own forms dQ
 ///   state      an int for each part of a tile of dq: how far its sum is, see SumOfDq. None where blocks of keys add to
 ///              zeros in any order
 ///   taken      an int, where thread blocks may ask for the next block and the batch is dense: as that of RaggedTiles
+///   steep      an int for each batch entry: the launch's mark where the entry has a steep row. So nobody clears it: no
+///              other launch has the mark, and where memory holds it by chance, or from the run before of a captured
+///              graph, the entry takes the longer way and gets the same result
 ///   ragged     of a ragged batch, whose tiles have the places of Spans, head by head: the lists of the blocks of
 ///              queries and of keys, see RaggedTiles
 struct BackwardWorkspace {
@@ -30,6 +35,7 @@ struct BackwardWorkspace {
   int parts = 0;     // 0: no state
   bool ragged = false;
   int key_places = 0;  // of a ragged batch
+  int entries = 0;     // of the batch
 
   static BackwardWorkspace of(const Problem& p, const Variant& v) {
     const std::int64_t places = p.places_q(v.tile_m);
@@ -39,22 +45,35 @@ struct BackwardWorkspace {
             .head_dim = v.two_passes() ? 0 : v.head_dim,
             .parts = p.deterministic || v.arch == Arch::kSm90 ? v.parts_of_dq() : 0,
             .ragged = p.ragged,
-            .key_places = p.ragged ? static_cast<int>(p.places_k(v.tile_n)) : 0};
+            .key_places = p.ragged ? static_cast<int>(p.places_k(v.tile_n)) : 0,
+            .entries = p.batch};
   }
+
+  static constexpr float kSteepRow = -0.0f;  // in lse_log2
+#ifdef __CUDACC__
+  __device__ static bool says_steep(float lse_log2) { return __float_as_uint(lse_log2) == 0x80000000u; }
+#endif
 
   std::int64_t bytes() const { return ragged ? keys_at() + RaggedTiles::bytes(key_places) : bytes_of_rows(); }
   FLASHTILE_HOST_DEVICE std::int64_t rows() const { return tiles * tile_m; }
   FLASHTILE_HOST_DEVICE float* lse_log2(void* base) const { return static_cast<float*>(base); }
   FLASHTILE_HOST_DEVICE float* delta(void* base) const { return lse_log2(base) + rows(); }
-  FLASHTILE_HOST_DEVICE float* dq(void* base) const { return delta(base) + rows(); }
+  FLASHTILE_HOST_DEVICE float* reference(void* base) const { return delta(base) + rows(); }
+  FLASHTILE_HOST_DEVICE float* rest(void* base) const { return reference(base) + rows(); }
+  FLASHTILE_HOST_DEVICE float* dq(void* base) const { return rest(base) + rows(); }
   FLASHTILE_HOST_DEVICE int* state(void* base) const { return reinterpret_cast<int*>(dq(base) + rows() * head_dim); }
   FLASHTILE_HOST_DEVICE bool counts() const { return !ragged && (parts > 0 || head_dim == 0); }
   FLASHTILE_HOST_DEVICE int* taken(void* base) const { return state(base) + tiles * parts; }
+  FLASHTILE_HOST_DEVICE unsigned* steep(void* base) const {
+    return reinterpret_cast<unsigned*>(taken(base) + (counts() ? 1 : 0));
+  }
   RaggedTiles ragged_queries(void* base) const { return list(base, queries_at(), m_blocks); }
   RaggedTiles ragged_keys(void* base) const { return list(base, keys_at(), key_places); }
 
  private:
-  std::int64_t bytes_of_rows() const { return 4 * (rows() * (2 + head_dim) + tiles * parts + (counts() ? 1 : 0)); }
+  std::int64_t bytes_of_rows() const {
+    return 4 * (rows() * (4 + head_dim) + tiles * parts + (counts() ? 1 : 0) + entries);
+  }
   std::int64_t queries_at() const { return (bytes_of_rows() + 15) / 16 * 16; }
   std::int64_t keys_at() const { return queries_at() + RaggedTiles::bytes(m_blocks); }
   RaggedTiles list(void* base, std::int64_t at, int places) const {

@@ -11,6 +11,7 @@ namespace flashtile::bindings {
 namespace {
 
 using nb::handle;
+using namespace nb::literals;
 
 /// What messages call a function.
 struct Names {
@@ -55,20 +56,28 @@ Given to_given(const char* function, handle q, handle k, handle v, const nb::tup
   return given;
 }
 
-/// The same in memory that no tensor shows, at half the price; a tensor where the framework has no such memory.
-nb::object new_hidden_lse(handle q, const Problem& p) {
-  const nb::object memory = p.ragged ? hidden_memory(q, p.device, {p.heads_q, p.seqlen_q})
-                                     : hidden_memory(q, p.device, {p.batch, p.heads_q, p.seqlen_q});
-  return memory.is_none() ? new_lse(q, p) : memory;
+/// What a backward wants of the rows, see FinishedRow.
+nb::object new_state(handle q, const Problem& p) {
+  const nb::object new_empty = q.attr(interned().new_empty);
+  if (p.ragged) return new_empty(2, p.heads_q, p.seqlen_q, "dtype"_a = interned().float32);
+  return new_empty(2, p.batch, p.heads_q, p.seqlen_q, "dtype"_a = interned().float32);
 }
 
-nb::object no_lse(handle, const Problem&) {
+/// The same in memory that no tensor shows, at half the price; a tensor where the framework has no such memory.
+nb::object new_hidden_state(handle q, const Problem& p) {
+  const nb::object memory = p.ragged ? hidden_memory(q, p.device, {2, p.heads_q, p.seqlen_q})
+                                     : hidden_memory(q, p.device, {2, p.batch, p.heads_q, p.seqlen_q});
+  return memory.is_none() ? new_state(q, p) : memory;
+}
+
+nb::object nothing(handle, const Problem&) {
   return nb::none();
 }
 
 struct Results {
-  nb::object out, lse;
+  nb::object out, lse, state;
 };
+using MakeRows = nb::object (*)(handle q, const Problem&);
 
 /// A backward may be beyond what a GPU can count where its forward is not.
 std::string backward_string(const Problem& p, const DeviceInfo& device) try {
@@ -78,8 +87,7 @@ std::string backward_string(const Problem& p, const DeviceInfo& device) try {
 }
 
 /// Nothing is allocated before every argument has been checked.
-Results forward(handle q, handle k, handle v, const nb::tuple& options,
-                nb::object (*make_lse)(handle, const Problem&)) {
+Results forward(handle q, handle k, handle v, const nb::tuple& options, MakeRows make_lse, MakeRows make_state) {
   const char* const function = names_of(options).forward;
   Given given = to_given(function, q, k, v, options);
   ForwardTensors& tensors = given.tensors;
@@ -87,9 +95,10 @@ Results forward(handle q, handle k, handle v, const nb::tuple& options,
   const ForwardPlan plan = plan_forward(function, tensors, given.options, device);
   const Problem& p = plan.problem;
   if (explaining()) throw Explained{to_string(plan) + "\n" + backward_string(p, device)};
-  const Results results = {new_out(q, tensors.q, p), make_lse(q, p)};
+  const Results results = {new_out(q, tensors.q, p), make_lse(q, p), make_state(q, p)};
   tensors.out = tensor_view(function, "out", results.out);
   tensors.lse = optional_view(function, "lse", results.lse);
+  tensors.state = optional_view(function, "state", results.state);
   const Stream stream = current_stream(q, p.device);
   const Workspace workspace(function, plan, q);
   const nb::gil_scoped_release no_gil;
@@ -99,8 +108,8 @@ Results forward(handle q, handle k, handle v, const nb::tuple& options,
 
 /// `forward` of an autograd function: out, and in `ctx` what backward needs. In C++ it takes half a µs less.
 nb::object saving_forward(handle ctx, handle q, handle k, handle v, const nb::tuple& options, handle sinks) {
-  const Results results = forward(q, k, v, options, new_hidden_lse);
-  ctx.attr(interned().unsaved) = nb::make_tuple(results.lse, options);
+  const Results results = forward(q, k, v, options, nothing, new_hidden_state);
+  ctx.attr(interned().unsaved) = nb::make_tuple(results.state, options);
   const handle alibi_slopes = option_of(options, kAlibiSlopes);
   const handle sequences = option_of(options, kSequences);
   if (!sequences.is_none())
@@ -113,7 +122,7 @@ nb::object saving_forward(handle ctx, handle q, handle k, handle v, const nb::tu
   return results.out;
 }
 
-void backward(handle dout, handle dlse, handle q, handle k, handle v, handle out, handle lse, handle dq, handle dk,
+void backward(handle dout, handle dlse, handle q, handle k, handle v, handle out, handle rows, handle dq, handle dk,
               handle dv, handle dsinks, const nb::tuple& options) {
   const char* const function = names_of(options).backward;
   const Given given = to_given(function, q, k, v, options);
@@ -127,7 +136,9 @@ void backward(handle dout, handle dlse, handle q, handle k, handle v, handle out
       .dsinks = optional_view(function, "dsinks", dsinks),
   };
   tensors.forward.out = tensor_view(function, "out", out);
-  tensors.forward.lse = tensor_view(function, "lse", lse);
+  const TensorView view_of_rows = tensor_view(function, "lse", rows);
+  const bool is_lse = view_of_rows.rank < tensors.forward.q.rank;  // a state has a dimension more
+  (is_lse ? tensors.forward.lse : tensors.forward.state) = view_of_rows;
   const Device device = tensors.forward.q.device;
   const BackwardPlan plan = plan_backward(function, tensors, given.options, device_for(function, device));
   const Stream stream = current_stream(q, device);
@@ -145,17 +156,21 @@ void bind_attention(nb::module_& module) {
     module.def(name, function, any("q"), any("k"), any("v"), nb::arg("options"));
   };
   bind_forward("forward", [](handle q, handle k, handle v, const nb::tuple& options) {
-    return forward(q, k, v, options, no_lse).out;
+    return forward(q, k, v, options, nothing, nothing).out;
   });
   bind_forward("forward_with_lse", [](handle q, handle k, handle v, const nb::tuple& options) {
-    const Results results = forward(q, k, v, options, new_lse);
+    const Results results = forward(q, k, v, options, new_lse, nothing);
     return nb::make_tuple(results.out, results.lse);
+  });
+  bind_forward("forward_with_state", [](handle q, handle k, handle v, const nb::tuple& options) {
+    const Results results = forward(q, k, v, options, new_lse, new_state);
+    return nb::make_tuple(results.out, results.lse, results.state);
   });
   // For tests of an older GPU's kernels on a newer one.
   module.def("_limit_compute_capability", &limit_compute_capability, nb::arg("limit"));
   module.def("saving_forward", &saving_forward, nb::arg("ctx"), any("q"), any("k"), any("v"), nb::arg("options"),
              nb::arg("sinks") = nb::none());
-  module.def("backward", &backward, any("dout"), any("dlse"), any("q"), any("k"), any("v"), any("out"), any("lse"),
+  module.def("backward", &backward, any("dout"), any("dlse"), any("q"), any("k"), any("v"), any("out"), any("rows"),
              any("dq"), any("dk"), any("dv"), any("dsinks"), nb::arg("options"));
 }
 

@@ -52,6 +52,7 @@ class Explained(BaseException):
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor: ...
 def forward_with_lse(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]: ...
+def forward_with_state(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor, Tensor]: ...
 def saving_forward(
     ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, options: _Options, sinks: Tensor | None = None
 ) -> Tensor: ...
@@ -62,7 +63,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    lse: object,  # a tensor, or the memory that saving_forward left in ctx.unsaved
+    rows: object,  # the state that forward_with_state returns or saving_forward left in ctx.unsaved, or an lse
     dq: Tensor | None,
     dk: Tensor | None,
     dv: Tensor | None,

@@ -88,7 +88,7 @@ def takes_operators(*tensors):
 class _Attention(torch.autograd.Function):
     """Returns out."""
 
-    # (ctx, q, k, v, options, sinks=None): sets ctx.unsaved = (lse, options), saves what else _gradients wants
+    # (ctx, q, k, v, options, sinks=None): sets ctx.unsaved = (state, options), saves what else _gradients wants
     forward = staticmethod(_C.saving_forward)
 
     @staticmethod
@@ -102,20 +102,20 @@ class _AttentionWithLse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, options, *sinks):
-        out, lse = _C.forward_with_lse(q, k, v, options)
+        out, lse, state = _C.forward_with_state(q, k, v, options)
         ctx.unsaved = (options,)
         alibi_slopes, *_, sequences = options
         if sequences is not None and not sinks:
             sinks = (None,)
-        ctx.save_for_backward(lse, q, k, v, alibi_slopes, out, *sinks, *(sequences or ()))
+        ctx.save_for_backward(state, q, k, v, alibi_slopes, out, *sinks, *(sequences or ()))
         ctx.set_materialize_grads(False)  # a loss of one output must not pay for zeros of the other
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):
-        lse, *saved = ctx.saved_tensors
-        return _gradients(ctx, dout, dlse, lse, *ctx.unsaved, *saved)
+        state, *saved = ctx.saved_tensors
+        return _gradients(ctx, dout, dlse, state, *ctx.unsaved, *saved)
 
 
 # Function.apply without its Python half, which serves torch.func and takes 3 µs of the 12 of a call with gradients.
@@ -123,10 +123,10 @@ for _function in (_Attention, _AttentionWithLse):
     _function.quick_apply = super(torch.autograd.Function, _function).apply
 
 
-def _gradients(ctx, dout, dlse, lse, options, q, k, v, alibi_slopes, out, sinks=None, *sequences):
+def _gradients(ctx, dout, dlse, state, options, q, k, v, alibi_slopes, out, sinks=None, *sequences):
     needed = (*ctx.needs_input_grad[:3], sinks is not None and ctx.needs_input_grad[4])
     options = (alibi_slopes, sinks, *options[2:-1], sequences or None)
-    *found, dsinks = gradients(needed, dout, dlse, q, k, v, out, lse, options)
+    *found, dsinks = gradients(needed, dout, dlse, q, k, v, out, state, options)
     return (*found, None) if sinks is None else (*found, None, dsinks)
 
 

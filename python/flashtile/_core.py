@@ -11,8 +11,9 @@ _CONTIGUOUS = torch.contiguous_format
 DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16), "cuda": (torch.float16, torch.bfloat16)}
 
 
-def gradients(needed, dout, dlse, q, k, v, out, lse, options):
-    """[dq, dk, dv, dsinks], None for each that is not `needed`; `dout` or `dlse` may be None."""
+def gradients(needed, dout, dlse, q, k, v, out, rows, options):
+    """[dq, dk, dv, dsinks], None for each that is not `needed`; `dout` or `dlse` may be None. `rows` is the state of the
+    softmax that the forward left, or an lse, of which one float32 cannot say enough where scores are large."""
     dout = torch.zeros_like(out) if dout is None else _dense(dout)
     if dlse is not None:
         dlse = dlse.contiguous()
@@ -24,7 +25,7 @@ def gradients(needed, dout, dlse, q, k, v, out, lse, options):
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = (alibi_slopes, sinks, *scalars, deterministic, sequences)
-    _C.backward(dout, dlse, q, k, v, out, lse, *found, options)
+    _C.backward(dout, dlse, q, k, v, out, rows, *found, options)
     return found
 
 

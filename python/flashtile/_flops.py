@@ -19,7 +19,7 @@ def forward_flops(q, k, v, *options):
     return _pairs(q, k, _sequences(options)) * 2 * (q.shape[-1] + v.shape[-1])
 
 
-def backward_flops(dout, dlse, q, k, v, out, lse, needed, *options):
+def backward_flops(dout, dlse, q, k, v, out, state, needed, *options):
     return _pairs(q, k, _sequences(options)) * 2 * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 

@@ -2,7 +2,8 @@
 
 Eager calls do without the dispatcher (`_autograd.py`, `kvcache.py`) and give the same bits. An operator takes every
 option, in the order of `_C.pyi`, a window as its two distances, and a seed as an integer tensor on the CPU, so that a
-graph can draw one in each run. It always returns lse.
+graph can draw one in each run. It always returns lse, and the
+state of the softmax, which its backward wants.
 """
 
 import operator
@@ -23,7 +24,8 @@ _CACHE_TABLES = "Tensor cache_seqlens, Tensor? block_table, Tensor? cache_batch_
 _CACHE_REST = f"""Tensor? rotary_cos, Tensor? rotary_sin, {_CACHE_TABLES}, Tensor? cu_seqlens_q,
     {_SCORES}, Scalar softcap, bool rotary_interleaved, SymInt num_splits, bool batch_invariant"""
 _RESULTS = "(Tensor out, Tensor lse)"
-_INCOMING = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool[4] needed"
+_RESULTS_AND_STATE = "(Tensor out, Tensor lse, Tensor state)"
+_INCOMING = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor state, bool[4] needed"
 _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
 
 
@@ -33,9 +35,9 @@ _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
 def _forward(q, k, v, *options):
     options = _for_core(*options)
     try:
-        return _C.forward_with_lse(q, k, v, options)
+        return _C.forward_with_state(q, k, v, options)
     except _C.Misaligned:
-        return _C.forward_with_lse(aligned(q), aligned(k), aligned(v), options)
+        return _C.forward_with_state(aligned(q), aligned(k), aligned(v), options)
 
 
 def _new_results(q, k, v, *_):
@@ -43,14 +45,19 @@ def _new_results(q, k, v, *_):
     return q.new_empty(*batch, rows, heads, *v.shape[-1:]), q.new_empty(*batch, heads, rows, dtype=torch.float32)
 
 
-def _backward(dout, dlse, q, k, v, out, lse, needed, *options):
+def _new_results_and_state(q, k, v, *_):
+    out, lse = _new_results(q, k, v)
+    return out, lse, lse.new_empty(2, *lse.shape)
+
+
+def _backward(dout, dlse, q, k, v, out, state, needed, *options):
     if q.is_cuda:
         q, k, v = aligned(q), aligned(k), aligned(v)
-    found = gradients(needed, dout, dlse, q, k, v, out, lse, _for_core(*options))
+    found = gradients(needed, dout, dlse, q, k, v, out, state, _for_core(*options))
     return tuple(q.new_empty(0) if x is None else x for x in found)
 
 
-def _new_gradients(dout, dlse, q, k, v, out, lse, needed, alibi_slopes, sinks, *_):
+def _new_gradients(dout, dlse, q, k, v, out, state, needed, alibi_slopes, sinks, *_):
     inputs = zip((q, k, v, sinks), needed, strict=True)
     return tuple(x.new_empty(x.shape) if wanted else q.new_empty(0) for x, wanted in inputs)
 
@@ -64,20 +71,22 @@ def _for_core(alibi_slopes, sinks, causal, left, right, scale, softcap, dropout_
 
 def _save(ctx, inputs, output):
     q, k, v, *options = inputs
+    out, _, state = output
     ctx.options = [None if isinstance(x, Tensor) else x for x in options]
-    ctx.save_for_backward(q, k, v, *output, *(x if isinstance(x, Tensor) else None for x in options))
+    ctx.mark_non_differentiable(state)
+    ctx.save_for_backward(q, k, v, out, state, *(x if isinstance(x, Tensor) else None for x in options))
     ctx.set_materialize_grads(False)  # a loss of one output must not pay for zeros of the other
 
 
 def _differentiated_by(backward):
     """The formula of autograd for results whose gradients `backward` computes."""
 
-    def differentiate(ctx, dout, dlse):
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
+    def differentiate(ctx, dout, dlse, _):
+        q, k, v, out, state, *tensors = ctx.saved_tensors
         options = [other if x is None else x for x, other in zip(tensors, ctx.options, strict=True)]
         q_needed, k_needed, v_needed, _, sinks_needed, *_ = ctx.needs_input_grad
         needed = [q_needed, k_needed, v_needed, sinks_needed]
-        found = backward(dout, dlse, q, k, v, out, lse, needed, *options)
+        found = backward(dout, dlse, q, k, v, out, state, needed, *options)
         dq, dk, dv, dsinks = (x if wanted else None for x, wanted in zip(found, needed, strict=True))
         return dq, dk, dv, None, dsinks, *(None for _ in options[2:])
 
@@ -136,7 +145,7 @@ def attend_operator(function, q, k, v, options, return_lse):
     call = _attentions[sequences is not None, seed is not None]
     if not is_compiling() and under_functorch():
         call = _differentiable_calls[call]  # operators have no autograd there, and Dynamo cannot trace these functions
-    out, lse = call(q, k, v, *scores, *(sequences or ()))
+    out, lse, _ = call(q, k, v, *scores, *(sequences or ()))
     return (out, lse) if return_lse else out
 
 
@@ -221,10 +230,10 @@ def _define_attention(name, options, *tags):
     """An operator that autograd takes apart into one for each direction, so that no compiled call pays for autograd
     again."""
     inputs = f"Tensor q, Tensor k, Tensor v, {options}"
-    forward = _define(f"{name}_forward", inputs, _RESULTS, _forward, _new_results, *tags)
+    forward = _define(f"{name}_forward", inputs, _RESULTS_AND_STATE, _forward, _new_results_and_state, *tags)
     backward = _define(f"{name}_backward", f"{_INCOMING}, {options}", _GRADIENTS, _backward, _new_gradients, *tags)
     formula = _differentiated_by(_differentiable(backward, _save_nothing, _refuse_twice))
-    _library.define(f"{name}({inputs}) -> {_RESULTS}", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(f"{name}({inputs}) -> {_RESULTS_AND_STATE}", tags=(torch.Tag.pt2_compliant_tag,))
     differentiable = _differentiable(forward, _save, formula)
     _library.impl(name, differentiable, "CompositeImplicitAutograd")
     whole = getattr(torch.ops.flashtile, name).default

@@ -21,6 +21,7 @@ LEVELS = [
     {"tensor_map"},
     {"load"},
     {"problem"},
+    {"row_results"},
     {"workspace"},
     {"plan"},
     {"kvcache"},

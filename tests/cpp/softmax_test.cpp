@@ -8,30 +8,58 @@
 namespace flashtile {
 namespace {
 
-/// As every kernel reads it.
-float apply(const ScoreMap& map, float raw) {
-  return map.capped() ? map.outer_log2 * std::tanh(map.inner * raw) : map.outer_log2 * raw;
+/// A score in log2 units, as every kernel reads the map.
+double apply_log2(const ScoreMap& map, float raw) {
+  double score = map.capped ? std::tanh(double{map.inner} * raw) : raw;
+  if (map.stretched) score *= map.outer;
+  return score * map.unit_log2;
 }
 
-TEST(ScoreMap, IsTheContractInTheLog2Domain) {
-  for (const double scale : {0.125, 1.0, -0.5, 0.0}) {
-    for (const double softcap : {0.0, 1.0, 30.0}) {
-      const ScoreMap map = ScoreMap::of(static_cast<float>(scale), static_cast<float>(softcap));
-      EXPECT_EQ(map.capped(), softcap > 0 && scale != 0);
-      for (const double raw : {-300.0, -7.0, 0.0, 0.25, 12.0, 1000.0}) {
-        const double logit = softcap > 0 ? softcap * std::tanh(raw * scale / softcap) : raw * scale;
-        const double expected = logit / std::log(2.0);
-        EXPECT_NEAR(apply(map, static_cast<float>(raw)), expected, 2e-6 * std::max(1.0, std::abs(expected)));
+double expected_log2(double scale, double softcap, double raw) {
+  const double score = softcap > 0 ? softcap * std::tanh(raw * scale / softcap) : raw * scale;
+  return score / std::log(2.0);
+}
+
+TEST(ScoreMap, IsTheContract) {
+  for (const float scale : {0.125f, 1.0f, -0.5f, 0.0f, 1e-30f, 3e38f}) {
+    for (const float softcap : {0.0f, 1e-30f, 1.0f, 30.0f, 1e5f, 1e20f, 1e36f, 3e38f}) {
+      for (const bool alibi : {false, true}) {
+        const ScoreMap map = ScoreMap::of(scale, softcap, alibi);
+        for (const float raw : {-300.0f, -7.0f, 0.0f, 0.25f, 12.0f, 1000.0f, 1e-38f, 1e-30f}) {
+          const double expected = expected_log2(scale, softcap, raw);
+          // No float32 score is near a bound of 2^122 that is not near the end of float32 itself.
+          if (std::abs(expected) > (softcap > 0x1p122f ? 1e30 : 3e38)) continue;
+          EXPECT_NEAR(apply_log2(map, raw), expected, 1e-7 + 3e-7 * std::abs(expected))
+              << "scale " << scale << ", softcap " << softcap << ", raw " << raw;
+        }
       }
     }
   }
 }
 
-TEST(ScoreMap, KnowsWhetherItKeepsOrder) {
-  EXPECT_TRUE(ScoreMap::of(0.1f, 0).order_preserving());
-  EXPECT_FALSE(ScoreMap::of(-0.1f, 0).order_preserving());
-  EXPECT_FALSE(ScoreMap::of(0.0f, 0).order_preserving());
-  EXPECT_FALSE(ScoreMap::of(0.1f, 5).order_preserving());
+TEST(ScoreMap, NumbersStayFinite) {
+  for (const float scale : {1e-45f, 1.0f, -3.4e38f, 3.4e38f}) {
+    for (const float softcap : {0.0f, 1e-45f, 1e-40f, 2.4e38f, 3.4e38f}) {
+      const ScoreMap map = ScoreMap::of(scale, softcap, false);
+      EXPECT_TRUE(std::isfinite(map.inner) && std::isfinite(map.outer) && std::isfinite(map.unit_log2));
+    }
+  }
+}
+
+TEST(ScoreMap, MapsNothingWhereTheUnitSaysIt) {
+  EXPECT_FALSE(ScoreMap::of(0.1f, 0, false).maps());
+  EXPECT_TRUE(ScoreMap::of(0.1f, 0, true).stretched);
+  EXPECT_TRUE(ScoreMap::of(0.1f, 5, false).capped);
+  EXPECT_FALSE(ScoreMap::of(0.1f, 5, false).stretched);
+}
+
+TEST(ScoreMap, ItsUnitIsPositive) {
+  for (const float scale : {-0.1f, 0.0f, 0.1f, 3e38f}) {
+    EXPECT_GT(ScoreMap::of(scale, 0, false).unit_log2, 0);
+    EXPECT_GT(ScoreMap::of(scale, 5, true).unit_log2, 0);
+  }
+  EXPECT_TRUE(ScoreMap::of(-0.1f, 0, false).stretched);
+  EXPECT_TRUE(ScoreMap::of(0.0f, 0, false).stretched);
 }
 
 }  // namespace

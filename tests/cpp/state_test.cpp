@@ -1,4 +1,5 @@
-// Laws of the softmax state: however the keys are split, and in whatever order the parts meet, the result is one.
+// Laws of the softmax state: however the keys are split, and in whatever order the parts meet, the result is one; and
+// however large scores are.
 #include "flashtile/math/state.h"
 
 #include <gtest/gtest.h>
@@ -10,20 +11,23 @@
 namespace flashtile {
 namespace {
 
-std::vector<float> random_scores_log2(int count, float spread, unsigned seed) {
+constexpr float kUnit = 0.2f;  // of scores
+constexpr float kUnitLog2 = kUnit * kLog2e;
+
+std::vector<float> random_scores(int count, float spread, unsigned seed) {
   std::mt19937 generator(seed);
-  std::normal_distribution<float> normal(0.0f, spread);
+  std::normal_distribution<float> normal(0.0f, spread / kUnit);
   std::vector<float> scores(static_cast<std::size_t>(count));
   for (float& score : scores) score = normal(generator);
   return scores;
 }
 
-double lse_of(const std::vector<float>& scores_log2) {
-  double top = -INFINITY;
-  for (const float s : scores_log2) top = std::max(top, double{s});
-  double sum = 0;
-  for (const float s : scores_log2) sum += std::exp2(s - top);
-  return scores_log2.empty() ? -INFINITY : (top + std::log2(sum)) * std::log(2.0);
+double lse_of(const std::vector<float>& scores, double sink = -INFINITY) {
+  double top = sink;
+  for (const float s : scores) top = std::max(top, double{s} * kUnit);
+  double sum = std::exp(sink - top);
+  for (const float s : scores) sum += std::exp(double{s} * kUnit - top);
+  return top == -INFINITY ? -INFINITY : top + std::log(sum);
 }
 
 /// Online softmax: blocks of `block` scores, each with the running maximum as reference. `value` is Σ weight · score.
@@ -33,14 +37,16 @@ struct Online {
 
   void add(const float* scores, int count) {
     const float top = *std::max_element(scores, scores + count);
-    value *= state.rebase(std::max(state.reference_log2, top));
+    value *= state.rebase(std::max(state.reference, top), kUnitLog2);
     for (int i = 0; i < count; ++i) {
-      const float weight = std::exp2(scores[i] - state.reference_log2);
+      const float weight = std::exp2((scores[i] - state.reference) * kUnitLog2);
       state.sum += weight;
       value += weight * scores[i];
     }
   }
-  float out() const { return value * state.normaliser(); }
+  FinishedRow finish(float sink = -kInfinity) const { return state.finish(sink, kUnit); }
+  float lse() const { return finish().lse(kUnit); }
+  float out(float sink = -kInfinity) const { return value * finish(sink).normaliser; }
 };
 
 Online online(const std::vector<float>& scores, int block) {
@@ -52,92 +58,119 @@ Online online(const std::vector<float>& scores, int block) {
 
 TEST(RowState, BlocksOfAnySizeGiveTheSameRow) {
   for (const float spread : {0.1f, 3.0f, 40.0f}) {
-    const std::vector<float> scores = random_scores_log2(200, spread, 1);
+    const std::vector<float> scores = random_scores(200, spread, 1);
     const double expected = lse_of(scores);
     const float out = online(scores, 200).out();
     for (const int block : {1, 3, 64, 199, 200}) {
       const Online result = online(scores, block);
-      EXPECT_NEAR(result.state.lse(), expected, 1e-5 * std::max(1.0, std::abs(expected)));
+      EXPECT_NEAR(result.lse(), expected, 1e-5 * std::max(1.0, std::abs(expected)));
       EXPECT_NEAR(result.out(), out, 1e-4f * std::max(1.0f, std::abs(out)));
     }
   }
 }
 
 TEST(RowState, AnyReferenceNearTheMaximumGivesTheSameRow) {
-  const std::vector<float> scores = random_scores_log2(64, 4.0f, 2);
-  const float exact = online(scores, 64).state.lse();
+  const std::vector<float> scores = random_scores(64, 4.0f, 2);
+  const float exact = online(scores, 64).lse();
   for (const float offset : {-20.0f, -8.0f, 8.0f, 20.0f}) {
-    RowState state = online(scores, 64).state;
-    state.rebase(state.reference_log2 + offset);
-    EXPECT_NEAR(state.lse(), exact, 1e-5f);
+    Online row = online(scores, 64);
+    row.state.rebase(row.state.reference + offset / kUnitLog2, kUnitLog2);
+    EXPECT_NEAR(row.lse(), exact, 1e-5f);
   }
 }
 
 TEST(RowState, ARowThatSawNothing) {
-  const RowState nothing;
-  EXPECT_EQ(nothing.lse(), -kInfinity);
-  EXPECT_EQ(nothing.normaliser(), 0.0f);
+  const FinishedRow nothing = RowState{}.finish(-kInfinity, kUnit);
+  EXPECT_TRUE(nothing.saw_nothing());
+  EXPECT_EQ(nothing.lse(kUnit), -kInfinity);
+  EXPECT_EQ(nothing.normaliser, 0.0f);
   RowState state;
-  EXPECT_EQ(state.rebase(5.0f), 0.0f);  // what was accumulated under −inf is nothing
+  EXPECT_EQ(state.rebase(5.0f, kUnitLog2), 0.0f);  // what was accumulated under −inf is nothing
   EXPECT_EQ(state.sum, 0.0f);
-  EXPECT_EQ(state.rebase(5.0f), 1.0f);
+  EXPECT_EQ(state.rebase(5.0f, kUnitLog2), 1.0f);
 }
 
-TEST(RowState, AWeightThatJoinsIsOneMoreScoreOfValueZero) {
+TEST(RowState, ASinkIsOneMoreScoreOfValueZero) {
   for (const float spread : {0.1f, 3.0f, 40.0f}) {
-    const std::vector<float> scores = random_scores_log2(50, spread, 4);
-    const float top = *std::max_element(scores.begin(), scores.end());
-    for (const float sink : {top - 200, top - 9, top, top + 9, top + 200}) {
-      std::vector<float> with_sink = scores;
-      with_sink.push_back(sink);
-      const double expected = lse_of(with_sink);
-      Online row = online(scores, 7);
+    const std::vector<float> scores = random_scores(50, spread, 4);
+    const float top = *std::max_element(scores.begin(), scores.end()) * kUnit;
+    for (const float sink : {top - 150, top - 6, top, top + 6, top + 150}) {
+      const double expected = lse_of(scores, sink);
+      const Online row = online(scores, 7);
       const double out = row.out() * std::exp(lse_of(scores) - expected);
-      row.value *= row.state.join(sink);
-      EXPECT_NEAR(row.state.lse(), expected, 1e-5 * std::max(1.0, std::abs(expected)));
-      EXPECT_NEAR(row.out(), out, 1e-4 * std::max(1.0, std::abs(out)));
+      EXPECT_NEAR(row.finish(sink).lse(kUnit), expected, 1e-5 * std::max(1.0, std::abs(expected)));
+      EXPECT_NEAR(row.out(sink), out, 1e-4 * std::max(1.0, std::abs(out)));
     }
   }
 }
 
-TEST(RowState, JoiningMayComeBeforeTheScores) {
-  const std::vector<float> scores = random_scores_log2(50, 5.0f, 5);
-  Online before, after = online(scores, 8);
-  before.state.join(2.0f);
-  before.add(scores.data(), 50);
-  after.value *= after.state.join(2.0f);
-  EXPECT_NEAR(before.state.lse(), after.state.lse(), 1e-5f);
-  EXPECT_NEAR(before.out(), after.out(), 1e-4f);
-}
-
-TEST(RowState, ASinkOfMinusInfinityIsNone) {
-  RowState state = online(random_scores_log2(9, 1.0f, 6), 9).state;
-  const RowState same = state;
-  EXPECT_EQ(state.join(-kInfinity), 1.0f);
-  EXPECT_EQ(state.reference_log2, same.reference_log2);
-  EXPECT_EQ(state.sum, same.sum);
-  RowState nothing;
-  EXPECT_EQ(nothing.join(-kInfinity), 1.0f);
-  EXPECT_EQ(nothing.lse(), -kInfinity);
-}
-
 TEST(RowState, ARowThatSawNothingHasTheSinkForLse) {
-  for (const float sink : {-300.0f, 0.0f, 300.0f}) {
-    RowState nothing;
-    EXPECT_EQ(nothing.join(sink), 0.0f);
-    EXPECT_EQ(nothing.lse(), sink * kLn2);
-    EXPECT_EQ(nothing.normaliser(), 1.0f);
+  for (const float sink : {-3e30f, -300.0f, 0.0f, 300.0f, 3e30f}) {
+    const FinishedRow row = RowState{}.finish(sink, kUnit);
+    EXPECT_FLOAT_EQ(row.lse(kUnit), sink);
+    EXPECT_EQ(row.normaliser, 0.0f);  // all weight is the sink's
+  }
+}
+
+/// What a backward takes for the weight of `score`.
+double weight(const FinishedRow& row, double score) {
+  return std::exp2((score - row.reference) * kUnitLog2 - row.log2_sum);
+}
+
+TEST(FinishedRow, KeepsTheWeightsOfScoresOfAnySize) {
+  for (const float top : {0.0f, -3e4f, 3e4f, 1e9f, -1e15f, 1e30f}) {
+    const float next = std::nextafter(top, -kInfinity);
+    const Online row = online({next, top, top}, 1);
+    const double smaller = std::exp((double{next} - top) * kUnit);
+    EXPECT_NEAR(weight(row.finish(), top), 1 / (2 + smaller), 1e-6) << top;
+    EXPECT_NEAR(weight(row.finish(), next), smaller / (2 + smaller), 1e-6) << top;
+    const float sink = top * kUnit;  // near the scores, as float32 can say it
+    const double of_sink = std::exp(double{sink} - double{top} * kUnit);
+    const double share = 1 / (2 + smaller + of_sink);
+    EXPECT_NEAR(weight(row.finish(sink), top), share, 1e-6) << top;
+    EXPECT_NEAR(row.finish(sink).normaliser, share, 1e-6) << top;
+  }
+}
+
+TEST(FinishedRow, OfAnLseHasTheWeightsThatTheLseSays) {
+  for (const float lse : {-1e6f, -70.0f, 0.0f, 0.3f, 1234.5f, 1e6f}) {
+    const FinishedRow row = FinishedRow::of_lse(lse, kUnit);
+    EXPECT_FLOAT_EQ(row.lse(kUnit), lse);
+    for (const double below : {0.0, 0.5, 20.0}) {
+      const double score = row.reference - below;
+      EXPECT_NEAR(weight(row, score), std::exp(score * kUnit - lse), 1e-6);
+    }
+  }
+  EXPECT_TRUE(FinishedRow::of_lse(-kInfinity, kUnit).saw_nothing());
+}
+
+TEST(FinishedRow, IsSteepFromWhereRoundingItsLseChangesWeights) {
+  const auto row_at = [](float lse_log2) { return FinishedRow{lse_log2 / kUnitLog2, 0, 1}; };
+  EXPECT_FALSE(row_at(0.99f * kSteep).steep(kUnitLog2));
+  EXPECT_TRUE(row_at(1.01f * kSteep).steep(kUnitLog2));
+  EXPECT_TRUE(row_at(-1.01f * kSteep).steep(kUnitLog2));
+  EXPECT_FALSE(FinishedRow{}.steep(kUnitLog2));
+}
+
+TEST(LessProduct, RoundsOnce) {
+  std::mt19937 generator(7);
+  std::normal_distribution<float> normal;
+  for (int i = 0; i < 1000; ++i) {
+    const float b = normal(generator), c = std::ldexp(normal(generator), i % 40);
+    const float a = b * c + normal(generator);
+    const double exact = a - double{b} * c;
+    EXPECT_NEAR(less_product(a, b, c), exact, 1e-7 * std::abs(exact));
   }
 }
 
 TEST(Merge, SplittingAndMergingEqualsNotSplitting) {
-  const std::vector<float> scores = random_scores_log2(100, 5.0f, 3);
+  const std::vector<float> scores = random_scores(100, 5.0f, 3);
   const Online whole = online(scores, 7);
   for (std::size_t cut = 0; cut <= scores.size(); ++cut) {
     const Online a = online({scores.begin(), scores.begin() + cut}, 7);
     const Online b = online({scores.begin() + cut, scores.end()}, 7);
-    const Merge merge = Merge::of(a.state.lse(), b.state.lse());
-    EXPECT_NEAR(merge.lse, whole.state.lse(), 1e-5f) << "cut at " << cut;
+    const Merge merge = Merge::of(a.lse(), b.lse());
+    EXPECT_NEAR(merge.lse, whole.lse(), 1e-5f) << "cut at " << cut;
     EXPECT_NEAR(merge.a * a.out() + merge.b * b.out(), whole.out(), 1e-4f) << "cut at " << cut;
   }
 }

@@ -91,10 +91,12 @@ __global__ void __launch_bounds__(kPrepareThreads)
     }
     // What there is to do once a row, the i-th lane does for the i-th.
     const int query = first_query + lane * kRowsAtATime;
-    float lse = -kInfinity, delta = 0;
+    const float unit_log2 = params.score_map.unit_log2;
+    FinishedRow finished;
+    float delta = 0;
     if (lane < kTogether && query < queries.used) {
-      const std::int64_t index = params.lse_strides.at(tile.batch, tile.head, queries.first + query);
-      lse = params.lse[index];
+      const std::int64_t index = params.rows.strides.at(tile.batch, tile.head, queries.first + query);
+      finished = params.rows.load(index, params.score_map.unit);
       if (params.dlse) delta = -params.dlse[index];
     }
     CUTE_UNROLL
@@ -108,10 +110,16 @@ __global__ void __launch_bounds__(kPrepareThreads)
       if (lane == i) delta += sum;
     }
     if (lane < kTogether) {
-      const bool sees = lse != -kInfinity;
       const std::int64_t row = tile.place * kTileM + first + lane * kRowsAtATime;
-      workspace.lse_log2(params.memory)[row] = sees ? lse * kLog2e : kInfinity;
-      workspace.delta(params.memory)[row] = sees ? delta : 0.0f;
+      float lse_log2 = finished.saw_nothing() ? kInfinity : finished.lse_log2(unit_log2) + 0.0f;  // −0 becomes 0
+      if (finished.steep(unit_log2)) {
+        lse_log2 = BackwardWorkspace::kSteepRow;
+        workspace.reference(params.memory)[row] = finished.reference;
+        workspace.rest(params.memory)[row] = finished.log2_sum / unit_log2;
+        workspace.steep(params.memory)[tile.batch] = params.mark;
+      }
+      workspace.lse_log2(params.memory)[row] = lse_log2;
+      workspace.delta(params.memory)[row] = finished.saw_nothing() ? 0.0f : delta;
     }
   }
 
@@ -136,7 +144,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
 template <class Row>
 __global__ void __launch_bounds__(kPrepareThreads) backward_sinks(const __grid_constant__ BackwardParams params) {
   const int head = blockIdx.x;
-  const float sink_log2 = kLog2e * params.sinks[head];
+  const float sink = params.sinks[head], unit = params.score_map.unit;
   const int tile_m = Row::kVariant.tile_m;
   const std::int64_t rows = params.sequences.q.places(tile_m) * tile_m;
   double sum = 0;
@@ -149,7 +157,9 @@ __global__ void __launch_bounds__(kPrepareThreads) backward_sinks(const __grid_c
     if (query >= span.used) continue;
     const std::int64_t first =
         params.ragged_queries.given() ? params.workspace_tile(batch, head, span) : params.workspace_tile(batch, head);
-    sum -= exp2f(sink_log2 - params.workspace.lse_log2(params.memory)[first * tile_m + query]) *
+    const FinishedRow finished = params.rows.load(params.rows.strides.at(batch, head, span.first + query), unit);
+    if (finished.saw_nothing()) continue;
+    sum -= exp2f(fminf(finished.above_lse_log2(sink, unit), 0.0f)) *
            params.workspace.delta(params.memory)[first * tile_m + query];
   }
   __shared__ double sums[kPrepareThreads];

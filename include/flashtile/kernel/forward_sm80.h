@@ -78,13 +78,12 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) forward_sm80(const __
   const Range rows = {first_row, min(first_row + Mainloop::kM, sequence.q.used)};
   const VisibleKeys<Mainloop::kN> keys(params.band, rows, sequence.lengths());
 
-  const bool folded = folds(params);
-  typename Mainloop::Softmax softmax(folded ? params.score_map.outer_log2 : 1.0f);
+  typename Mainloop::Softmax softmax(params.score_map.unit_log2);
   Tensor tOrO = partition_fragment_C(typename Mainloop::TiledMma{},
                                      Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDim>>{});  // (mma, m, head_dim)
   clear(tOrO);
   if (keys.blocks > 0)
-    Mainloop{params, shared, tile, keys, thread, Source{params, tile, sequence, keys}}.run(tOrO, softmax, folded);
+    Mainloop{params, shared, tile, keys, thread, Source{params, tile, sequence, keys}}.run(tOrO, softmax);
   find_tile();
   FinalEpilogue<Mainloop>::store(params, tile, sequence.q, tOrO, softmax, shared.q, thread);
 }

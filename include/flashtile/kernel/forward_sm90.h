@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
       store(work, tOrO);
     };
     const auto skip = [&](Work const& work) {
-      typename Mainloop::Softmax nothing(1.0f);
+      typename Mainloop::Softmax nothing(params.forward.score_map.unit_log2);
       finish_softmax(work, nothing);
       Tensor zeros = partition_fragment_C(typename Mainloop::MmaPV{}, shape(cO));
       clear(zeros);

@@ -37,7 +37,8 @@ struct KvcacheScores {
   CUTE_DEVICE void map(Scores& scores, Coord const& coord, int first_column) const {
     using namespace cute;
     KvcacheParams const& params = tile.params;
-    tile.cap(scores);
+    if (params.score_map.capped) tile.cap(scores);
+    if (!params.score_map.stretched) return;
     const float* slopes = params.alibi_slopes;
     if (slopes != nullptr)
       slopes += tile.tile.batch * params.alibi_batch_stride +
@@ -45,13 +46,11 @@ struct KvcacheScores {
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
       const int row = tile.first_row + get<0>(coord(r, 0));
-      const float slope_log2 =
-          slopes == nullptr ? 0.0f : kLog2e * slopes[params.packing.head(row) * params.alibi_head_stride];
+      const float slope = slopes == nullptr ? 0.0f : slopes[params.packing.head(row) * params.alibi_head_stride];
       const int to_diagonal = column(first_column) - tile.lengths.diagonal(params.packing.query(row));
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c)
-        scores(r, c) =
-            params.score_map.outer_log2 * scores(r, c) - slope_log2 * fabsf(float(to_diagonal + get<1>(coord(r, c))));
+        scores(r, c) = params.score_map.outer * scores(r, c) - slope * fabsf(float(to_diagonal + get<1>(coord(r, c))));
     }
   }
 
@@ -187,6 +186,7 @@ struct KvcacheKernelSm80 {
     CUTE_DEVICE int operator[](int n) const { return n == 0 ? first : next + (n - 1) * step; }
   };
 
+  CUTE_DEVICE float unit_log2() const { return params.score_map.unit_log2; }
   CUTE_DEVICE static int group_of_thread() { return threadIdx.x / kThreadsOfGroup; }
   CUTE_DEVICE int rows(Segment const& s) const {
     const std::int64_t rows = std::int64_t(s.queries.size) * params.packing.heads.value - std::int64_t(s.m_block) * kM;
@@ -208,8 +208,7 @@ struct KvcacheKernelSm80 {
     visible.interior = {every(interior.begin, group), every(min(interior.end, end / kN), group)};
 
     const TileCoord tile = {s.batch, head, s.m_block};
-    const bool folded = folds(params);
-    typename Mainloop::Softmax softmax(folded ? params.score_map.outer_log2 : 1.0f);
+    typename Mainloop::Softmax softmax(unit_log2());
     Tensor tOrO = partition_fragment_C(typename Mainloop::TiledMma{}, Shape<Int<kM>, Int<kHeadDim>>{});  // (mma, m, d)
     clear(tOrO);
     const int first_row = s.first_row + keys.begin;
@@ -218,8 +217,8 @@ struct KvcacheKernelSm80 {
       Mainloop{params, shared.groups[group],
                tile,   visible,
                thread, Source{params, tile, s.queries, first_row, first_row + end, group, thread, policy}}
-          .run(tOrO, softmax, folded);
-    softmax.finish();
+          .run(tOrO, softmax);
+    softmax.finish_sums();
 
     Tensor cO = make_identity_tensor(Shape<Int<kM>, Int<kHeadDim>>{});
     Tensor tOcO = rows_and_columns(typename Mainloop::TiledMma{}.get_slice(thread).partition_C(cO));  // (row, column)
@@ -246,7 +245,8 @@ struct KvcacheKernelSm80 {
     CUTE_UNROLL
     for (int g = 0; g < kGroups; ++g)
       part.join({*reinterpret_cast<const float4*>(&shared.exchange.out[g * kM + row][column]),
-                 shared.exchange.state[g * kM + row]});
+                 shared.exchange.state[g * kM + row]},
+                unit_log2());
     return part;
   }
 
@@ -266,9 +266,10 @@ struct KvcacheKernelSm80 {
     const int tile_row = s.m_block * kM + row;
     const int query = params.packing.query(tile_row);
     const int head_q = head * params.packing.heads.value + params.packing.head(tile_row);
+    FinishedRow row;
     if (query < s.queries.used) {
-      if (params.sinks != nullptr) part.scale(part.state.join(kLog2e * params.sinks[head_q]));
-      part.scale(part.state.normaliser());
+      row = part.state.finish(params.sinks == nullptr ? -kInfinity : params.sinks[head_q], params.score_map.unit);
+      part.scale(row.normaliser);
     } else {
       part = {};
     }
@@ -276,7 +277,7 @@ struct KvcacheKernelSm80 {
                         head_q * params.out_strides.head + column;
     *reinterpret_cast<uint2*>(to) = {round_pair<Element>(part.o.x, part.o.y), round_pair<Element>(part.o.z, part.o.w)};
     if (params.lse != nullptr && column == 0)
-      params.lse[params.lse_strides.at(s.batch, head_q, s.queries.first + query)] = part.state.lse();
+      params.lse[params.lse_strides.at(s.batch, head_q, s.queries.first + query)] = row.lse(params.score_map.unit);
   }
 
   CUTE_DEVICE Places places(Segment const& s) const {
@@ -340,9 +341,9 @@ struct KvcacheKernelSm80 {
         for (int i = 0; i < kAhead; ++i)
           if (n + 2 * i < count) some[i] = load_part(places[n + 2 * i], row, column);
         CUTE_UNROLL
-        for (int i = 0; i < kAhead; ++i) sum.join(some[i]);
+        for (int i = 0; i < kAhead; ++i) sum.join(some[i], unit_log2());
       }
-      sum.join(of_lane(sum, threadIdx.x % 32 | 1));
+      sum.join(of_lane(sum, threadIdx.x % 32 | 1), unit_log2());
       if (live && !odd) finish(s, row, column, sum);
     }
   }
@@ -371,7 +372,7 @@ struct KvcacheKernelSm80 {
       for_chunks(s, [&](int row, int column) {
         Part part;
         if (n >= 2) part = load_part(places[places.own], row, column);
-        part.join(joined(row, column));
+        part.join(joined(row, column), unit_log2());
         if (parts)
           store_part(places[places.own], row, column, part);
         else

@@ -85,6 +85,11 @@ struct BackwardKeysSm90 {
   };
   using Work = KeyBlock<kM, kN, kRagged>;
 
+  /// Where the rows of a tile of queries begin in the workspace, which has larger tiles than kM.
+  CUTE_DEVICE static int workspace_row(BackwardParams const& params, Work const& work, int head, int m_block) {
+    return work.workspace_tile(params, head, 0) * kV.tile_m + m_block * kM;
+  }
+
   struct Producer {
     BackwardTwoPassParams const& params;
     Tiles& tiles;
@@ -114,8 +119,7 @@ struct BackwardKeysSm90 {
         };
         barriers.q.fill_by_warp(at, sizeof(Tiles::q[0]) + sizeof(Tiles::statistics[0]), [&](std::uint64_t* barrier) {
           load_queries(params.q, barrier, tiles.q[at.stage]);
-          // The workspace has larger tiles than kM.
-          const int row = work.workspace_tile(params.backward, head, 0) * kV.tile_m + m_block * kM;
+          const int row = workspace_row(params.backward, work, head, m_block);
           cute::SM90_TMA_LOAD_2D::copy(&params.statistics, barrier,
                                        static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
                                        tiles.statistics[at.stage], row, 0);
@@ -167,8 +171,9 @@ struct BackwardKeysSm90 {
 
       const int key = work.n_block * kN;
       const Lengths lengths = work.lengths(params);
-      const bool folded = folds(params);
-      const float scale_log2 = folded ? params.score_map.outer_log2 : 1.0f;
+      const bool maps = params.score_map.maps();
+      const float unit_log2 = params.score_map.unit_log2;
+      const bool steep = params.steep(work.batch);
       auto opening = SM90::GMMA::ScaleOut::Zero;
 
       barriers.k.wait_full(keys_at);
@@ -179,17 +184,19 @@ struct BackwardKeysSm90 {
         wait_matmul<0>(tSrS);
         const bool edge = !work.queries.interior.contains(m_block);  // behind the last key: rows that nobody stores
         const ScoreTile<BackwardParams> score_tile{params, {work.batch, head, work.n_block}, key, lengths.transposed()};
-        if (edge || !folded) {
-          if (!folded) score_tile.map(scores, tScS, m_block * kM);
+        if (edge || maps) {
+          if (maps) score_tile.cap_or_stretch(scores, tScS, m_block * kM);
           if (edge) score_tile.mask(scores, tScS, m_block * kM);
         }
+        if (steep) [[unlikely]]
+          relate_steep_rows(params, scores, tScS, workspace_row(params, work, head, m_block));
         const auto weigh = [&](auto&& slope) __attribute__((always_inline)) {
           for_column_pairs(tScS, tiles.statistics[stage][0], [&](int c, float2 lse) {
             CUTE_UNROLL
             for (int r = 0; r < size<0>(scores); ++r)
               weights(c + r) =
-                  round_pair<Element>(exp2_approx(fmaf(scores(r, c), scale_log2, -lse.x)) * slope(r, c),
-                                      exp2_approx(fmaf(scores(r, c + 1), scale_log2, -lse.y)) * slope(r, c + 1));
+                  round_pair<Element>(exp2_approx(fmaf(scores(r, c), unit_log2, -lse.x)) * slope(r, c),
+                                      exp2_approx(fmaf(scores(r, c + 1), unit_log2, -lse.y)) * slope(r, c + 1));
           });
         };
         // dP is multiplied with the weights, under a cap with its slope too.
@@ -203,12 +210,12 @@ struct BackwardKeysSm90 {
         };
         // A new barrier counts as past its first round.
         barriers.weights_empty[weights_at.stage].wait(weights_at.parity ^ 1);
-        if (params.score_map.capped() || kV.every_option) [[unlikely]] {
+        if (params.score_map.capped || kV.every_option) [[unlikely]] {
           KeptOf<decltype(tScS)> kept;
           if constexpr (kV.every_option)
             kept = kept.template of<Rows::kKeys>(params.dropout, work.batch, head, tScS, key, m_block * kM);
-          if (params.score_map.capped())
-            weigh([&](int r, int c) { return score_tile.cap_slope(scores(r, c), tScS(r, c), m_block * kM); });
+          if (params.score_map.capped)
+            weigh([&](int r, int c) { return score_tile.cap_slope(scores(r, c)); });
           else
             weigh([](int, int) { return 1.0f; });
           if constexpr (kV.every_option) kept.mark_words(weights);

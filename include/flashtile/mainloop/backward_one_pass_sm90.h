@@ -345,8 +345,8 @@ struct BackwardOnePassSm90 {
       Tensor scores = rows_and_columns(tSrS);  // (row, column)
       Tensor other = rows_and_columns(tSrdP);  // (row, column)
 
-      const bool folded = folds(backward);
-      const float scale_log2 = folded ? backward.score_map.outer_log2 : 1.0f;
+      const bool maps = backward.score_map.maps();
+      const float unit_log2 = backward.score_map.unit_log2;
       typename Ring<kStages>::Cursor at{};
       Tensor tQrdQ = partition_fragment_C(mma_q, take<0, 2>(ShapeQ{}));  // (mma, m, head_dim), or turned
       const auto start_dq = [&](int buffer) __attribute__((always_inline)) {
@@ -384,6 +384,7 @@ struct BackwardOnePassSm90 {
         const int key = work.n_block * kN;
         const Lengths lengths = work.lengths(backward);
         const bool partial = key + kN > lengths.k;
+        const bool steep = backward.steep(work.batch);
         bool started = false;
         auto opening = SM90::GMMA::ScaleOut::Zero;
 
@@ -400,10 +401,11 @@ struct BackwardOnePassSm90 {
           const bool edge = partial || !work.queries.interior.contains(m_block);
           const ScoreTile<BackwardParams> score_tile{
               backward, {work.batch, head, work.n_block}, key, lengths.transposed()};
-          if (edge || !folded) {
-            if (!folded) {
-              if constexpr (kV.every_option) score_tile.cap(scores);
-              score_tile.stretch(scores, tScS, m_block * kM);
+          if (edge || maps) {
+            if constexpr (kV.every_option) {
+              if (maps) score_tile.cap_or_stretch(scores, tScS, m_block * kM);
+            } else {
+              if (maps) score_tile.stretch(scores, tScS, m_block * kM);
             }
             if (edge) {
               score_tile.mask(scores, tScS, m_block * kM);
@@ -415,6 +417,8 @@ struct BackwardOnePassSm90 {
               }
             }
           }
+          if (steep) [[unlikely]]
+            relate_steep_rows(backward, scores, tScS, std::int64_t(work.workspace_tile(backward, head, m_block)) * kM);
           // Exponents to weights, rounded for dV, and to what dP is multiplied with: the same, or under a cap its slope
           // too.
           auto weights = recast<std::uint32_t>(tVrP);
@@ -422,16 +426,16 @@ struct BackwardOnePassSm90 {
             for_column_pairs(tScS, shared.statistics[stage][0], [&](int c, float2 lse) {
               CUTE_UNROLL
               for (int r = 0; r < size<0>(scores); ++r) {
-                const float a = exp2_approx(fmaf(scores(r, c), scale_log2, -lse.x));
-                const float b = exp2_approx(fmaf(scores(r, c + 1), scale_log2, -lse.y));
+                const float a = exp2_approx(fmaf(scores(r, c), unit_log2, -lse.x));
+                const float b = exp2_approx(fmaf(scores(r, c + 1), unit_log2, -lse.y));
                 weights(c + r) = round_pair<Element>(a, b);
                 scores(r, c) = a * slope(r, c);
                 scores(r, c + 1) = b * slope(r, c + 1);
               }
             });
           };
-          if (kV.every_option && backward.score_map.capped())
-            weigh([&](int r, int c) { return score_tile.cap_slope(scores(r, c), tScS(r, c), m_block * kM); });
+          if (kV.every_option && backward.score_map.capped)
+            weigh([&](int r, int c) { return score_tile.cap_slope(scores(r, c)); });
           else
             weigh([](int, int) { return 1.0f; });
 

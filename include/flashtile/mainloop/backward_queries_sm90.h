@@ -168,17 +168,25 @@ struct BackwardQueriesSm90 {
       Tensor dp = rows_and_columns(tSrdP);                                      // (row, column)
       Tensor tQrdS = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kN / 16>>>{});  // (mma, m, k)
 
-      const bool folded = folds(params);
-      const float scale_log2 = folded ? params.score_map.outer_log2 : 1.0f;
+      const bool maps = params.score_map.maps();
+      const float unit_log2 = params.score_map.unit_log2;
       const int first_row = work.tile.m_block * kM;
       const ScoreTile<Work> score_tile{work, work.coord(), first_row, work.lengths(params)};
       float lse_log2[2], delta[2];
+      // Registers are few: what steep rows alone have is in local memory.
+      volatile float reference[2], rest[2];
+      bool steep = false;
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         const std::int64_t row = work.tile.place * kM + get<0>(tScS(r, 0));
         lse_log2[r] = params.workspace.lse_log2(params.memory)[row];
         delta[r] = params.workspace.delta(params.memory)[row];
+        if (!BackwardWorkspace::says_steep(lse_log2[r])) continue;
+        reference[r] = params.workspace.reference(params.memory)[row];
+        rest[r] = params.workspace.rest(params.memory)[row];
+        steep = true;
       }
+      steep = __any_sync(0xffffffff, steep);
       auto opening = SM90::GMMA::ScaleOut::Zero;
 
       barriers.q.wait_full(queries_at);
@@ -192,20 +200,26 @@ struct BackwardQueriesSm90 {
         start_matmul(mma_s, tSrdO, tSrV, tSrdP, SM90::GMMA::ScaleOut::Zero);
         wait_matmul<1>(tSrS);
         const bool edge = !work.keys.interior.contains(n_block);
-        if (edge || !folded) {
-          if (!folded) score_tile.map(scores, tScS, n_block * kN);
+        if (edge || maps) {
+          if (maps) score_tile.cap_or_stretch(scores, tScS, n_block * kN);
           if (edge) score_tile.mask(scores, tScS, n_block * kN);
+        }
+        if (steep) [[unlikely]] {
+          CUTE_UNROLL
+          for (int r = 0; r < 2; ++r) {
+            if (BackwardWorkspace::says_steep(lse_log2[r])) relate_steep_row(scores(r, _), reference[r], rest[r]);
+          }
         }
         const auto weigh = [&](auto&& slope) __attribute__((always_inline)) {
           CUTE_UNROLL
           for (int r = 0; r < size<0>(scores); ++r) {
             CUTE_UNROLL
             for (int c = 0; c < size<1>(scores); ++c)
-              scores(r, c) = exp2_approx(fmaf(scores(r, c), scale_log2, -lse_log2[r])) * slope(r, c);
+              scores(r, c) = exp2_approx(fmaf(scores(r, c), unit_log2, -lse_log2[r])) * slope(r, c);
           }
         };
-        if (params.score_map.capped()) [[unlikely]]
-          weigh([&](int r, int c) { return score_tile.cap_slope(scores(r, c), tScS(r, c), n_block * kN); });
+        if (params.score_map.capped) [[unlikely]]
+          weigh([&](int r, int c) { return score_tile.cap_slope(scores(r, c)); });
         else
           weigh([](int, int) { return 1.0f; });
         wait_matmul<0>(tSrdP);

@@ -255,22 +255,22 @@ struct BackwardMainloopSm80 {
 
   /// Raw scores `acc` to weights. Where scores are capped, the derivative of the cap is left where weights will be.
   template <class Scores, class Coord>
-  CUTE_DEVICE void weigh(Scores& acc, Coord const& coord, Step step, bool edge, const float* lse_log2) const {
+  CUTE_DEVICE void weigh(Scores& acc, Coord const& coord, Step step, bool edge, bool steep,
+                         const float* lse_log2) const {
     using namespace cute;
     Tensor scores = rows_and_columns(acc);  // (row, column)
-    const bool folded = folds(params);
     const int key = work.n_block * kN;
     const ScoreTile<BackwardParams> score_tile{
         params, {work.batch, step.head, work.n_block}, key, work.sequence.lengths().transposed()};
-    if (!folded) {
-      score_tile.cap(scores);
-      if (params.score_map.capped()) {
+    if (params.score_map.maps()) {
+      if (params.score_map.capped) {
+        score_tile.cap(scores);
         Tensor slopes = make_fragment_like(acc);
         CUTE_UNROLL
         for (int i = 0; i < size(acc); ++i) slopes(i) = 1.0f - acc(i) * acc(i);
         store_scores<Negative::kKeep>(slopes, shared.weights);
       }
-      score_tile.stretch(scores, coord, step.m_block * kM);
+      if (params.score_map.stretched) score_tile.stretch(scores, coord, step.m_block * kM);
     }
     if (edge) {
       score_tile.template mask<8 * kSharers>(scores, coord, step.m_block * kM);
@@ -281,12 +281,14 @@ struct BackwardMainloopSm80 {
         for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = -kInfinity;
       }
     }
-    const float scale_log2 = folded ? params.score_map.outer_log2 : 1.0f;
+    if (steep) [[unlikely]]
+      relate_steep_rows(params, scores, coord, tile_of(step) * kM);
+    const float unit_log2 = params.score_map.unit_log2;
     for_column_pairs(coord, lse_log2, [&](int c, float2 lse) {
       CUTE_UNROLL
       for (int r = 0; r < size<0>(scores); ++r) {
-        scores(r, c) = exp2_approx(fmaf(scores(r, c), scale_log2, -lse.x));
-        scores(r, c + 1) = exp2_approx(fmaf(scores(r, c + 1), scale_log2, -lse.y));
+        scores(r, c) = exp2_approx(fmaf(scores(r, c), unit_log2, -lse.x));
+        scores(r, c + 1) = exp2_approx(fmaf(scores(r, c + 1), unit_log2, -lse.y));
       }
     });
   }
@@ -316,7 +318,8 @@ struct BackwardMainloopSm80 {
       return step;
     };
     const bool drops = kV.every_option && params.dropout.active();
-    const bool capped = params.score_map.capped();
+    const bool steep = params.steep(work.batch);
+    const bool capped = params.score_map.capped;
     const int thread_of_all = threadIdx.x;
     const auto sum_of = [&](Step step) { return SumOfDq(params, tile_of(step), thread_of_all / 32); };
     const auto pass = [&](Step step) {
@@ -363,7 +366,7 @@ struct BackwardMainloopSm80 {
       }
       if (weighs()) {
         const bool edge = partial || !blocks.interior.contains(step.m_block);
-        weigh(acc, tScS, step, edge, shared.lse_log2[stage]);
+        weigh(acc, tScS, step, edge, steep, shared.lse_log2[stage]);
         if (drops)
           KeptOf<decltype(tScS)>::template of<Rows::kKeys, 8 * kSharers>(params.dropout, work.batch, step.head, tScS,
                                                                          key, step.m_block * kM)

@@ -133,7 +133,7 @@ struct ForwardMainloopSm80 {
 
   /// Accumulates P·V of all visible keys into `tOrO` (mma, m, head_dim) and their weights into the softmax state.
   template <class Accumulator>
-  CUTE_DEVICE void run(Accumulator& tOrO, Softmax& softmax, bool folded) {
+  CUTE_DEVICE void run(Accumulator& tOrO, Softmax& softmax) {
     using namespace cute;
     TiledMma mma;
     auto mma_thread = mma.get_slice(thread);
@@ -152,6 +152,7 @@ struct ForwardMainloopSm80 {
     Tensor tScS = rows_and_columns(mma_thread.partition_C(cS));       // (row, column)
     Tensor rows_of_o = rows_and_columns(tOrO);                        // (row, head_dim)
 
+    const bool maps = params.score_map.maps();
     bool drops = false;
     if constexpr (kEveryOption) drops = params.dropout.active();
     source.load_q(sQ, thread);
@@ -177,12 +178,12 @@ struct ForwardMainloopSm80 {
 
       Tensor scores = rows_and_columns(tSrS);  // (row, column)
       const bool edge = !keys.interior.contains(n_block);
-      if (edge || !folded) [[unlikely]] {
+      if (edge || maps) [[unlikely]] {
         // Opaque: what follows from it would be worked out ahead of the loop, and held in registers that lack there.
         Lengths lengths = keys.lengths;
         asm volatile("" : "+r"(lengths.q));
         const auto score_tile = source.scores(lengths);
-        if (!folded) score_tile.map(scores, tScS, n_block * kN);
+        if (maps) score_tile.map(scores, tScS, n_block * kN);
         if (edge) score_tile.mask(scores, tScS, n_block * kN);
       }
       float factor[kRowsPerThread];

@@ -417,9 +417,9 @@ struct ForwardMainloopSm90 {
       typename Ring<kStages>::Cursor k_at{};  // the next block
       typename Ring<kStages>::Cursor v_at{};  // the block in hand
       const Turns<kWarpgroups> turns{warpgroup};
-      const bool folded = folds(params.forward);
+      const bool maps = params.forward.score_map.maps();
       const bool drops = kEveryOption && params.forward.dropout.active();
-      Softmax softmax(folded ? params.forward.score_map.outer_log2 : 1.0f);
+      Softmax softmax(params.forward.score_map.unit_log2);
       int blocks;
       Range interior;
       // Waits for the rows of Q, and where they are kept in registers gives their place back at once.
@@ -467,21 +467,28 @@ struct ForwardMainloopSm90 {
         constexpr bool kFirst = decltype(first)::value;
         Tensor scores = rows_and_columns(tSrS);  // (row, column)
         const bool edge = !interior.contains(n_block);
-        if (!interior_only && (edge || !folded)) {
+        if (!interior_only && (edge || maps)) {
           Work const& work = shared.work[work_at.stage];
           const ScoreTile<ForwardParams> score_tile{params.forward, work.tile, work.tile.m_block * kM,
                                                     work.keys.lengths};
-          if (!folded) score_tile.map(scores, tScS, n_block * kN);
+          if (maps) score_tile.map(scores, tScS, n_block * kN);
           if (edge) score_tile.mask(scores, tScS, n_block * kN);
         }
-        if (kFirst) softmax.begin(scores);
         float added[2];
-        softmax.weigh(tSrS, tOrP, added);
-        if (!kFirst && softmax.outgrown(added)) [[unlikely]] {
-          float factor[2];
-          softmax.raise(scores, factor);
-          scale_rows(rows_and_columns(tOrO), factor);
-          softmax.weigh(tSrS, tOrP, added);
+        if constexpr (kFirst) {
+          softmax.begin(scores);
+          softmax.relate(scores);
+          softmax.template weigh<true>(tSrS, tOrP, added);
+        } else {
+          if (!softmax.steep) [[likely]]
+            softmax.template weigh<false>(tSrS, tOrP, added);
+          if (softmax.steep || softmax.outgrown(added)) [[unlikely]] {
+            float factor[2];
+            softmax.raise(scores, factor);
+            scale_rows(rows_and_columns(tOrO), factor);
+            softmax.relate(scores);
+            softmax.template weigh<true>(tSrS, tOrP, added);
+          }
         }
         softmax.row[0].sum += added[0];
         softmax.row[1].sum += added[1];
@@ -536,7 +543,7 @@ struct ForwardMainloopSm90 {
         while (true) {
           CUTE_NO_UNROLL
           for (int n_block = 1; n_block < blocks;) {
-            if (kPeelInterior && folded && interior.contains(n_block)) {
+            if (kPeelInterior && !maps && interior.contains(n_block)) {
               CUTE_NO_UNROLL
               do step(n_block, true_type{});
               while (++n_block < interior.end);

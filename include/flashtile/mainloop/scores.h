@@ -8,12 +8,6 @@
 
 namespace flashtile {
 
-/// An increasing linear score map is folded into the exponent; any other is applied by ScoreTile::map().
-template <class Params>
-CUTE_DEVICE bool folds(Params const& params) {
-  return params.score_map.order_preserving() && params.alibi_slopes == nullptr;
-}
-
 /// Calls `visit(c, values)` with what `of_columns`, one float per column of the tile, holds for columns c and c + 1 of
 /// a thread.
 template <class Coord, class Visit>
@@ -33,53 +27,58 @@ struct ScoreTile {
   int first_row;
   Lengths lengths;
 
-  /// 1 − 2 / (1 + e^2x). By the published errors of ex2 and of the division it is within 2^-21 of tanh; what matters of
-  /// an exponent is its absolute error.
-  CUTE_DEVICE static float tanh_of(float x) { return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2 * kLog2e * x)); }
-
-  /// Raw scores to exponents.
-  template <class Scores, class Coord>
-  CUTE_DEVICE void map(Scores& scores, Coord const& coord, int first_column) const {
-    cap(scores);
-    stretch(scores, coord, first_column);
+  /// Of small arguments, which a softcap far above the scores gives, a polynomial that keeps their precision; of others
+  /// 1 − 2 / (1 + e^2x), whose error is absolute: relative errors 3e-8 and, at the least such argument, 2e-6.
+  CUTE_DEVICE static float tanh_of(float x) {
+    const float z = x * x;
+    const float small = fmaf(x * z, fmaf(z, 2.0f / 15, -1.0f / 3), x);
+    const float large = 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2 * kLog2e * x));
+    return z < 0x1p-7f ? small : large;
   }
 
-  /// The first half of map(): the tanh of softcap, if there is one.
+  /// Raw scores to scores.
+  template <class Scores, class Coord>
+  CUTE_DEVICE void map(Scores& scores, Coord const& coord, int first_column) const {
+    if (params.score_map.capped) cap(scores);
+    if (params.score_map.stretched) stretch(scores, coord, first_column);
+  }
+
+  /// The same where scores are not both capped and stretched: fewer ways through the code take fewer registers.
+  template <class Scores, class Coord>
+  CUTE_DEVICE void cap_or_stretch(Scores& scores, Coord const& coord, int first_column) const {
+    if (params.score_map.capped)
+      cap(scores);
+    else
+      stretch(scores, coord, first_column);
+  }
+
+  /// The first half of map(): the tanh of softcap.
   template <class Scores>
   CUTE_DEVICE void cap(Scores& scores) const {
     using namespace cute;
-    const ScoreMap map = params.score_map;
-    if (map.capped()) {
-      CUTE_UNROLL
-      for (int i = 0; i < size(scores); ++i) scores(i) = tanh_of(map.inner * scores(i));
-    }
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); ++i) scores(i) = tanh_of(params.score_map.inner * scores(i));
   }
 
-  /// The second half: the scale, and ALiBi; select packs no heads where there are slopes.
+  /// The second half: the scale, and ALiBi; select packs no heads where there are
+  /// slopes.
   template <class Scores, class Coord>
   CUTE_DEVICE void stretch(Scores& scores, Coord const& coord, int first_column) const {
     using namespace cute;
-    const ScoreMap map = params.score_map;
-    const float slope_log2 = this->slope_log2();
+    const float outer = params.score_map.outer, slope = this->slope();
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
       const int to_diagonal = first_column - lengths.diagonal(first_row + get<0>(coord(r, 0)));
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c) {
         const float distance = fabsf(float(to_diagonal + get<1>(coord(r, c))));
-        scores(r, c) = map.outer_log2 * scores(r, c) - slope_log2 * distance;
+        scores(r, c) = outer * scores(r, c) - slope * distance;
       }
     }
   }
 
-  /// Of the exponent that map() made at `place` of the tile under a cap: what the cap's derivative is.
-  template <class Coord>
-  CUTE_DEVICE float cap_slope(float exponent, Coord const& place, int first_column) const {
-    using namespace cute;
-    const float distance = fabsf(float(first_column + get<1>(place) - lengths.diagonal(first_row + get<0>(place))));
-    const float tanh = __fdividef(exponent + slope_log2() * distance, params.score_map.outer_log2);
-    return exponent == -kInfinity ? 0.0f : 1.0f - tanh * tanh;
-  }
+  /// Of a score that cap() made, or mask() hid after it: the derivative of the cap.
+  CUTE_DEVICE static float cap_slope(float score) { return score == -kInfinity ? 0.0f : 1.0f - score * score; }
 
   /// Hides what the band does not show of an edge tile. A thread holds two columns of every kColumnStep.
   template <int kColumnStep = 8, class Scores, class Coord>
@@ -102,9 +101,9 @@ struct ScoreTile {
   }
 
  private:
-  CUTE_DEVICE float slope_log2() const {
+  CUTE_DEVICE float slope() const {
     if (params.alibi_slopes == nullptr) return 0;
-    return kLog2e * params.alibi_slopes[tile.batch * params.alibi_batch_stride + tile.head * params.alibi_head_stride];
+    return params.alibi_slopes[tile.batch * params.alibi_batch_stride + tile.head * params.alibi_head_stride];
   }
 
   /// Of a thread's columns 0, 1, 8, 9, 16, 17, … with a step of 8: how many are below `column`.
@@ -117,5 +116,32 @@ struct ScoreTile {
   }
   CUTE_DEVICE static std::uint32_t bits_below(int n) { return n <= 0 ? 0 : n >= 32 ? ~0u : (1u << n) - 1; }
 };
+
+/// Of a steep row of queries, what a backward's weights are relative to: see BackwardWorkspace. Its scores become
+/// differences, from which the workspace's lse_log2 takes nothing. However a product Q·K is rounded this time, no
+/// weight of the row is above 1.
+template <class Scores>
+CUTE_DEVICE void relate_steep_row(Scores&& scores, float reference, float rest) {
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(scores); ++i) {
+    const float difference = (scores(i) - reference) - rest;
+    scores(i) = difference > 0 ? 0.0f : difference;
+  }
+}
+
+/// The same for those among the queries of a tile (key, query), the workspace's rows from `first_row` on; the scores of
+/// others stay as they are.
+template <class Scores, class Coord>
+CUTE_DEVICE void relate_steep_rows(BackwardParams const& params, Scores& scores, Coord const& coord,
+                                   std::int64_t first_row) {
+  using namespace cute;
+  const BackwardWorkspace workspace = params.workspace;
+  CUTE_UNROLL
+  for (int c = 0; c < size<1>(scores); ++c) {
+    const std::int64_t row = first_row + get<1>(coord(0, c));
+    if (BackwardWorkspace::says_steep(workspace.lse_log2(params.memory)[row]))
+      relate_steep_row(scores(_, c), workspace.reference(params.memory)[row], workspace.rest(params.memory)[row]);
+  }
+}
 
 }  // namespace flashtile

@@ -41,53 +41,62 @@ CUTE_DEVICE void scale_rows(Rows&& rows, Factors const& factor) {
 }
 
 /// State of the rows that one thread shares with the other three of its quad. `sum` covers this thread's columns only
-/// until finish().
+/// until finish_sums().
 ///
-/// Any reference gives the exact softmax as long as no weight 2^(score − reference) overflows, so it is lazy, in one of
-/// two ways:
+/// Any reference gives the exact softmax as long as no weight overflows, so it is lazy, in one of two ways:
 ///
 ///   fit, exponentiate: the maximum of every tile is taken, and the reference raised when a row outgrows it by
 ///   2^kSlack; so almost no tile pays for shuffles or for rescaling the output.
 ///
 ///   begin, weigh, outgrown, raise: the maximum of the first tile alone is taken. What outgrows it shows in the sums of
 ///   the weights, which are needed anyway; the scores are still there, and that tile is weighed once more.
+///
+/// An exponent is one FMA, score · unit_log2 − offset, whose offset is the reference in log2 units, rounded. Where the
+/// row is steep, rounding would take too much of it: so its scores are taken relative to the reference first, exactly,
+/// and the offset is 0. Few inputs have steep rows, so these have code of their own.
 template <int kRows>
 struct OnlineSoftmax {
   static constexpr int kRowCount = kRows;
   static constexpr float kSlack = 8;
 
   RowState row[kRows];
-  float scale_log2;  // from the scores' unit to log2
+  float unit_log2;     // of scores: see ScoreMap
+  bool steep = false;  // whether any row of the warp is
 
-  CUTE_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {}
+  CUTE_DEVICE explicit OnlineSoftmax(float unit_log2) : unit_log2(unit_log2) {}
 
   /// References for the first scores of all.
   template <class Scores>
   CUTE_DEVICE void begin(Scores const& scores) {
     using namespace cute;
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) row[r] = {top_of_quad(top_of_row(scores, r)) * scale_log2, 0};
+    for (int r = 0; r < kRows; ++r) row[r] = {reference_for(top_of_quad(top_of_row(scores, r))), 0};
+    find_steep();
   }
 
-  /// Raises the references of rows that `scores` (row, column) outgrow. Where any moves, sets the factors of everything
-  /// accumulated so far and returns true, in all threads of the warp. Whether a row's moves depends on that row alone.
+  /// Raises the references of rows that `scores` (row, column) outgrow, and takes the scores of steep rows relative to
+  /// theirs. Where any row is raised or steep, sets the factors of everything accumulated so far and returns true, in
+  /// all threads of the warp. What becomes of a row depends on that row alone.
   template <class Scores>
-  CUTE_DEVICE bool fit(Scores const& scores, float (&factor)[kRows]) {
+  CUTE_DEVICE bool fit(Scores& scores, float (&factor)[kRows]) {
     using namespace cute;
     bool outgrown = false;
     float top[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       top[r] = top_of_row(scores, r);
-      outgrown |= top[r] * scale_log2 > row[r].reference_log2 + kSlack;
+      outgrown |= (top[r] - row[r].reference) * unit_log2 > kSlack;
     }
-    if (!__any_sync(0xffffffff, outgrown)) [[likely]]
+    if (!__any_sync(0xffffffff, outgrown | steep)) [[likely]]
       return false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const float reference = top_of_quad(top[r]) * scale_log2;
-      factor[r] = reference > row[r].reference_log2 + kSlack ? row[r].rebase(reference) : 1.0f;
+      const float reference = reference_for(top_of_quad(top[r]));
+      const bool raised = (reference - row[r].reference) * unit_log2 > kSlack;
+      factor[r] = raised ? row[r].rebase(reference, unit_log2) : 1.0f;
     }
+    find_steep();
+    relate(scores);
     return true;
   }
 
@@ -96,18 +105,37 @@ struct OnlineSoftmax {
   CUTE_DEVICE void raise(Scores const& scores, float (&factor)[kRows]) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r)
-      factor[r] = row[r].rebase(fmaxf(row[r].reference_log2, top_of_quad(top_of_row(scores, r)) * scale_log2));
+      factor[r] = row[r].rebase(fmaxf(row[r].reference, reference_for(top_of_quad(top_of_row(scores, r)))), unit_log2);
+    find_steep();
   }
 
-  /// scores ← 2^(scores − reference), added to the row sums. Takes few columns at a time: their sum is added as one,
-  /// so that the rounding of long rows stays small.
+  /// Takes the scores of steep rows, none of which is above the row's reference by more than kSlack, relative to it. A
+  /// score of +inf, which Q·K has beyond float32's range, counts as the largest one.
+  template <class Scores>
+  CUTE_DEVICE void relate(Scores&& scores) const {
+    using namespace cute;
+    if (!steep) return;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      if (!is_steep(r)) continue;
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) {
+        const float difference = scores(r, c) - row[r].reference;
+        scores(r, c) = difference == kInfinity ? 0.0f : difference;
+      }
+    }
+  }
+
+  /// scores, as fit() has left them, ← weights, added to the row sums. Takes few columns at a time: their sum is added
+  /// as one, so that the rounding of long rows stays small.
   template <class Scores>
   CUTE_DEVICE void exponentiate(Scores&& scores) {
     using namespace cute;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
+      const float offset = offset_of_related(r);
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = exp2_approx(fmaf(scores(r, c), scale_log2, -offset(r)));
+      for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = exp2_approx(fmaf(scores(r, c), unit_log2, -offset));
       float sum = scores(r, 0);
       CUTE_UNROLL
       for (int c = 1; c < size<1>(scores); ++c) sum += scores(r, c);
@@ -115,37 +143,41 @@ struct OnlineSoftmax {
     }
   }
 
-  /// weights ← 2^(scores − reference), rounded, and `added` ← their sums by row, before rounding. `scores` are wgmma
-  /// accumulators ((2, 2, n / 8), 1, 1) and stay as they are; `weights` stand in the same order.
-  template <class Scores, class Weights>
+  /// `weights` ← those of the scores, which relate() has seen if kRelated, rounded, and `added` ← their sums by row,
+  /// before rounding. `scores` are wgmma accumulators ((2, 2, n / 8), 1, 1) and stay as they are; `weights` stand in
+  /// the same order.
+  template <bool kRelated, class Scores, class Weights>
   CUTE_DEVICE void weigh(Scores const& scores, Weights&& weights, float (&added)[kRows]) const {
     using namespace cute;
     using Element = typename std::decay_t<Weights>::value_type;
     static_assert(kRows == 2);
+    float offset[2];
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) offset[r] = kRelated ? offset_of_related(r) : offset_of_plain(r);
     auto words = recast<std::uint32_t>(weights);
     CUTE_UNROLL
     for (int i = 0; i < size(words); ++i) {
       const int r = i % 2;
-      const float a = exp2_approx(fmaf(scores(2 * i), scale_log2, -offset(r)));
-      const float b = exp2_approx(fmaf(scores(2 * i + 1), scale_log2, -offset(r)));
+      const float a = exp2_approx(fmaf(scores(2 * i), unit_log2, -offset[r]));
+      const float b = exp2_approx(fmaf(scores(2 * i + 1), unit_log2, -offset[r]));
       added[r] = i < 2 ? a + b : added[r] + a + b;
       words(i) = round_pair<Element>(a, b);
     }
   }
 
-  /// Whether, in any thread of the warp, weights with these sums have outgrown the reference, or mean nothing because
-  /// their row had none yet. float16 holds kLimit; bfloat16 would hold far more, but the exponents' and the lse's
-  /// rounding grow with the distance to the reference.
+  /// Whether, in any thread of the warp, weights with these sums have outgrown the reference; those of a row that had
+  /// none yet are infinite. float16 holds kLimit; bfloat16 would hold far more, but the rounding of exponents grows
+  /// with the distance to the reference.
   CUTE_DEVICE bool outgrown(float const (&added)[kRows]) const {
     constexpr float kLimit = 0x1p15f;
     bool outgrown = false;
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) outgrown |= added[r] > (row[r].reference_log2 == -kInfinity ? -1.0f : kLimit);
+    for (int r = 0; r < kRows; ++r) outgrown |= added[r] > kLimit;
     return __any_sync(0xffffffff, outgrown);
   }
 
   /// Completes the row sums across the quad.
-  CUTE_DEVICE void finish() {
+  CUTE_DEVICE void finish_sums() {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       row[r].sum += __shfl_xor_sync(0xffffffff, row[r].sum, 1);
@@ -154,8 +186,23 @@ struct OnlineSoftmax {
   }
 
  private:
-  /// A row that has seen nothing holds only −inf; any finite offset turns that into 0 rather than NaN.
-  CUTE_DEVICE float offset(int r) const { return row[r].reference_log2 == -kInfinity ? 0.0f : row[r].reference_log2; }
+  CUTE_DEVICE float reference_log2(int r) const { return row[r].reference * unit_log2; }
+  CUTE_DEVICE bool is_steep(int r) const {
+    return fabsf(reference_log2(r)) >= kSteep && row[r].reference != -kInfinity;
+  }
+  /// A row that has seen nothing holds scores of −inf alone, whose weights are 0 by any finite offset. The one of
+  /// offset_of_plain() gives the first scores that there are infinite weights, so that they outgrow it.
+  CUTE_DEVICE float offset_of_related(int r) const {
+    return fabsf(reference_log2(r)) >= kSteep ? 0.0f : reference_log2(r);
+  }
+  CUTE_DEVICE float offset_of_plain(int r) const { return fmaxf(reference_log2(r), -kLargest); }
+  CUTE_DEVICE void find_steep() {
+    bool any = false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) any |= is_steep(r);
+    steep = __any_sync(0xffffffff, any);
+  }
+  CUTE_DEVICE static float reference_for(float top) { return fminf(top, kLargest); }
   template <class Scores>
   CUTE_DEVICE static float top_of_row(Scores const& scores, int r) {
     float top = scores(r, 0);

@@ -15,19 +15,17 @@ struct Part {
 
   /// Joins what other keys add. Parts are joined in the order of their keys, each operation rounds by itself, and what
   /// saw no key changes nothing: so the same parts give the same bits, wherever they are joined.
-  CUTE_DEVICE void join(Part const& other) {
-    const float reference = fmaxf(state.reference_log2, other.state.reference_log2);
-    const float a = factor(state.reference_log2, reference);
-    const float b = factor(other.state.reference_log2, reference);
+  CUTE_DEVICE void join(Part const& other, float unit_log2) {
+    const float reference = fmaxf(state.reference, other.state.reference);
+    const auto factor = [&](float of) { return of == -kInfinity ? 0.0f : exp2_approx((of - reference) * unit_log2); };
+    const float a = factor(state.reference);
+    const float b = factor(other.state.reference);
     const auto sum = [&](float x, float y) { return __fmaf_rn(b, y, __fmul_rn(a, x)); };
     o = {sum(o.x, other.o.x), sum(o.y, other.o.y), sum(o.z, other.o.z), sum(o.w, other.o.w)};
     state = {reference, sum(state.sum, other.state.sum)};
   }
 
   CUTE_DEVICE void scale(float factor) { o = {factor * o.x, factor * o.y, factor * o.z, factor * o.w}; }
-
- private:
-  CUTE_DEVICE static float factor(float from, float to) { return from == -kInfinity ? 0.0f : exp2_approx(from - to); }
 };
 
 }  // namespace flashtile

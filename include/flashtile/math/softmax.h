@@ -1,5 +1,10 @@
-// How a raw score Q·K becomes an exponent. Everything is kept in the log2 domain, where exp is one ex2 instruction.
+// How a raw score Q·K becomes a score that softmax takes, and what of it is exp2's: on a GPU exp is one ex2
+// instruction.
 #pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include "flashtile/macros.h"
 
@@ -7,28 +12,39 @@ namespace flashtile {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+inline constexpr float kLargest = std::numeric_limits<float>::max();
 
-/// scale, softcap and ALiBi as one map from a raw score to log2(e) · logit:
+/// Scale, softcap and ALiBi as a map from raw scores to scores, which are logits in a unit of their own:
 ///
-///   without softcap:  outer · raw                         (outer = scale · log2 e)
-///   with softcap c:   outer · tanh(inner · raw)           (outer = c · log2 e, inner = scale / c)
-///   and with ALiBi:   … − slope_log2 · |j − diagonal|
+///   plain       score = raw, in units of scale
+///   capped      score = tanh(inner · raw), in units of softcap
+///   stretched   score = outer · raw − slope · |j − diagonal|, or of the tanh if it is capped too; the unit is 1
 ///
-/// Masked elements are set to −inf after the map.
+/// So the unit is always positive, and one multiplication, which the exponent's FMA does at no cost, makes a score the
+/// exponent of 2. The factor of a difference of scores is rounded, but no score is: however large scores are, their
+/// differences are as exact as they themselves. Masked scores are −inf.
 struct ScoreMap {
-  float outer_log2 = 0;
-  float inner = 0;  // 0: no softcap
+  float inner = 0;
+  float outer = 1;
+  float unit = 1;
+  float unit_log2 = kLog2e;  // unit · log2 e: of exponents of 2
+  bool capped = false;
+  bool stretched = false;
 
-  static ScoreMap of(float scale, float softcap) {
-    // With a scale of 0, or next to it, tanh is linear.
-    if (softcap > 0 && scale / softcap != 0) return {softcap * kLog2e, scale / softcap};
-    return {scale * kLog2e, 0};
+  static ScoreMap of(float scale, float softcap, bool alibi) {
+    // No float32 score comes near a bound of 2^122, and below it scale / softcap keeps its precision.
+    ScoreMap map{.capped = softcap > 0 && softcap < 0x1p122f};
+    const float factor = map.capped ? softcap : scale;
+    map.inner = map.capped ? std::clamp(scale / softcap, -kLargest, kLargest) : 0;
+    map.stretched = alibi || !(factor > 0) || factor > kLargest / kLog2e;
+    map.outer = map.stretched ? factor : 1;
+    map.unit = map.stretched ? 1 : factor;
+    map.unit_log2 = map.unit * kLog2e;
+    return map;
   }
 
-  FLASHTILE_HOST_DEVICE bool capped() const { return inner != 0; }
-
-  /// A positive linear map keeps order: a kernel may take row maxima of raw scores and scale inside the exponent.
-  FLASHTILE_HOST_DEVICE bool order_preserving() const { return !capped() && outer_log2 > 0; }
+  FLASHTILE_HOST_DEVICE bool maps() const { return capped || stretched; }
 };
 
 }  // namespace flashtile

@@ -2,15 +2,10 @@
 // ring attention are this one idea (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022).
 #pragma once
 
-#include <cmath>
-#include <limits>
-
 #include "flashtile/macros.h"
 #include "flashtile/math/softmax.h"
 
 namespace flashtile {
-
-inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 FLASHTILE_HOST_DEVICE float reciprocal(float x) {
 #ifdef __CUDA_ARCH__
@@ -20,32 +15,78 @@ FLASHTILE_HOST_DEVICE float reciprocal(float x) {
 #endif
 }
 
-/// sum = Σ 2^(s_log2 − reference). The reference is any value near the row's maximum; −inf: nothing seen yet.
-struct RowState {
-  float reference_log2 = -kInfinity;
-  float sum = 0;
+FLASHTILE_HOST_DEVICE float finite(float x) {
+  return fminf(fmaxf(x, -kLargest), kLargest);
+}
 
-  /// Natural-log lse; −inf for a row that saw nothing. A NaN among the scores makes it NaN.
-  FLASHTILE_HOST_DEVICE float lse() const { return sum == 0 ? -kInfinity : (reference_log2 + log2f(sum)) * kLn2; }
+/// a − b · c, with one rounding of what is left.
+FLASHTILE_HOST_DEVICE float less_product(float a, float b, float c) {
+  const float product = finite(b * c);
+  return (a - product) - fmaf(b, c, -product);
+}
 
-  /// What the accumulated output is multiplied with at the end: 0 for a row that saw nothing.
-  FLASHTILE_HOST_DEVICE float normaliser() const { return sum == 0 ? 0.0f : reciprocal(sum); }
+/// From this size on, in log2 units, what a row's weights are relative to is too large for one rounded float32: at half
+/// of it rounding changes a weight by a factor of 1 ± 2^-15. Such a row is called steep.
+inline constexpr float kSteep = 0x1p10f;
 
-  /// A weight that no value belongs to, such as a sink's, joins the sum. Returns the factor for everything accumulated.
-  FLASHTILE_HOST_DEVICE float join(float exponent) {
-    const bool below = exponent <= reference_log2;
-    const float smaller = exponent == -kInfinity ? 0.0f : exp2f(-fabsf(exponent - reference_log2));
-    sum = below ? sum + smaller : sum * smaller + 1;
-    reference_log2 = below ? reference_log2 : exponent;
-    return below ? 1.0f : smaller;
+/// The softmax of a finished row: its weights are 2^((score − reference) · unit_log2 − log2_sum), the unit being that
+/// of ScoreMap. Differences and sum are small next to large scores, of which a log-sum-exp in one float32 would be off
+/// by units: so this is what a backward is given.
+struct FinishedRow {
+  float reference = 0;          // a score
+  float log2_sum = -kInfinity;  // −inf: the row saw nothing
+  float normaliser = 0;         // what the accumulated output is multiplied with; 0 for a row that saw nothing
+
+  /// What one float32 can say of it: an lse, natural. Less exact than the row that had it.
+  FLASHTILE_HOST_DEVICE static FinishedRow of_lse(float lse, float unit) {
+    if (lse == -kInfinity) return {};
+    const float reference = finite(lse / unit);
+    return {reference, finite(less_product(lse, reference, unit) * kLog2e)};
   }
 
+  FLASHTILE_HOST_DEVICE bool saw_nothing() const { return log2_sum == -kInfinity; }
+  FLASHTILE_HOST_DEVICE float lse_log2(float unit_log2) const { return fmaf(reference, unit_log2, log2_sum); }
+  FLASHTILE_HOST_DEVICE bool steep(float unit_log2) const {
+    return !saw_nothing() && fabsf(lse_log2(unit_log2)) >= kSteep;
+  }
+  /// The natural logarithm of Σ e^logit; −inf for a row that saw nothing. A NaN among the scores makes it NaN.
+  FLASHTILE_HOST_DEVICE float lse(float unit) const { return fmaf(reference, unit, log2_sum * kLn2); }
+  /// How far a sink's logit is above that, in log2 units: its weight is 2 to that power.
+  FLASHTILE_HOST_DEVICE float above_lse_log2(float sink, float unit) const {
+    return less_product(sink, reference, unit) * kLog2e - log2_sum;
+  }
+};
+
+/// sum = Σ 2^((score − reference) · unit_log2). The reference is any finite number near the row's greatest score; −inf:
+/// nothing seen yet.
+struct RowState {
+  float reference = -kInfinity;
+  float sum = 0;
+
   /// Moves to a new reference; returns the factor for everything accumulated under the old one.
-  FLASHTILE_HOST_DEVICE float rebase(float new_reference_log2) {
-    const float factor = reference_log2 == new_reference_log2 ? 1.0f : exp2f(reference_log2 - new_reference_log2);
-    reference_log2 = new_reference_log2;
+  FLASHTILE_HOST_DEVICE float rebase(float new_reference, float unit_log2) {
+    const float factor = reference == new_reference ? 1.0f : exp2f((reference - new_reference) * unit_log2);
+    reference = new_reference;
     sum *= factor;
     return factor;
+  }
+
+  /// All scores are counted. `sink` is one logit more, that no value belongs to: −inf for none.
+  FLASHTILE_HOST_DEVICE FinishedRow finish(float sink, float unit) const {
+    if (sink == -kInfinity) {
+      if (sum == 0) return {};
+      return {reference, log2f(sum), reciprocal(sum)};
+    }
+    const float above = sum == 0 ? kInfinity : less_product(sink, reference, unit) * kLog2e;
+    if (above <= 0) {
+      const float total = sum + exp2f(above);
+      return {reference, log2f(total), reciprocal(total)};
+    }
+    // The sink is the greatest logit: weights are taken relative to it, or what of it the unit of scores can say.
+    const float smaller = exp2f(-above);
+    const float total = sum * smaller + 1;
+    const FinishedRow of_sink = FinishedRow::of_lse(sink, unit);
+    return {of_sink.reference, of_sink.log2_sum + log2f(total), smaller * reciprocal(total)};
   }
 };
 

@@ -38,13 +38,13 @@ def peak_bytes(contestant: Contestant, device: torch.device) -> int:
 
 def formula_bytes(case: Case) -> int:
     """What docs/contract.md says of flashtile on a GPU, without the rounding of rows to tiles: the results; with
-    autograd 4 bytes for each row's lse; and in backward 4·(D + 2) for each row's sums, on Hopper 8 where dq is formed
-    in a pass of its own."""
+    autograd 8 bytes for each row's softmax; and in backward 4·(D + 4) for each row's sums, on Hopper 16 where dq is
+    formed in a pass of its own."""
     rows = case.batch * case.heads_q * case.seqlen_q
     element = case.torch_dtype.itemsize
     if case.work is not Work.BACKWARD:
-        return rows * (case.head_dim_v * element + (4 if case.work is Work.FORWARD_WITH_GRAD else 0))
+        return rows * (case.head_dim_v * element + (8 if case.work is Work.FORWARD_WITH_GRAD else 0))
     keys = case.batch * case.heads_k * case.seqlen_k
     gradients = (rows * case.head_dim + keys * (case.head_dim + case.head_dim_v)) * element
     two_passes = _capability.of_device() == 90 and max(case.head_dim, case.head_dim_v) > 128
-    return gradients + rows * (8 if two_passes else 4 * (case.head_dim + 2))
+    return gradients + rows * (16 if two_passes else 4 * (case.head_dim + 4))

@@ -1,0 +1,50 @@
+// What is known of each query row besides its output.
+#pragma once
+
+#include <cstdint>
+
+#include "flashtile/macros.h"
+#include "flashtile/math/state.h"
+#include "flashtile/problem.h"
+
+namespace flashtile {
+
+/// Strides of numbers a row, (B, H_q, S_q) or, where the batch is ragged, (H_q, T_q), both contiguous.
+struct RowStrides {
+  std::int64_t batch;
+  std::int64_t head;
+
+  static RowStrides of(const Problem& p) {
+    return {p.ragged ? 0 : std::int64_t{p.heads_q} * p.seqlen_q, std::int64_t{p.seqlen_q}};
+  }
+  FLASHTILE_HOST_DEVICE std::int64_t at(int batch_index, int head_index, int row) const {
+    return batch_index * batch + head_index * head + row;
+  }
+};
+
+/// A forward writes it, a backward reads it.
+struct RowResults {
+  float* lse;    // (B, H_q, S_q) contiguous, or null
+  float* state;  // (2, B, H_q, S_q) contiguous: reference and log2_sum of FinishedRow; or null
+  std::int64_t count;
+  RowStrides strides;
+
+  static RowResults of(const Problem& p, const ForwardTensors& t) {
+    const auto floats = [](const TensorView& x) { return x.given() ? static_cast<float*>(x.data) : nullptr; };
+    return {floats(t.lse), floats(t.state), p.query_rows(), RowStrides::of(p)};
+  }
+
+  FLASHTILE_HOST_DEVICE bool wanted() const { return lse != nullptr || state != nullptr; }
+  FLASHTILE_HOST_DEVICE void store(std::int64_t index, FinishedRow const& row, float unit) const {
+    if (lse != nullptr) lse[index] = row.lse(unit);
+    if (state == nullptr) return;
+    state[index] = row.reference;
+    state[count + index] = row.log2_sum;
+  }
+  FLASHTILE_HOST_DEVICE FinishedRow load(std::int64_t index, float unit) const {
+    if (state == nullptr) return FinishedRow::of_lse(lse[index], unit);
+    return {state[index], state[count + index]};
+  }
+};
+
+}  // namespace flashtile
