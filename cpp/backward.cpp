@@ -15,7 +15,7 @@ BackwardPlan plan_backward(const char* function, const BackwardTensors& tensors,
 
 void run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace, Stream stream) {
   if (tensors.dq.empty() && tensors.dk.empty() && tensors.dv.empty() && tensors.dsinks.empty()) return;
-  if (plan.run == nullptr) throw Unsupported(name_of(plan.variant) + " is not in this build: built without CUDA");
+  if (plan.run == nullptr) refuse_without_cuda(name_of(plan.variant) + " is not in this build");
   const DeviceGuard guard(plan.problem.device);
   if (plan.problem.ragged) return plan.run(plan, tensors.with_batch(), workspace, stream);
   plan.run(plan, tensors, workspace, stream);

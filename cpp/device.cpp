@@ -63,12 +63,17 @@ const DeviceInfo& device_info(Device device) {
     static const DeviceInfo cpu{.device = {}, .name = cpu_name(), .threads = cpu_threads()};
     return cpu;
   }
+  if (device.type != DeviceType::kCuda)
+    throw Unsupported("q is on " + name_of(device) + ", expected a CPU or a CUDA device");
 #ifdef FLASHTILE_WITH_CUDA
-  if (device.type == DeviceType::kCuda) return cuda_device_info(device.index);
-  throw Unsupported("q is on " + name_of(device) + ", expected a CPU or a CUDA device");
+  return cuda_device_info(device.index);
 #else
-  throw Unsupported("q is on " + name_of(device) + ", expected the CPU: flashtile was built without CUDA");
+  refuse_without_cuda("q is on " + name_of(device) + ", expected the CPU");
 #endif
+}
+
+void refuse_without_cuda(const std::string& what) {
+  throw Unsupported(what + ": flashtile was built without CUDA; " + kCudaRemedy);
 }
 
 bool built_with_cuda() {

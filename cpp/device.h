@@ -1,10 +1,16 @@
-// Makes a problem's device the current one for as long as a launch takes.
+// The device of a launch, and what is said where this build has no kernels for it.
 #pragma once
+
+#include <string>
 
 #include "flashtile/tensor_view.h"
 
 namespace flashtile {
 
+/// Throws Unsupported: `what`, that this build holds no CUDA kernels, and what to do about it.
+[[noreturn, gnu::cold]] void refuse_without_cuda(const std::string& what);
+
+/// Makes a problem's device the current one for as long as a launch takes.
 class DeviceGuard {
  public:
   explicit DeviceGuard(Device device);

@@ -15,7 +15,7 @@ ForwardPlan plan_forward(const char* function, const ForwardTensors& tensors, co
 
 void run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace, Stream stream) {
   if (tensors.out.empty()) return;
-  if (plan.run == nullptr) throw Unsupported(name_of(plan.variant) + " is not in this build: built without CUDA");
+  if (plan.run == nullptr) refuse_without_cuda(name_of(plan.variant) + " is not in this build");
   const DeviceGuard guard(plan.problem.device);
   if (plan.problem.ragged) return plan.run(plan, tensors.with_batch(), workspace, stream);
   plan.run(plan, tensors, workspace, stream);

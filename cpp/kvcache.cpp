@@ -53,7 +53,7 @@ KvcachePlan plan_kvcache(const char* function, const KvcacheTensors& tensors, co
 void run_kvcache(const KvcachePlan& plan, const KvcacheTensors& tensors, void* workspace, Stream stream) {
   const bool adds_rows = tensors.k_new.given() && !tensors.k_new.empty();
   if (tensors.out.empty() && !adds_rows) return;
-  if (plan.run == nullptr) throw Unsupported(name_of(plan.variant) + " is not in this build: built without CUDA");
+  if (plan.run == nullptr) refuse_without_cuda(name_of(plan.variant) + " is not in this build");
   const DeviceGuard guard(plan.problem.device);
   if (plan.problem.ragged) return plan.run(plan, tensors.with_batch(), workspace, stream);
   plan.run(plan, tensors, workspace, stream);

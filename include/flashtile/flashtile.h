@@ -38,4 +38,9 @@ const DeviceInfo& device_info(Device device);
 bool built_with_cuda();
 const char* cuda_architectures();
 
+/// What to do about a build without them.
+inline constexpr const char* kCudaRemedy =
+    "build it with nvcc on PATH, or with an nvcc from PyPI: `make build CUDA=PYPI` or "
+    "`pip install . -C cmake.define.FLASHTILE_CUDA=PYPI`";
+
 }  // namespace flashtile

@@ -29,6 +29,7 @@ nb::dict info() {
 
 void bind_info(nb::module_& module) {
   module.def("info", &info);
+  module.attr("CUDA_REMEDY") = kCudaRemedy;
 }
 
 }  // namespace flashtile::bindings

@@ -12,10 +12,12 @@ class Info(dict):
 
     def __str__(self) -> str:
         width = max(map(len, self))
-        return "\n".join(f"{name.replace('_', ' '):{width}}  {self._text(value)}" for name, value in self.items())
+        return "\n".join(f"{name.replace('_', ' '):{width}}  {self._text(name)}" for name in self)
 
-    @staticmethod
-    def _text(value: object) -> str:
+    def _text(self, name: str) -> str:
+        value = self[name]
+        if name == "built_with_cuda" and not value:
+            return f"no; {_C.CUDA_REMEDY}"
         if isinstance(value, bool):
             return "yes" if value else "no"
         if isinstance(value, list):

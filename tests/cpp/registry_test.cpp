@@ -441,6 +441,17 @@ TEST(Plan, PrintsWhatWasDecided) {
     EXPECT_NE(text.find(part), std::string::npos) << part << "\nin\n" << text;
 }
 
+/// What an Unsupported says that `call` throws, or "".
+template <class Call>
+std::string refusal(Call&& call) {
+  try {
+    call();
+  } catch (const Unsupported& error) {
+    return error.what();
+  }
+  return "";
+}
+
 TEST(Run, AKernelThatIsNotInTheBuildIsRefused) {
   const DeviceInfo device = gpu(90, 227);
   ForwardPlan plan = select_forward(problem_on(device, DType::kFloat16, 64, 64, 1000), device);
@@ -448,7 +459,8 @@ TEST(Run, AKernelThatIsNotInTheBuildIsRefused) {
   ForwardTensors tensors;
   tensors.out.rank = 4;
   tensors.out.shape = {2, 1000, 8, 64};
-  EXPECT_THROW(run_forward(plan, tensors, nullptr, nullptr), Unsupported);
+  const std::string said = refusal([&] { run_forward(plan, tensors, nullptr, nullptr); });
+  EXPECT_EQ(said, name_of(plan.variant) + " is not in this build: flashtile was built without CUDA; " + kCudaRemedy);
   tensors.out.shape = {2, 0, 8, 64};
   EXPECT_NO_THROW(run_forward(plan, tensors, nullptr, nullptr));  // nothing to write
 }
@@ -458,6 +470,12 @@ TEST(DeviceInfo, KnowsTheCpu) {
   EXPECT_FALSE(info.name.empty());
   EXPECT_GE(info.threads, 1);
   EXPECT_THROW(device_info({DeviceType::kOther, 0}), Unsupported);
+}
+
+TEST(DeviceInfo, SaysWhatToDoAboutABuildWithoutCuda) {
+  if (built_with_cuda()) GTEST_SKIP() << "this build holds CUDA kernels";
+  EXPECT_EQ(refusal([] { device_info({DeviceType::kCuda, 1}); }),
+            std::string("q is on cuda:1, expected the CPU: flashtile was built without CUDA; ") + kCudaRemedy);
 }
 
 }  // namespace

@@ -120,6 +120,7 @@ def test_info_prints_what_it_holds():
     assert len(lines) == len(info) and all(
         line.startswith(name.replace("_", " ")) for line, name in zip(lines, info, strict=True)
     )
+    assert ("make build CUDA=PYPI" in str(info)) != info["built_with_cuda"]  # what to do about a build without
 
 
 def test_docstring_examples_run():
