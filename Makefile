@@ -6,10 +6,13 @@
 
 PYTHON ?= python3
 STRICT ?= OFF
-GPU := $(shell command -v nvidia-smi)
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
 NVCC := $(shell command -v nvcc || ls $${CUDA_HOME:-/usr/local/cuda}/bin/nvcc 2>/dev/null)
-# A machine with a GPU gets the CUDA kernels and the newest PyTorch; elsewhere the pinned PyTorch is the small one.
-CUDA ?= $(if $(GPU),$(if $(NVCC),ON,PYPI),AUTO)
+# A machine with a GPU gets the CUDA kernels and the newest PyTorch. Elsewhere they would be compiled, for most of an
+# hour on two cores, and never run; the PyTorch there is the one that the tests are known to pass with.
+CUDA ?= $(if $(GPU),$(if $(NVCC),ON,PYPI),OFF)
+NOTE := $(if $(filter file,$(origin CUDA)),$(if $(GPU),,No GPU is found: this builds the CPU kernels alone \
+  (CUDA=ON or CUDA=PYPI builds those for GPUs too)))
 CONSTRAINTS ?= $(if $(GPU),,-c constraints-cpu.txt)
 
 VENV := .venv
@@ -35,7 +38,7 @@ help:
 	@echo 'make clean     remove $(VENV) and build/'
 
 demo: build
-	$(BIN)/flashtile demo
+	$(BIN)/flashtile demo $(DEMO_ARGS)
 
 test: build/tests
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --parallel 2
@@ -50,6 +53,7 @@ build: build/installed
 
 # The build tree stays, so this compiles what has changed and nothing else. -v shows the compilation's progress.
 build/installed: $(VENV)/ready $(SOURCES) $(OPTIONS)
+	$(if $(NOTE),@echo '$(NOTE)')
 	$(PIP) -v $(CONSTRAINTS) --no-build-isolation --check-build-dependencies \
 	  -C build-dir=$(BUILD) -C cmake.define.FLASHTILE_CUDA=$(CUDA) -C cmake.define.FLASHTILE_STRICT=$(STRICT) \
 	  '.[test,plot]'
