@@ -1,8 +1,12 @@
 """Which tests run here, and the fixtures that they share."""
 
 import contextlib
+import fcntl
 import functools
+import gc
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,8 +92,33 @@ def gradients():
     return _poisoned(torch.autograd.grad)
 
 
+# Bytes of a GPU that a test takes at the most beside others: then fourteen processes and one test that takes more, at
+# most 28 GB, fit in 80 GB, with some 600 MB for what CUDA takes for each process.
+MOST = 5 * 2**29
+
+
+@pytest.fixture
+def much_memory():
+    """For tests that take more than MOST: one runs at a time, whichever process it is in, and leaves nothing there."""
+    with (Path(tempfile.gettempdir()) / f"flashtile-much-memory-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(autouse=True)
-def _no_cuda_error_left_behind(request):
+def _a_good_neighbour(request):
+    """A GPU test leaves no error behind and little memory, and has taken no more than was agreed."""
+    if not request.node.get_closest_marker("gpu"):
+        yield
+        return
+    torch.cuda.init()
+    torch.cuda.reset_peak_memory_stats()
     yield
-    if request.node.get_closest_marker("gpu"):
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    taken = torch.cuda.max_memory_allocated()
+    if torch.cuda.memory_reserved() > MOST // 5:  # PyTorch keeps what was freed
+        torch.cuda.empty_cache()
+    if "much_memory" not in request.fixturenames:
+        assert taken <= MOST, f"took {taken / 2**30:.1f} GiB of the GPU: make it smaller, or let it use much_memory"

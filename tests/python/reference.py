@@ -5,9 +5,11 @@ import math
 import torch
 
 
-def visible(seqlen_q, seqlen_k, causal=False, window=None, device="cpu"):
-    """(S_q, S_k) bool: which column each row sees. The last row meets the last column on the diagonal."""
-    diagonal = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q)
+def visible(seqlen_q, seqlen_k, causal=False, window=None, device="cpu", rows=None):
+    """(S_q, S_k) bool, or that of `rows` alone: which column each row sees. The last row meets the last column on the
+    diagonal."""
+    row = torch.arange(seqlen_q, device=device) if rows is None else rows
+    diagonal = row[:, None] + (seqlen_k - seqlen_q)
     distance = torch.arange(seqlen_k, device=device)[None, :] - diagonal
     left, right = window or (None, None)
     seen = torch.ones_like(distance, dtype=torch.bool)
@@ -63,10 +65,10 @@ def attention(
     seqlen_q, seqlen_k, group = q.shape[1], k.shape[1], q.shape[2] // max(k.shape[2], 1)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
-    seen = visible(seqlen_q, seqlen_k, causal, window, q.device)
+    seen = visible(seqlen_q, seqlen_k, causal, window, q.device, rows)
     row, column = torch.arange(seqlen_q, device=q.device), torch.arange(seqlen_k, device=q.device)
     if rows is not None:
-        q, seen, row = q[:, rows], seen[rows], row[rows]
+        q, row = q[:, rows], row[rows]
     distance = (column - row[:, None] - (seqlen_k - seqlen_q)).abs()
 
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

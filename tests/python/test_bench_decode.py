@@ -224,6 +224,7 @@ def test_what_is_wrong_in_any_form_fails_the_run(attention, wrong, capsys, monke
     assert f"{wrong} is WRONG on" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
     path = tmp_path / "gpu.json"

@@ -324,6 +324,7 @@ def test_an_outside_peer_takes_the_place_of_a_found_one_of_its_name(monkeypatch,
         assert list(cell["results"]).count("FA3") == 1 and "median_us" in cell["results"]["FA3"]
 
 
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.gpu
 @pytest.mark.parametrize("suite", [suite for suite in found.SUITES if suite != "memory"])
 def test_found_peers_on_a_gpu(suite, tmp_path):

@@ -76,6 +76,7 @@ def test_many_tiles_that_see_nothing(head_dim, ragged):
             assert torch.all(lse[:, begins[i] : end - 64] == -torch.inf)
 
 
+@pytest.mark.usefixtures("much_memory")
 def test_more_than_2_to_31_elements_of_q():
     seqlen = 2**31 // (64 * 128) + 100
     q, k, v = randn(1, seqlen, 64, 128), randn(1, 100, 64, 128), randn(1, 100, 64, 128)
@@ -83,6 +84,7 @@ def test_more_than_2_to_31_elements_of_q():
     check_rows(q, k, v, sample(seqlen))
 
 
+@pytest.mark.usefixtures("much_memory")
 def test_more_than_2_to_31_elements_of_k():
     seqlen = 2**31 // (64 * 128) + 100
     q, k, v = randn(1, 40, 64, 128), randn(1, seqlen, 64, 128), randn(1, seqlen, 64, 128)
@@ -95,12 +97,14 @@ def test_more_than_2_to_31_elements_of_k():
         assert_bitwise(lse[:, heads], found[1], "lse")
 
 
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("batch, heads", [(70_001, 1), (1, 70_001), (700, 101)])
 def test_more_than_65535_heads_and_sequences(batch, heads):
     q, k, v = randn(batch, 20, heads, 64), randn(batch, 33, heads, 64), randn(batch, 33, heads, 64)
     check_rows(q, k, v, sample(20), causal=True)
 
 
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("batch, heads", [(70_001, 1), (1, 70_001)])
 def test_sinks_and_dropout_of_more_than_65535_heads_and_sequences(batch, heads):
     q, k, v = randn(batch, 20, heads, 64), randn(batch, 33, heads, 64), randn(batch, 33, heads, 64)
@@ -212,14 +216,14 @@ def test_only_outputs_are_allocated():
     q, k, v = Case("memory", dtype=F16, seqlen_q=1000, seqlen_k=1000).tensors("cuda")
     flashtile.attention(q, k, v)
     torch.cuda.synchronize()
-    free = torch.cuda.mem_get_info()[0]
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     out, lse = flashtile.attention(q, k, v, return_lse=True)
     torch.cuda.synchronize()
     written = out.numel() * 2 + lse.numel() * 4
     assert torch.cuda.max_memory_allocated() - before <= written + 1024  # PyTorch rounds each to 512 bytes
-    assert free - torch.cuda.mem_get_info()[0] <= 2 * 2**20 * 2  # at most a new block of PyTorch's for each
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="global"):
+        flashtile.attention(q, k, v, return_lse=True)  # whoever allocates past PyTorch here breaks the capture
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
@@ -257,12 +261,14 @@ def check_gradients(q, k, v, dout, **options):
             assert_accurate(x, exact, rough, what)
 
 
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_of_long_sequences(head_dim, causal):
     check_gradients(*(randn(1, 4096, heads, head_dim) for heads in (4, 2, 2, 4)), causal=causal)
 
 
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_gradients_of_more_than_2_to_31_elements(head_dim):
     """The last head's gradients are those it has alone. One block of keys: nothing adds up in dq."""
@@ -274,6 +280,7 @@ def test_gradients_of_more_than_2_to_31_elements(head_dim):
         assert_bitwise(a[:, :, -1:], b, what)
 
 
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("batch, heads", [(70_001, 1), (1, 70_001)])
 def test_gradients_of_more_than_65535_heads_and_sequences(batch, heads, head_dim):

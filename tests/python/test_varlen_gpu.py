@@ -151,6 +151,7 @@ def test_rows_far_apart():
     assert_survives(FAR_APART)
 
 
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_more_than_65535_sequences(head_dim):
@@ -224,6 +225,7 @@ def test_each_replay_takes_every_tile(head_dim, sequences, causal):
         assert_close({"out": out[one]}, {"out": alone})
 
 
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.gpu
 def test_more_than_2_to_31_elements():
     rows = 2**31 // (64 * 128) + 200
