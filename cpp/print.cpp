@@ -15,11 +15,21 @@ std::string format(const char* pattern, Args... args) {
   return text;
 }
 
-/// 1536 → "1.5 K"
-std::string with_prefix(double value) {
+/// The number in `unit`, or from `step` on in `larger`, which a prefix stands before.
+std::string scaled(double value, double step, const char* unit, const char* larger) {
   const char* prefix = " KMGTPE";
-  while (value >= 1000 && prefix[1] != '\0') value /= 1000, ++prefix;
-  return *prefix == ' ' ? format("%.0f ", value) : format("%.4g %c", value, *prefix);
+  while (value >= step && prefix[1] != '\0') value /= step, ++prefix;
+  return *prefix == ' ' ? format("%.0f %s", value, unit) : format("%.4g %c%s", value, *prefix, larger);
+}
+
+/// 1.5e12 → "1.5 TFLOP"
+std::string flops_string(double flops) {
+  return scaled(flops, 1000, "FLOP", "FLOP");
+}
+
+/// 1536 → "1.5 KiB"
+std::string bytes_string(double bytes) {
+  return scaled(bytes, 1024, "bytes", "iB");
 }
 
 std::string line(const char* label, const std::string& text) {
@@ -62,10 +72,10 @@ std::string plan_string(const char* pass, const Plan& plan, const Cost& cost, bo
   text += further;
   text += line("grid", on_cpu ? format("%lld tiles, threads: %d", static_cast<long long>(plan.tiles), plan.grid)
                               : format("%d thread blocks of %d threads", plan.grid, v.threads()));
-  if (!on_cpu) text += line("shared", format("%d bytes per block, stages: %d", plan.shared_memory, v.stages));
-  text += line("workspace", format("%lld bytes", static_cast<long long>(plan.workspace_bytes)));
-  text += line("work", with_prefix(cost.flops) + "FLOP");
-  text += line("traffic", with_prefix(cost.bytes) + "B at the least");
+  if (!on_cpu) text += line("shared", bytes_string(plan.shared_memory) + format(" per block, stages: %d", v.stages));
+  text += line("workspace", bytes_string(static_cast<double>(plan.workspace_bytes)));
+  text += line("work", flops_string(cost.flops));
+  text += line("traffic", bytes_string(cost.bytes) + " at the least");
   text += line("bound", bound_string(cost, on_cpu));
   return text;
 }

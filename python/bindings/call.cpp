@@ -29,6 +29,7 @@ void check_count(const char* function, handle tuple, std::size_t count, const ch
 }
 
 DeviceInfo device_for(const char* function, Device device) try {
+  if (const DeviceInfo* planned = planned_device()) return *planned;
   DeviceInfo info = device_info(device);
   if (device.type == DeviceType::kCpu) info.threads = nb::cast<int>(interned().get_num_threads());
   info.compute_capability = std::min(info.compute_capability, compute_capability_limit);

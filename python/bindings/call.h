@@ -35,6 +35,12 @@ struct Explained {
   std::string text;
 };
 
+/// The device that such a call is planned for; null: that of its tensors, which is also so in every other call.
+const DeviceInfo* planned_device();
+
+/// Stands for the memory of a tensor that has none, in a call that is only planned.
+void* planned_memory();
+
 /// Of the GPUs that device_for tells of from now on.
 void limit_compute_capability(int limit);
 

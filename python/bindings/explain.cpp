@@ -1,23 +1,61 @@
 // How a call would be computed, which the call itself says: so it is checked, cast and copied as always.
+#include <charconv>
+#include <cstdint>
+#include <optional>
+#include <string>
+
 #include "call.h"
+#include "flashtile/flashtile.h"
 
 namespace flashtile::bindings {
 namespace {
 
-thread_local bool explaining_here = false;
+/// What this thread is asked.
+struct Question {
+  std::optional<DeviceInfo> device;
+  std::uintptr_t memories = 0;  // that planned_memory has handed out
+};
+
+thread_local Question* question = nullptr;
 PyObject* explained_type = nullptr;  // lives as long as the process
 
+/// N of "cuda:N", and 0 of "cuda", where `type` is "cuda".
+std::optional<int> index_in(const std::string& name, const std::string& type) {
+  if (name == type) return 0;
+  if (!name.starts_with(type + ":")) return std::nullopt;
+  int index = -1;
+  const char* const last = name.data() + name.size();
+  const auto [end, error] = std::from_chars(name.data() + type.size() + 1, last, index);
+  if (error != std::errc() || end != last || index < 0) return std::nullopt;
+  return index;
+}
+
+/// The CPU or a GPU of this machine, or one that is described, of which `heading` tells.
+DeviceInfo device_named(const std::string& name, std::string& heading) {
+  if (index_in(name, "cpu")) return device_for("explain", {});
+  if (const auto index = index_in(name, "cuda")) return device_for("explain", {DeviceType::kCuda, *index});
+  const DeviceInfo gpu = described_gpu(name);
+  const int cc = gpu.compute_capability;
+  heading = "on the GPU " + gpu.name + ": compute capability " + std::to_string(cc / 10) + "." +
+            std::to_string(cc % 10) + ", " + std::to_string(gpu.multiprocessors) + " multiprocessors\n";
+  return gpu;
+}
+
 /// What the first call of a kernel says that `function` makes.
-nb::object explain(const nb::callable& function, const nb::args& arguments, const nb::kwargs& options) {
+nb::object explain(const nb::callable& function, nb::handle device, const nb::args& arguments,
+                   const nb::kwargs& options) {
   struct Scope {
-    Scope() { explaining_here = true; }
-    ~Scope() { explaining_here = false; }
+    Question asked;
+    ~Scope() { question = nullptr; }
   } scope;
+  std::string heading;
+  if (!device.is_none()) scope.asked.device = device_named(nb::str(device).c_str(), heading);
+  question = &scope.asked;
   try {
     function(*arguments, **options);
   } catch (nb::python_error& error) {
     if (!error.matches(explained_type)) throw;
-    return error.value().attr("args")[0];
+    return nb::str(heading.c_str()) + error.value().attr("args")[0];
   }
   return nb::none();
 }
@@ -25,7 +63,16 @@ nb::object explain(const nb::callable& function, const nb::args& arguments, cons
 }  // namespace
 
 bool explaining() {
-  return explaining_here;
+  return question != nullptr;
+}
+
+const DeviceInfo* planned_device() {
+  return question != nullptr && question->device ? &*question->device : nullptr;
+}
+
+void* planned_memory() {
+  constexpr int kApart = 56;  // 2^56 bytes, longer than any tensor
+  return reinterpret_cast<void*>(++question->memories << kApart);
 }
 
 void bind_explain(nb::module_& module) {
@@ -39,7 +86,7 @@ void bind_explain(nb::module_& module) {
       PyErr_SetString(explained_type, explained.text.c_str());
     }
   });
-  module.def("explain", &explain, nb::arg("function"), nb::arg("args"), nb::arg("kwargs"));
+  module.def("explain", &explain, nb::arg("function"), nb::arg("device").none(), nb::arg("args"), nb::arg("kwargs"));
 }
 
 }  // namespace flashtile::bindings

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "call.h"
 #include "dlpack.h"
 #include "flashtile/error.h"
 
@@ -169,10 +170,22 @@ TensorView view_by_attributes(const char* function, const char* name, nb::handle
   return view;
 }
 
+/// Of a call that is only planned, for `device`. The tensor may lie elsewhere, as one of the device "meta" nowhere: a
+/// plan reads no memory but that of tables on a CPU.
+TensorView view_for_plan(const char* function, const char* name, nb::handle object, const DeviceInfo& planned) {
+  TensorView view = view_by_attributes(function, name, object);
+  view.device = planned.device;
+  const bool read = view.device.type == DeviceType::kCpu && view.dtype == DType::kInt32;
+  if (!view.data && !read) view.data = planned_memory();
+  return view;
+}
+
 }  // namespace
 
 TensorView tensor_view(const char* function, const char* name, nb::handle object, const char* dtypes) {
   if (PyCapsule_IsValid(object.ptr(), kHiddenMemory)) return to_view(held_by(object.ptr())->tensor);
+  if (const DeviceInfo* planned = planned_device())
+    return readable(function, name, object, dtypes, view_for_plan(function, name, object, *planned));
   const dlpack::Exchange* exchange = exchange_of(object);
   return readable(
       function, name, object, dtypes,

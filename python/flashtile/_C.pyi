@@ -73,7 +73,9 @@ def backward(
 def kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: _CacheTensors, options: _CacheOptions
 ) -> tuple[Tensor, Tensor | None]: ...
-def explain(function: Callable[..., object], *args: Any, **kwargs: Any) -> str | None: ...  # None: no kernel called
+
+# device: None for that of the tensors. Returns None where no kernel was called.
+def explain(function: Callable[..., object], device: str | None, *args: Any, **kwargs: Any) -> str | None: ...
 def info() -> dict[str, Any]: ...
 
 CUDA_REMEDY: str  # what to do about a build without CUDA

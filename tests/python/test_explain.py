@@ -39,6 +39,101 @@ def test_explain_of_misaligned_tensors_is_that_of_their_copies():
     assert flashtile.explain(*case.tensors("cuda")) == flashtile.explain(*dense)
 
 
+def described(*shape, dtype=F16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    "name, like, kernel",
+    [
+        ("H100", "H100: compute capability 9.0, 132 multiprocessors", "sm90_"),
+        ("nvidia h200", "H200: compute capability 9.0, 132 multiprocessors", "sm90_"),
+        ("9.0", "H100: compute capability 9.0, 132 multiprocessors", "sm90_"),
+        ("sm_80", "A100: compute capability 8.0, 108 multiprocessors", "sm80_"),
+        ("rtx-4090", "RTX 4090: compute capability 8.9, 128 multiprocessors", "sm80_"),
+        ("B200", "B200: compute capability 10.0, 148 multiprocessors", "sm80_"),
+    ],
+)
+def test_explain_of_a_gpu_that_need_not_be_here(name, like, kernel):
+    q, k = described(64, 4096, 32, 128), described(64, 4096, 8, 128)
+    text = flashtile.explain(q, k, k, causal=True, device=name)
+    assert text.startswith(f"on the GPU {like}\nflashtile forward plan\n")
+    kernels = re.findall(r"  kernel    (\w+?_)", text)
+    assert kernels == [kernel, kernel]
+    assert ("(not in this build)" in text) != any(
+        name.startswith(kernel) for name in flashtile.info()["forward_kernels"]
+    )
+
+
+def test_explain_of_a_gpu_fits_its_multiprocessors_and_shared_memory():
+    q = described(64, 4096, 32, 128)
+    grids = [int(re.search(r"grid +(\d+)", flashtile.explain(q, q, q, device=gpu))[1]) for gpu in ("H100", "H20")]
+    assert grids == [132, 78]  # Hopper's forward is persistent
+    for gpu, limit in (("A100", 163), ("A10", 99), ("L4", 99), ("RTX 5090", 99), ("H100", 227), ("B200", 227)):
+        for head_dim in (64, 128, 256):
+            q = described(64, 4096, 32, head_dim)
+            found = [float(kib) for kib in re.findall(r"shared +([\d.]+) KiB", flashtile.explain(q, q, q, device=gpu))]
+            assert len(found) == 2 and max(found) <= limit
+
+
+def test_explain_plans_real_tensors_for_another_device():
+    q = torch.ones(2, 100, 4, 64, dtype=F16)
+    cu_seqlens = torch.tensor([0, 60, 100], dtype=torch.int32)
+    for tensors, options in (
+        ((q, q, q), {}),
+        ((q[0], q[0], q[0]), dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)),
+        ((q, q.clone(), q.clone()), dict(cache_seqlens=7, k_new=q[:, :5], v_new=q[:, 5:10], num_splits=2)),
+    ):
+        text = flashtile.explain(*tensors, **options, device="A100")
+        assert " on cuda:0" in text and "sm80_f16" in text
+        assert " on cpu" in flashtile.explain(*tensors, **options)  # nothing stays behind
+
+
+def test_explain_of_described_tensors_on_the_cpu():
+    """Of which it reads the tables alone."""
+    real, shape = torch.ones(2, 100, 4, 64), (2, 100, 4, 64)
+    q = described(*shape, dtype=torch.float32)
+    for device in ("cpu", torch.device("cpu"), "cpu:0"):
+        assert flashtile.explain(q, q, q, device=device) == flashtile.explain(real, real, real)
+    held = torch.tensor([3, 4], dtype=torch.int32)
+    plan = flashtile.explain(real, real, real, cache_seqlens=held)
+    assert flashtile.explain(q, q, q, cache_seqlens=held, device="cpu") == plan
+    with pytest.raises(TypeError, match="cache_seqlens has no memory, expected a tensor with data"):
+        flashtile.explain(q, q, q, cache_seqlens=held.to("meta"), device="cpu")
+    with pytest.raises(ValueError, match="attention_kvcache: cache_seqlens .*101"):
+        flashtile.explain(q, q, q, cache_seqlens=held + 98, device="cpu")
+
+
+@pytest.mark.gpu
+def test_explain_of_described_tensors_on_this_gpu():
+    real = torch.ones(2, 100, 4, 64, dtype=F16, device="cuda")
+    q = described(2, 100, 4, 64)
+    assert flashtile.explain(q, q, q, device="cuda") == flashtile.explain(real, real, real)
+
+
+@pytest.mark.parametrize("device", ["X100", "", "cuda:", "cuda:-1", "cuda:1x", "8.8"])
+def test_explain_refuses_a_device_that_it_does_not_know(device):
+    q = described(1, 8, 1, 8)
+    with pytest.raises(ValueError, match=f"^explain: device is {device}, expected cpu, cuda, A100, .* such as 9.0$"):
+        flashtile.explain(q, q, q, device=device)
+    with pytest.raises(
+        NotImplementedError, match=r"^attention: q is on cuda:0 \(T4, compute capability 7.5\), expected"
+    ):
+        flashtile.explain(q, q, q, device="T4")
+
+
+def test_explain_prints_sizes_that_people_can_read():
+    big = described(8, 32768, 16, 128)
+    text = flashtile.explain(big, big, big, causal=True, device="H100")
+    forward, backward = text.split("\n\n")[:2]
+    assert "work      35.19 TFLOP\n" in forward and "traffic   4.016 GiB at the least" in forward
+    assert re.search(r"shared +2\d\d(\.\d)? KiB per block", forward)
+    assert re.search(r"workspace [\d.]+ GiB\n", backward)
+    tiny = torch.ones(1, 1, 1, 8)
+    text = flashtile.explain(tiny, tiny, tiny)
+    assert "work      32 FLOP\n" in text and "traffic   132 bytes at the least" in text
+
+
 def small_cache(device, **options):
     """A cache in which nothing is, to which the call would write."""
     k_cache, v_cache = torch.zeros(2, 3, 64, 2, 64, dtype=F16, device=device)

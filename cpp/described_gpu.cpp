@@ -1,0 +1,68 @@
+// GPUs that need not be in this machine: what select knows of a device, by its name, for plans alone.
+#include <cctype>
+#include <string>
+
+#include "flashtile/flashtile.h"
+#include "message.h"
+
+namespace flashtile {
+namespace {
+
+struct Gpu {
+  const char* name;
+  int compute_capability;
+  int multiprocessors;
+};
+
+// The first of a compute capability stands for it.
+constexpr Gpu kGpus[] = {
+    {"A100", 80, 108},     {"A30", 80, 56},    {"A40", 86, 84}, {"A10", 86, 72},    {"RTX 3090", 86, 82},
+    {"RTX 4090", 89, 128}, {"L40S", 89, 142},  {"L4", 89, 58},  {"H100", 90, 132},  {"H100 PCIe", 90, 114},
+    {"H200", 90, 132},     {"GH200", 90, 132}, {"H20", 90, 78}, {"B200", 100, 148}, {"RTX 5090", 120, 170},
+    {"V100", 70, 80},      {"T4", 75, 40},
+};
+
+/// KiB that one thread block may ask for.
+int shared_memory_kib(int compute_capability) {
+  switch (compute_capability) {
+    case 70: return 96;
+    case 75: return 64;
+    case 80: return 163;
+    case 90:
+    case 100: return 227;
+    default: return 99;
+  }
+}
+
+/// Letters and digits alone, small: "RTX 4090" and "rtx-4090", "9.0" and "90" are one.
+std::string plain(const std::string& name) {
+  std::string text;
+  for (const unsigned char c : name)
+    if (std::isalnum(c)) text += static_cast<char>(std::tolower(c));
+  return text;
+}
+
+std::string without_prefix(const std::string& text, const std::string& prefix) {
+  return text.starts_with(prefix) ? text.substr(prefix.size()) : text;
+}
+
+}  // namespace
+
+DeviceInfo described_gpu(const std::string& name) {
+  const std::string wanted = without_prefix(plain(name), "nvidia");
+  std::string names;
+  for (const Gpu& gpu : kGpus) {
+    const std::string capability = std::to_string(gpu.compute_capability);
+    if (wanted == plain(gpu.name) || without_prefix(wanted, "sm") == capability)
+      return {.device = {DeviceType::kCuda, 0},
+              .name = gpu.name,
+              .compute_capability = gpu.compute_capability,
+              .multiprocessors = gpu.multiprocessors,
+              .max_shared_memory = shared_memory_kib(gpu.compute_capability) * 1024};
+    names += std::string(gpu.name) + ", ";
+  }
+  refuse<InvalidArgument>("explain", "device", "is " + name,
+                          "cpu, cuda, " + names + "or a compute capability of theirs, such as 9.0");
+}
+
+}  // namespace flashtile
