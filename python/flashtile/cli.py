@@ -4,43 +4,118 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from ._refusal import Refusal
 
 if TYPE_CHECKING:
     import torch
 
+PICTURES = (".png", ".svg", ".pdf")  # what matplotlib draws without a further package
+DTYPES = ("float32", "float16", "bfloat16")
+SIZE_LIMIT = 2**30  # of every size, see docs/contract.md
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    return options.command(options)
+    try:
+        status = options.command(options)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return 130  # as a shell has it of SIGINT
+    except BrokenPipeError:
+        _drop_output()  # whoever read it has seen enough
+        return 1
+    except (Refusal, OSError) as error:
+        _drop_output()
+        print(f"flashtile: {error}", file=sys.stderr)
+        return 2
+
+
+def _drop_output() -> None:
+    """What is still to be written may go nowhere: the interpreter would try again at its end."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flashtile", description="Exact attention for PyTorch.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("info", help="what this build holds and what it runs on").set_defaults(command=_info)
+    _add_explain(commands)
+    _add_demo(commands)
+    _add_bench(commands)
+    _add_ladder(commands)
+    return parser
 
-    info = commands.add_parser("info", help="what this build holds and what it runs on")
-    info.set_defaults(command=_info)
 
+def _add_explain(commands: Any) -> None:
     explain = commands.add_parser("explain", help="which kernel serves a problem, and why")
-    for name in ("B", "S_q", "S_k", "H_q", "H_k", "D"):
-        explain.add_argument(name, type=_whole(0))
-    explain.add_argument("--D_v", type=_whole(0), help="head dimension of V (default: D)")
-    explain.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
-    explain.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
-    explain.add_argument("--causal", action="store_true")
+    for name, what in (
+        ("B", "sequences, the batch"),
+        ("S_q", "queries of each sequence"),
+        ("S_k", "keys of each sequence; of a cache, its room for them"),
+        ("H_q", "heads of the queries"),
+        ("H_k", "heads of the keys and values, of which H_q is a multiple"),
+        ("D", "head dimension of Q and K"),
+    ):
+        explain.add_argument(name, type=_whole(0), help=what)
+    explain.add_argument("--D_v", type=_whole(0), metavar="D_v", help="head dimension of V (default: D)")
+    explain.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="(default: bfloat16)")
+    where = explain.add_mutually_exclusive_group()
+    where.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    where.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="a GPU that need not be in this machine, by its name or compute capability: A100, H100, 'RTX 4090', 9.0",
+    )
+    explain.add_argument("--causal", action="store_true", help="hide the keys that come after a query's own")
+    explain.add_argument(
+        "--window",
+        nargs=2,
+        type=_distance,
+        metavar=("LEFT", "RIGHT"),
+        help="keys that each query sees on either side of its own; none: all of them",
+    )
+    explain.add_argument("--scale", type=float, help="factor of the scores (default: 1/sqrt(D))")
+    explain.add_argument("--softcap", type=float, default=0.0, metavar="BOUND", help="bound of the scores")
+    explain.add_argument("--alibi", action="store_true", help="with ALiBi's slopes")
+    explain.add_argument("--sinks", action="store_true", help="with a learnable logit for each head")
+    explain.add_argument("--dropout", type=float, default=0.0, metavar="P", help="probability that a weight is dropped")
+    explain.add_argument("--deterministic", action="store_true", help="with gradients that repeat to the bit")
+    explain.add_argument(
+        "--varlen", action="store_true", help="a ragged batch: sequences stand one behind the other, without padding"
+    )
     explain.add_argument("--cache", action="store_true", help="keys stand in a cache with room for S_k rows each")
-    explain.add_argument("--page-size", type=_whole(1), help="of a cache in pages, in rows")
+    explain.add_argument("--page-size", type=_whole(1), metavar="ROWS", help="of a cache in pages, in rows")
+    explain.add_argument(
+        "--splits", type=_whole(0), metavar="N", help="of a cache: parts that keys are divided into (default: 0, any)"
+    )
+    explain.add_argument(
+        "--batch-invariant", action="store_true", help="of a cache: results that depend on no neighbour"
+    )
     explain.set_defaults(command=_explain)
 
+
+def _add_demo(commands: Any) -> None:
     demo = commands.add_parser("demo", help="is it exact, is it fast, does a model train the same with it?")
     demo.add_argument("--seconds", type=_seconds, default=60, help="of training, both runs together (default: 60)")
-    demo.add_argument("--output", type=Path, default=Path("demo.png"), help="where the loss curves are drawn")
+    demo.add_argument(
+        "--output", type=Path, default=Path("demo.png"), help="where the loss curves are drawn (default: demo.png)"
+    )
     demo.set_defaults(command=_demo)
 
+
+def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="time flashtile against PyTorch's attention")
     bench.add_argument(
         "--suite",
@@ -84,6 +159,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.set_defaults(command=_bench)
 
+
+def _add_ladder(commands: Any) -> None:
     ladder = commands.add_parser("ladder", help="attention from the textbook to Hopper: each rung's time, bytes, error")
     for name, what in (
         ("--batch", "(default: 2, or 1 on a CPU)"),
@@ -94,9 +171,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--head-dim", "(default: 128, or 64 on a CPU)"),
     ):
         ladder.add_argument(name, type=_whole(1), help=what)
-    ladder.add_argument(
-        "--dtype", choices=("float32", "float16", "bfloat16"), help="(default: bfloat16, or float32 on a CPU)"
-    )
+    ladder.add_argument("--dtype", choices=DTYPES, help="(default: bfloat16, or float32 on a CPU)")
     ladder.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     ladder.add_argument("--causal", action="store_true")
     ladder.add_argument("--quick", action="store_true", help="a few rounds each: does everything run?")
@@ -104,7 +179,10 @@ def _parser() -> argparse.ArgumentParser:
         "--measure", action="store_true", help="also count bytes of DRAM and L2, by Nsight Compute's ncu"
     )
     ladder.add_argument(
-        "--once", nargs="+", metavar="KEY", help="no table: run these rungs a single time each, for a profiler"
+        "--once",
+        nargs="+",
+        metavar="KEY",
+        help="no table: run these rungs (standard, flash2, sm90, ...) a single time each, for a profiler",
     )
     ladder.add_argument("--json", type=Path, metavar="FILE", help="store the results")
     ladder.add_argument("--markdown", type=Path, metavar="FILE", help="measure nothing; print stored results")
@@ -112,18 +190,22 @@ def _parser() -> argparse.ArgumentParser:
         "--into", type=Path, metavar="PAGE", help="with --markdown: put them between the page's result marks"
     )
     ladder.set_defaults(command=_ladder)
-    return parser
 
 
 def _whole(least: int) -> Callable[[str], int]:
-    """The type of an argument that is an int, `least` or above."""
+    """The type of an argument that is a size, `least` or above."""
 
     def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"is {text}, expected an int of at least {least}")
-        return int(text)
+        digits = text.lstrip("0") or text[-1:]
+        if not text.isdecimal() or len(digits) > 10 or not least <= int(digits) < SIZE_LIMIT:
+            raise argparse.ArgumentTypeError(f"is {text}, expected an int from {least} to 2^30 - 1")
+        return int(digits)
 
     return number
+
+
+def _distance(text: str) -> int | None:
+    return None if text.lower() == "none" else _whole(0)(text)
 
 
 def _seconds(text: str) -> float:
@@ -136,6 +218,10 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
 def _info(options: argparse.Namespace) -> int:
     import flashtile
 
@@ -144,27 +230,63 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    import torch
-
     import flashtile
 
-    head_dim_v = options.D if options.D_v is None else options.D_v
-    rows, cache = (options.B, options.S_k), {}
+    device = options.gpu or str(_device("explain", options.device))
     try:
-        settings = {"dtype": getattr(torch, options.dtype), "device": _device("explain", options.device)}
-        if options.cache or options.page_size:
-            cache["cache_seqlens"] = options.S_k
-        if options.page_size:
-            pages = -(-options.S_k // options.page_size)
-            rows = options.B * pages, options.page_size
-            cache["block_table"] = torch.zeros(options.B, pages, dtype=torch.int32, device=settings["device"])
-        q = torch.empty(options.B, options.S_q, options.H_q, options.D, **settings)
-        k = torch.empty(*rows, options.H_k, options.D, **settings)
-        v = torch.empty(*rows, options.H_k, head_dim_v, **settings)
-        print(flashtile.explain(q, k, v, causal=options.causal, **cache))
-    except (ValueError, RuntimeError) as error:  # such as of a tensor that no memory holds
-        return _refuse(str(error).partition("\n")[0])
+        tensors, named = _problem(options, device)
+    except RuntimeError as error:  # of sizes whose product is no int64, or a table that no memory holds
+        raise Refusal(f"explain: {_first_line(error)}") from None
+    try:
+        print(flashtile.explain(*tensors, device=device, **named))
+    except (ValueError, RuntimeError) as error:
+        raise Refusal(_first_line(error)) from None
     return 0
+
+
+def _problem(options: argparse.Namespace, device: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """The tensors that the numbers stand for, and what goes with them by name. A plan reads the tables of a CPU alone:
+    all others have no memory."""
+    import torch
+
+    head_dim_v = options.D if options.D_v is None else options.D_v
+    cached = options.cache or options.page_size is not None
+    for_caches = {"--splits": options.splits is not None, "--batch-invariant": options.batch_invariant}
+    for_others = {"--dropout": options.dropout != 0, "--deterministic": options.deterministic}
+    for name, given in (for_others if cached else for_caches).items():
+        if given:
+            raise Refusal(f"explain: {name} is given, expected it {'without' if cached else 'with'} a cache")
+
+    dtype = getattr(torch, options.dtype)
+    tables = {"dtype": torch.int32, "device": "cpu" if device.startswith("cpu") else "meta"}
+    batch, queries, keys = options.B, (options.B, options.S_q), (options.B, options.S_k)
+    named: dict[str, Any] = {
+        "causal": options.causal,
+        "window": None if options.window is None else tuple(options.window),
+        "scale": options.scale,
+        "softcap": options.softcap,
+    }
+    if options.alibi:
+        named["alibi_slopes"] = torch.empty(options.H_q, device="meta")
+    if options.sinks:
+        named["sinks"] = torch.empty(options.H_q, device="meta")
+    if options.varlen:
+        queries = (batch * options.S_q,)
+        named["cu_seqlens_q"] = torch.arange(batch + 1, **tables) * options.S_q
+    if cached:
+        named["cache_seqlens"] = torch.full((batch,), options.S_k, **tables)
+        named |= {"num_splits": options.splits or 0, "batch_invariant": options.batch_invariant}
+        if options.page_size is not None:
+            pages = -(-options.S_k // options.page_size)
+            keys = batch * pages, options.page_size
+            named["block_table"] = torch.zeros(pages, **tables).expand(batch, pages)
+    else:
+        named |= {"dropout_p": options.dropout, "seed": 0, "deterministic": options.deterministic or None}
+        if options.varlen:
+            keys = (batch * options.S_k,)
+            named["cu_seqlens_k"] = torch.arange(batch + 1, **tables) * options.S_k
+    shapes = (*queries, options.H_q, options.D), (*keys, options.H_k, options.D), (*keys, options.H_k, head_dim_v)
+    return [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes], named
 
 
 def _device(command: str, name: str | None) -> torch.device:
@@ -173,15 +295,24 @@ def _device(command: str, name: str | None) -> torch.device:
 
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"{command}: --device is {name}, expected cpu or cuda")
+        raise Refusal(f"{command}: --device is {name}, expected cpu or cuda")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"{command}: --device is {name}, and torch sees no CUDA device")
-    return torch.device(name)
+        raise Refusal(f"{command}: --device is {name}, and torch sees no CUDA device")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise Refusal(f"{command}: --device is {name}, expected one such as cuda:0") from None
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        raise Refusal(f"{command}: --device is {name}, and torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
 
 
 def _demo(options: argparse.Namespace) -> int:
-    if missing := _without_matplotlib("demo", "demo") or _unwritable(options.output):
-        return missing
+    _need_matplotlib("demo", "demo")
+    if options.output.suffix.lower() not in PICTURES and not options.output.is_dir():
+        expected = f"a name that ends in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}"
+        raise Refusal(f"demo: --output is {options.output}, expected {expected}")
+    _need_writable(options.output)
     from flashtile import demo
 
     return demo.run(options.seconds, options.output)
@@ -189,20 +320,18 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     if options.profile and (options.json or options.plots or options.suite == "host"):
-        return _refuse("bench: --profile times nothing, expected no --json, no --plots and a suite other than host")
+        raise Refusal("bench: --profile times nothing, expected no --json, no --plots and a suite other than host")
     if (options.into or options.brief) and not options.markdown:
-        return _refuse("bench: --into or --brief is given, expected --markdown with it")
-    if options.plots and (missing := _without_matplotlib("bench --plots", "plot")):
-        return missing
-    if refused := _unwritable(options.json, options.plots and options.plots / "suite.svg"):
-        return refused
+        raise Refusal("bench: --into or --brief is given, expected --markdown with it")
+    if options.markdown and options.json:
+        raise Refusal("bench: --markdown measures nothing, expected no --json")
+    if options.plots:
+        _need_matplotlib("bench --plots", "plot")
+    _need_writable(options.json, options.plots and options.plots / "suite.svg")
     from flashtile.bench import command
 
     if options.markdown:
-        try:
-            return command.show_stored(options.markdown, options.into, plots_folder=options.plots, brief=options.brief)
-        except (OSError, ValueError) as error:
-            return _refuse(error)
+        return command.show_stored(options.markdown, options.into, plots_folder=options.plots, brief=options.brief)
     return command.measure(
         options.suite,
         dtype=options.dtype,
@@ -216,27 +345,21 @@ def _bench(options: argparse.Namespace) -> int:
     )
 
 
-def _unwritable(*paths: Path | None) -> int:
-    """0 where files can be written there, so that nobody measures in vain. Makes their folders."""
+def _need_writable(*paths: Path | None) -> None:
+    """An OSError where a file cannot be written there, so that nobody measures in vain. Makes their folders."""
     for path in filter(None, paths):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            new = not path.exists()
-            path.open("a").close()
-            if new:
-                path.unlink()
-        except OSError as error:
-            return _refuse(error)
-    return 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        path.open("a").close()
+        if new:
+            path.unlink()
 
 
-def _without_matplotlib(command: str, extra: str) -> int:
-    """0 where there is one."""
+def _need_matplotlib(command: str, extra: str) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        return _refuse(f"{command} draws with matplotlib: pip install 'flashtile[{extra}]'")
-    return 0
+        raise Refusal(f"{command} draws with matplotlib: pip install 'flashtile[{extra}]'") from None
 
 
 def _ladder(options: argparse.Namespace) -> int:
@@ -244,20 +367,15 @@ def _ladder(options: argparse.Namespace) -> int:
     from flashtile.reference import command
 
     if options.into and not options.markdown:
-        return _refuse("ladder: --into is given, expected --markdown with it")
+        raise Refusal("ladder: --into is given, expected --markdown with it")
     if options.markdown:
-        try:
-            return command.show_stored(options.markdown, options.into)
-        except (OSError, ValueError) as error:
-            return _refuse(error)
+        if options.json:
+            raise Refusal("ladder: --markdown measures nothing, expected no --json")
+        return command.show_stored(options.markdown, options.into)
     if options.once and options.json:
-        return _refuse("ladder: --once times nothing, expected no --json")
-    if refused := _unwritable(options.json):
-        return refused
-    try:
-        device = _device("ladder", options.device)
-    except (ValueError, RuntimeError) as error:
-        return _refuse(error)
+        raise Refusal("ladder: --once times nothing, expected no --json")
+    _need_writable(options.json)
+    device = _device("ladder", options.device)
     gpu = device.type == "cuda"
     seqlen = options.seqlen or (4096 if gpu else 1024)
     heads = options.heads or (16 if gpu else 4)
@@ -274,15 +392,7 @@ def _ladder(options: argparse.Namespace) -> int:
         causal=options.causal,
     )
     if case.heads_q % case.heads_k:
-        return _refuse(f"ladder: --heads is {case.heads_q}, expected a multiple of --kv-heads, {case.heads_k}")
+        raise Refusal(f"ladder: --heads is {case.heads_q}, expected a multiple of --kv-heads, {case.heads_k}")
     if options.once is None:
         return command.show(case, device, quick=options.quick, measure=options.measure, json_path=options.json)
-    try:
-        return command.once(options.once, case, device)
-    except ValueError as error:
-        return _refuse(error)
-
-
-def _refuse(reason: object) -> int:
-    print(f"flashtile: {reason}", file=sys.stderr)
-    return 2
+    return command.once(options.once, case, device)

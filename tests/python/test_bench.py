@@ -12,6 +12,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 import flashtile
+from flashtile._refusal import Refusal
 from flashtile.bench import command, further, report, run, suites, timing
 from flashtile.bench.cases import Case, Work, make_inputs, visible
 from flashtile.bench.oracle import Oracle, Verdict, attention_float64, attention_sdpa, results
@@ -308,10 +309,10 @@ def test_an_outside_peer_is_not_asked_for_a_window():
         ("best peer=math:sqrt", "is named 'best peer', expected a name that is not taken"),
     ],
 )
-def test_a_wrong_peer_is_refused_before_anything_runs(text, message, capsys):
-    assert command.measure("forward", peers=[text]) == 2
-    shown = capsys.readouterr().out
-    assert shown.startswith("bench: --peer ") and message in shown
+def test_a_wrong_peer_is_refused_before_anything_runs(text, message):
+    with pytest.raises(Refusal, match=r"^bench: --peer ") as refusal:
+        command.measure("forward", peers=[text])
+    assert message in str(refusal.value)
 
 
 def test_two_peers_of_one_name_are_refused():
@@ -328,10 +329,9 @@ def test_two_peers_of_one_name_are_refused():
         ("cpu", "--peer", {"peers": ["Mine=math:sqrt"]}),
     ],
 )
-def test_suites_that_take_no_further_peers(suite, argument, options, capsys):
-    assert command.measure(suite, **options) == 2
-    shown = capsys.readouterr().out
-    assert f"{argument} is given with suite {suite!r}, expected suite 'forward' or 'backward'" in shown
+def test_suites_that_take_no_further_peers(suite, argument, options):
+    with pytest.raises(Refusal, match=f"{argument} is given with suite '{suite}', expected suite 'forward' or"):
+        command.measure(suite, **options)
 
 
 def test_a_compiled_peer_is_differentiated_again_and_again():
@@ -502,9 +502,9 @@ def test_host_suite_measures_both_calls(capsys, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_a_gpu_suite_without_a_gpu_is_refused(capsys):
-    assert command.measure("forward") == 2
-    assert "needs a CUDA device" in capsys.readouterr().out
+def test_a_gpu_suite_without_a_gpu_is_refused():
+    with pytest.raises(Refusal, match="needs a CUDA device"):
+        command.measure("forward")
 
 
 def test_stored_runs_become_a_table_on_a_page(tmp_path, monkeypatch):

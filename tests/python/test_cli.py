@@ -1,6 +1,8 @@
 """The command line runs, says what it should, and reports failure through its exit status."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -30,6 +32,59 @@ def test_explain(capsys):
 def test_explain_of_a_cache(option, shown, capsys):
     assert main(["explain", "2", "1", "120", "8", "2", "64", "--dtype", "float32", "--device", "cpu", *option]) == 0
     assert shown in capsys.readouterr().out
+
+
+SMALL = ["explain", "2", "100", "120", "8", "2", "64", "--dtype", "float16"]
+
+
+@pytest.mark.parametrize(
+    "options, shown",
+    [
+        ("--window 10 0", "window (10, 0)"),
+        ("--window none 3", "window (None, 3)"),
+        ("--window NONE none", "full"),
+        ("--causal --window 5 7", "window (5, 0)"),
+        ("--softcap 30", "softcap 30"),
+        ("--scale -0.5", "scale -0.5"),
+        ("--alibi", "ALiBi"),
+        ("--sinks", "sinks"),
+        ("--dropout 0.25", "dropout 0.25"),
+        ("--deterministic", "deterministic"),
+        ("--varlen", "B=2 ragged T_q=200 T_k=240"),
+        ("--varlen --cache", "B=2 ragged T_q=200 T_k=120"),
+        ("--D_v 32", "D=64 D_v=32"),
+    ],
+)
+@pytest.mark.parametrize("where", ["--device cpu", "--gpu A100"])
+def test_explain_takes_the_options_of_attention(options, shown, where, capsys):
+    assert main([*SMALL, *options.split(), *where.split()]) == 0
+    out = capsys.readouterr().out
+    assert all(shown in line for line in out.splitlines() if line.startswith("  problem"))
+
+
+@pytest.mark.parametrize(
+    "options, shown", [("--splits 3", "3 of a tile's keys"), ("--batch-invariant", "of 1024 keys")]
+)
+def test_explain_takes_the_options_of_a_cache(options, shown, capsys):
+    assert main([*SMALL[:3], "5000", *SMALL[4:], "--page-size", "16", "--gpu", "H100", *options.split()]) == 0
+    out = capsys.readouterr().out
+    assert "B=2 S_q=100 S_k=5008" in out and "313 of 626 pages of 16 rows" in out and shown in out
+
+
+def test_explain_needs_no_memory_for_the_problem(capsys):
+    """Which has 2^60 elements."""
+    sizes = ["1048576", "1048576", "1048576", "1024", "1", "128"]
+    for where in (["--device", "cpu"], ["--gpu", "9.0"]):
+        assert main(["explain", *sizes, *where]) in (0, 2)  # a GPU cannot count so many tiles
+    assert "threads: " in capsys.readouterr().out
+
+
+def test_explain_says_what_its_numbers_are(capsys):
+    with pytest.raises(SystemExit):
+        main(["explain", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in ("B sequences, the batch", "S_q queries of each sequence", "H_k heads of the keys", "D head dimension"):
+        assert text in shown
 
 
 def test_explain_refuses_what_attention_refuses(capsys):
@@ -69,7 +124,8 @@ def test_bench_passes_further_peers_on(monkeypatch):
 
 def test_bench_refuses_a_peer_that_is_not_there(capsys):
     assert main(["bench", "--suite", "forward", "--peer", "Mine=no_such_module:f"]) == 2
-    assert "has module 'no_such_module', expected one that can be imported" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "has module 'no_such_module', expected one that can be imported" in shown.err and not shown.out
 
 
 SMALL_LADDER = ["ladder", "--device", "cpu", "--seqlen", "40", "--heads", "2", "--kv-heads", "1", "--head-dim", "16"]
@@ -112,6 +168,10 @@ def test_ladder_once(capsys):
         (["--device", "gpu"], "ladder: --device is gpu, expected cpu or cuda"),
         (["--into", "page.md"], "ladder: --into is given, expected --markdown with it"),
         (["--json", "."], "Is a directory: '.'"),
+        (["--markdown", "run.json", "--json", "f"], "ladder: --markdown measures nothing, expected no --json"),
+        (["--measure"], "ladder: --measure needs an NVIDIA GPU"),
+        (["--batch", "1073741823"], "ladder: B1073741823 S40 H2/1 D16 full f32 forward takes at least "),
+        (["--once", "standard", "--batch", "1073741823"], "expected at most the "),
     ],
 )
 def test_ladder_refuses(capsys, monkeypatch, arguments, reason):
@@ -133,11 +193,36 @@ def test_demo_says_what_it_lacks(monkeypatch, capsys):
         ("bench --plots {file}", "File exists: '{file}'"),
         ("bench --into page.md", "bench: --into or --brief is given, expected --markdown with it"),
         ("bench --markdown {file}", "{file} is no JSON, expected a stored run"),
+        ("bench --markdown {file} --into {file}", "{file} has no <!-- results:begin -->"),
+        ("bench --markdown {file} --json x.json", "bench: --markdown measures nothing, expected no --json"),
+        ("bench --markdown {folder}", "Is a directory: '{folder}'"),
+        ("ladder --markdown {folder}", "Is a directory: '{folder}'"),
         ("demo --output .", "Is a directory: '.'"),
+        (
+            "demo --output {folder}/x.nonsense",
+            "demo: --output is {folder}/x.nonsense, expected a name that ends in .png",
+        ),
+        ("demo --output {folder}/x", "demo: --output is {folder}/x, expected a name that ends in .png, .svg or .pdf"),
+        ("demo --output {file}/x.png", "File exists: '{file}'"),
         ("explain 1 8 8 2 2 64 --device gpu", "explain: --device is gpu, expected cpu or cuda"),
         ("explain 1 8 8 2 2 64 --device cuda", "explain: --device is cuda, and torch sees no CUDA device"),
+        ("explain 1 8 8 2 2 64 --device cuda:x", "explain: --device is cuda:x, and torch sees no CUDA device"),
+        ("explain 1 8 8 2 2 64 --device cpu:x", "explain: --device is cpu:x, expected one such as cuda:0"),
+        ("explain 1 8 8 2 2 64 --gpu X1", "explain: device is X1, expected cpu, cuda, A100, "),
+        ("explain 1 8 8 2 2 64 --gpu V100", "(V100, compute capability 7.0), expected compute capability 8.0"),
+        (
+            "explain 1 8 8 2 2 64 --gpu H100 --dtype float32",
+            "q has dtype float32 on cuda:0, expected float16 or bfloat16",
+        ),
         ("explain 1 8 8 2 2 64 --device cpu --D_v 0", "attention: v has shape (1, 8, 2, 0), expected"),
-        ("explain 999999 999999999 8 2 2 64 --device cpu", "allocate"),
+        ("explain 1 8 8 2 2 64 --device cpu --softcap nan", "attention: softcap is nan, expected a finite"),
+        ("explain 1 8 8 2 2 64 --device cpu --dropout 1", "attention: dropout_p is 1, expected a probability"),
+        ("explain 1 8 8 2 2 64 --device cpu --splits 1", "explain: --splits is given, expected it with a cache"),
+        (
+            "explain 1 8 8 2 2 64 --cache --sinks --dropout 0.1",
+            "explain: --dropout is given, expected it without a cache",
+        ),
+        ("explain 1073741823 1073741823 1073741823 8 2 64", "explain: Storage size calculation overflowed"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_measured(capsys, monkeypatch, tmp_path, arguments, reason):
@@ -146,16 +231,81 @@ def test_what_cannot_be_done_is_refused_before_anything_is_measured(capsys, monk
     monkeypatch.setattr("flashtile.bench.command.measure", None)
     file = tmp_path / "file"
     file.write_text("no record")
-    assert main(arguments.format(file=file).split()) == 2
-    assert reason.format(file=file) in capsys.readouterr().err
+    names = {"file": file, "folder": tmp_path}
+    assert main(arguments.format(**names).split()) == 2
+    said = capsys.readouterr().err
+    assert reason.format(**names) in said and said.count("\n") == 1
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_record_of_something_else_is_refused(tmp_path, capsys):
-    path = tmp_path / "list.json"
-    path.write_text("[]")
-    assert main(["bench", "--markdown", str(path)]) == 2
-    assert f"{path} has format None, expected 1" in capsys.readouterr().err
+CELL = {"name": "a", "shape": "b", "mask": "full", "results": {}, "ratios": {}}
+
+
+@pytest.mark.parametrize(
+    "record, reason",
+    [
+        ([], "has format None, expected 1"),
+        ({"format": 1}, "is no stored run: it has no 'suite'"),
+        ({"format": 1, "suite": "forward"}, "is no stored run: it has no 'cells'"),
+        ({"format": 1, "suite": ["forward"]}, "has suite ['forward'], expected one of forward, "),
+        ({"format": 1, "suite": "forward", "cells": [1]}, "is no stored run: TypeError: 'int' object"),
+        ({"format": 1, "suite": "forward", "cells": [CELL]}, "is no stored run: it has no 'case'"),
+        ({"format": 1, "suite": "forward", "cells": [], "machine": []}, "is no stored run: AttributeError: 'list'"),
+        ({"format": 1, "suite": "forward", "cells": [], "machine": {}}, "is no stored run: it has no "),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("options", ["", "--brief", "--plots {folder}/plots"])
+def test_a_record_of_something_else_is_refused(record, reason, options, tmp_path, capsys):
+    path, page = tmp_path / "run.json", tmp_path / "page.md"
+    path.write_text(json.dumps(record))
+    page.write_text("<!-- results:begin -->before<!-- results:end -->")
+    options = options.format(folder=tmp_path).split()
+    status = main(["bench", "--markdown", str(path), "--into", str(page), *options])
+    if options == ["--brief"] and record and record.get("cells", [1]) in ([], [CELL]):
+        return  # of a cell in which nothing was timed it asks no more
+    said = capsys.readouterr().err
+    assert status == 2 and f"{path} {reason}" in said and said.count("\n") == 1
+    assert "before" in page.read_text() and not any(tmp_path.glob("plots/*"))
+
+
+@pytest.mark.parametrize(
+    "record, reason",
+    [
+        ({"format": 1, "suite": "ladder"}, "is no stored run: it has no 'cells'"),
+        ({"format": 1, "suite": "ladder", "cells": []}, "is no stored run: ValueError: not enough values"),
+        ({"format": 1, "suite": "ladder", "cells": [CELL]}, "is no stored run: it has no 'bytes'"),
+        ({"format": 1, "suite": "cpu"}, "has suite 'cpu', expected 'ladder'"),
+    ],
+    ids=repr,
+)
+def test_a_record_that_is_no_ladder_is_refused(record, reason, tmp_path, capsys):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(record))
+    assert main(["ladder", "--markdown", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{path} {reason}" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "command", ["info", "explain 1 8 8 2 2 64 --gpu H100", "ladder --seqlen 8 --device cpu --quick"]
+)
+@pytest.mark.parametrize(
+    "output, status, said", [("closed", 1, ""), ("/dev/full", 2, "flashtile: [Errno 28] No space")]
+)
+def test_an_output_that_takes_nothing_ends_a_command(command, output, status, said):
+    program = f"import sys; from flashtile.cli import main; sys.exit(main({command.split()}))"
+    if output == "closed":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open(output, os.O_WRONLY)
+    try:
+        ran = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writer)
+    assert ran.returncode == status
+    assert ran.stderr.startswith(said) and ran.stderr.count("\n") == bool(said)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +316,15 @@ def test_a_record_of_something_else_is_refused(tmp_path, capsys):
         ["bench", "--suite", "speed"],
         ["explain", "1"],
         ["explain", "1", "-8", "8", "2", "2", "64"],
+        ["explain", "9223372036854775808", "1", "1", "1", "1", "64"],
         ["explain", "1", "8", "8", "2", "2", "64", "--page-size", "0"],
+        ["explain", "1", "8", "8", "2", "2", "64", "--page-size", "9" * 5000],
+        ["explain", "1", "8", "8", "2", "2", "64", "--window", "3"],
+        ["explain", "1", "8", "8", "2", "2", "64", "--window", "-1", "0"],
+        ["explain", "1", "8", "8", "2", "2", "64", "--softcap", "much"],
+        ["explain", "1", "8", "8", "2", "2", "64", "--gpu", "H100", "--device", "cpu"],
         ["ladder", "--batch", "0"],
+        ["ladder", "--batch", "1099511627776"],
         ["demo", "--seconds", "nan"],
     ],
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import math
 import re
 import shutil
 import sys
@@ -11,12 +12,16 @@ import pytest
 import torch
 from rich.console import Console
 
+from flashtile._refusal import Refusal
 from flashtile.bench import machine, report
 from flashtile.bench.cases import Case
-from flashtile.reference import RUNGS, command, flash2, rung
+from flashtile.bench.run import Entry
+from flashtile.reference import RUNGS, command, flash2, record, rung
 
 CPU = torch.device("cpu")
 SMALL = Case(1, 40, 60, 2, 1, 16, 16, dtype="float32", causal=True)
+PAGE = Path(__file__).parents[2] / "docs" / "ladder.md"
+STORED = sorted((PAGE.parents[1] / "benchmarks" / "results").glob("h200-ladder-*.json"))
 
 
 @pytest.fixture
@@ -32,9 +37,33 @@ def test_the_table_has_every_rung(shown):
     for each in RUNGS:
         (line,) = [line for line in lines if line.split()[:1] == [str(each.number)]]
         if reason := each.available(CPU):
-            assert reason.split()[0] in line and "—" in line
+            assert "—" in line and f"{each.key} did not run {SMALL}: {reason}" in lines
         else:
-            assert f"{each.bytes_moved(SMALL) / 1e6:,.1f} MB" in line and "—" not in line
+            assert f" {each.bytes_moved(SMALL) / 1e6:,.1f} " in line and "—" not in line
+
+
+def test_the_table_fits_a_terminal_of_100_columns(capsys):
+    """Of a run whose numbers are as long as they get."""
+    rungs = [dataclasses.replace(each, bytes_moved=lambda case: 10**10 - 1) for each in RUNGS]
+    run = record.to_record({}, SMALL, {each.key: Entry(each.key) for each in rungs}, rungs)
+    (cell,) = run["cells"]
+    cell["bytes"] = 1e5
+    for result in cell["results"].values():
+        result |= dict(median_us=999.99e3, low_us=9.9e2, high_us=1e6, tflops=1.23e-5)
+        result["errors"]["out"] = {"found": 1.2e-7, "allowed": 3.4e-7, "ok": True}
+    Console(width=200).print(record.table(run))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > len(cell["results"]) and max(map(len, map(str.rstrip, lines))) <= 100
+    assert all("…" not in line for line in lines)
+
+
+def test_what_is_too_large_is_refused_before_it_is_made(monkeypatch):
+    monkeypatch.setattr(machine, "free_memory", lambda device: 2 * SMALL.bytes - 1)
+    expected = re.escape(f"ladder: {SMALL} takes at least")
+    with pytest.raises(Refusal, match=expected):
+        command.show(SMALL, CPU, quick=True)
+    with pytest.raises(Refusal, match=expected):
+        command.once(["standard"], SMALL, CPU)
 
 
 def test_a_wrong_rung_is_not_timed(shown):
@@ -42,7 +71,8 @@ def test_a_wrong_rung_is_not_timed(shown):
         rung("flash2"), attention=lambda q, k, v, causal: flash2.attention(q, k, v, causal=False)
     )
     assert command.show(SMALL, CPU, quick=True, rungs=[wrong]) == 1
-    assert re.search(r"3 +FlashAttention-2, PyTorch +flash2 +— +—.*WRONG", shown.getvalue())
+    assert re.search(r"3 +FlashAttention-2, PyTorch +— +—.*WRONG", shown.getvalue())
+    assert f"flash2 is WRONG on {SMALL}: out is off by" in shown.getvalue()
 
 
 def test_a_rung_that_refuses_a_case_says_so(shown):
@@ -54,9 +84,9 @@ def test_a_rung_that_refuses_a_case_says_so(shown):
     assert "flash2: not this one, but 'flashtile[triton]'" in shown.getvalue()
 
 
-def test_measuring_needs_a_gpu(shown):
-    assert command.show(SMALL, CPU, measure=True) == 2
-    assert "--measure needs an NVIDIA GPU" in shown.getvalue()
+def test_measuring_needs_a_gpu():
+    with pytest.raises(Refusal, match="--measure needs an NVIDIA GPU"):
+        command.show(SMALL, CPU, measure=True)
 
 
 COUNTED = [rung(key) for key in ("standard", "flash1", "flash2")]
@@ -128,6 +158,7 @@ def ncu(monkeypatch):
     monkeypatch.setattr(command, "_entries", lambda case, device, quick, rungs: entries(case, CPU, quick, rungs))
     monkeypatch.setattr(machine, "describe", lambda device: describe(CPU))
     monkeypatch.setattr(machine, "gpu_readings", lambda device: {})
+    monkeypatch.setattr(machine, "free_memory", lambda device: math.inf)
     return lambda program: monkeypatch.setattr(command, "NCU", (sys.executable, "-c", program))
 
 
@@ -149,30 +180,27 @@ def test_ncu_and_what_it_runs_are_stopped(ncu, monkeypatch, capsys):
 def test_where_ncu_fails_the_times_are_shown_and_its_error(ncu, shown, capsys):
     ncu(f"import sys; sys.exit({NO_RIGHTS!r})")
     assert measured(COUNTED) == 1
-    assert re.search(r"3 +FlashAttention-2, PyTorch +flash2 +[\d.]+ (ms|µs)", shown.getvalue())
+    assert re.search(r"3 +FlashAttention-2, PyTorch +[\d.]+ (ms|µs)", shown.getvalue())
     assert NO_RIGHTS in capsys.readouterr().err
 
 
 def test_what_ncu_counts_is_shown(ncu, shown, capsys):
     ncu(f"print({ncu_output(COUNTED, [('1,500,000', '2,500,000')] * 3)!r})")
     assert measured(COUNTED) == 0
-    assert re.search(r"3 +FlashAttention-2, PyTorch +flash2 +[\d.]+ MB +1\.5 MB +2\.5 MB", shown.getvalue())
+    assert re.search(r"3 +FlashAttention-2, PyTorch +[\d.]+ MB +1\.5 MB +2\.5 MB", shown.getvalue())
     assert capsys.readouterr().err == ""
 
 
 def test_a_rung_that_ncu_misses_does_not_spoil_the_others(ncu, shown, capsys, tmp_path):
     ncu(f"print({ncu_output(COUNTED[1:], [('1,500,000', '2,500,000')] * 2)!r}); print('left out')")
     assert measured(COUNTED, json_path=tmp_path / "run.json") == 1
-    assert re.search(r"1 +standard attention +standard +[\d.]+ MB +— +—", shown.getvalue())
-    assert re.search(r"3 +FlashAttention-2, PyTorch +flash2 +[\d.]+ MB +1\.5 MB +2\.5 MB", shown.getvalue())
+    assert re.search(r"1 +standard attention +[\d.]+ MB +— +—", shown.getvalue())
+    assert re.search(r"3 +FlashAttention-2, PyTorch +[\d.]+ MB +1\.5 MB +2\.5 MB", shown.getvalue())
     assert "left out" in capsys.readouterr().err
     assert command.show_stored(tmp_path / "run.json", None) == 0
     table = rows(capsys.readouterr().out)
     assert table[0][-2:] == ["HBM carried", "L2 was asked for"]
     assert [row[-2:] for row in table[2:]] == [["—", "—"], ["1.5 MB", "2.5 MB"], ["1.5 MB", "2.5 MB"]]
-
-
-PAGE = Path(__file__).parents[2] / "docs" / "ladder.md"
 
 
 def rows(text):
@@ -231,9 +259,6 @@ def test_a_run_of_the_benchmark_is_refused(tmp_path):
     report.write(path, report.to_record("cpu", {}, []))
     with pytest.raises(ValueError, match=r"^ladder: .*cpu\.json has suite 'cpu', expected 'ladder'"):
         command.show_stored(path, None)
-
-
-STORED = sorted((PAGE.parents[1] / "benchmarks" / "results").glob("h200-ladder-*.json"))
 
 
 @pytest.mark.skipif(not STORED, reason="no run of an H200 is stored")

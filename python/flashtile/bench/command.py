@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from flashtile._refusal import Refusal
 from flashtile.bench import machine, plots, report, suites, timing
 from flashtile.bench.cases import Case
 from flashtile.bench.decode import OURS_ALL, SUITES
@@ -47,15 +48,10 @@ def measure(
 
         names = {"varlen": "attention_varlen"} | dict.fromkeys(SUITES, "attention_kvcache")
         attention = getattr(flashtile, names.get(suite, "attention"))
-    console = wide_console()
-    try:
-        further = further_peers(suite, peers, flex=flex)
-    except ValueError as error:
-        console.print(str(error), markup=False, soft_wrap=True)
-        return 2
+    further = further_peers(suite, peers, flex=flex)
     if suite in ("forward", "backward", "memory") and not has_cuda:
-        console.print(f"bench: suite {suite} needs a CUDA device, and torch sees none; try --suite cpu")
-        return 2
+        raise Refusal(f"bench: suite {suite} needs a CUDA device, and torch sees none; try --suite cpu")
+    console = wide_console()
     device = torch.device("cuda" if has_cuda and suite != "cpu" else "cpu")
     if cases is None:
         choose = suites.quick if quick else suites.cases
@@ -96,8 +92,10 @@ def measure(
     if json_path:
         report.write(json_path, record)
         console.print(f"stored in {json_path}")
-    for path in draw([record], plots_folder):
-        console.print(f"drawn in {path}")
+    if plots_folder:
+        picture = plots_folder / f"{suite}.svg"
+        plots.draw(record, picture)
+        console.print(f"drawn in {picture}")
     return _exit_status(cells)
 
 
@@ -119,32 +117,33 @@ def show_stored(
     paths: Sequence[Path], page: Path | None, *, plots_folder: Path | None = None, brief: bool = False
 ) -> int:
     """Prints stored runs as Markdown, or puts them between the result marks of `page`; draws them if told where."""
+    if page:
+        report.around_results(page)  # nothing is drawn for a page that has no place for it
     records = [report.read(path) for path in paths]
     for path, record in zip(paths, records, strict=True):
-        if record["suite"] not in suites.NAMES:
-            raise ValueError(f"bench: {path} has suite {record['suite']!r}, expected one of {', '.join(suites.NAMES)}")
-    pictures = draw(records, plots_folder)
-    if brief:
-        text = report.brief(records)
-    else:
-        here = page.parent if page else Path()
-        links = [Path(os.path.relpath(picture, here)).as_posix() for picture in pictures] or [None] * len(records)
-        text = "\n\n".join(map(report.markdown, records, links))
-    report.publish(text, page)
+        with report.reading(path):
+            if record["suite"] not in suites.NAMES:
+                expected = f"expected one of {', '.join(suites.NAMES)}"
+                raise Refusal(f"bench: {path} has suite {record['suite']!r}, {expected}")
+    names = [record["suite"] for record in records]
+    if plots_folder and len(set(names)) < len(names):
+        raise Refusal(f"bench: --plots draws suites {', '.join(names)}, expected one run of each")
+    pictures = [plots_folder and plots_folder / f"{name}.svg" for name in names]
+    links = [_link(picture, page) for picture in pictures]
+    texts = []
+    for path, record, link in zip(paths, records, links, strict=True):
+        with report.reading(path):
+            texts.append(report.brief_row(record) if brief else report.markdown(record, link))
+    for path, record, picture in zip(paths, records, pictures, strict=True):
+        if picture:
+            with report.reading(path):
+                plots.draw(record, picture)
+    report.publish(report.brief(texts) if brief else "\n\n".join(texts), page)
     return 0
 
 
-def draw(records: Sequence[report.Record], folder: Path | None) -> list[Path]:
-    """One SVG for each suite."""
-    names = [record["suite"] for record in records]
-    if folder is None:
-        return []
-    if len(set(names)) < len(names):
-        raise ValueError(f"bench: --plots draws suites {', '.join(names)}, expected one run of each")
-    paths = [folder / f"{name}.svg" for name in names]
-    for record, path in zip(records, paths, strict=True):
-        plots.draw(record, path)
-    return paths
+def _link(picture: Path | None, page: Path | None) -> str | None:
+    return picture and Path(os.path.relpath(picture, page.parent if page else Path())).as_posix()
 
 
 def wide_console() -> Console:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from flashtile._refusal import Refusal
 from flashtile.bench import decode, found, ragged
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.memory import FORMULA
@@ -41,17 +42,17 @@ PEER_SUITES = found.SUITES
 
 
 def further_peers(suite: str, texts: Sequence[str] = (), *, flex: bool = False) -> list[Peer]:
-    """What `--flex` and each `--peer NAME=MODULE:FUNCTION` ask for; a ValueError says what is wrong with them."""
+    """What `--flex` and each `--peer NAME=MODULE:FUNCTION` ask for; a Refusal says what is wrong with them."""
     for argument, given, takers in (("--flex", flex, FLEX_SUITES), ("--peer", texts, PEER_SUITES)):
         if given and suite not in takers:
             expected = " or ".join(map(repr, takers))
-            raise ValueError(f"bench: {argument} is given with suite {suite!r}, expected suite {expected}")
+            raise Refusal(f"bench: {argument} is given with suite {suite!r}, expected suite {expected}")
     # Flex comes first: it clears what torch.compile holds, and a compiled peer behind it compiles in its own check.
     peers = [Peer(FLEX, FlexAttention())] if flex else []
     for text in texts:
         peer = outside_peer(text)
         if peer.name in (*TAKEN, *(other.name for other in peers)):
-            raise ValueError(f"bench: --peer {text!r} is named {peer.name!r}, expected a name that is not taken")
+            raise Refusal(f"bench: --peer {text!r} is named {peer.name!r}, expected a name that is not taken")
         peers.append(peer)
     return peers
 
@@ -63,18 +64,18 @@ def outside_peer(text: str) -> Peer:
     name, _, target = text.partition("=")
     module_name, _, function_name = target.partition(":")
     if not (name and module_name and function_name):
-        raise ValueError(f"bench: --peer is {text!r}, expected {PEER_FORM}")
+        raise Refusal(f"bench: --peer is {text!r}, expected {PEER_FORM}")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # what a module does as it is imported may fail in any way
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(
+        raise Refusal(
             f"bench: --peer {text!r} has module {module_name!r}, expected one that can be imported ({reason})"
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         found = repr(function) if hasattr(module, function_name) else "nothing"
-        raise ValueError(f"bench: --peer {text!r} finds {found} in {module_name!r}, expected a function")
+        raise Refusal(f"bench: --peer {text!r} finds {found} in {module_name!r}, expected a function")
     return Peer(name, _outside_attention(function))
 
 

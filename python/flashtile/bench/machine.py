@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import platform
 import shutil
@@ -67,6 +68,18 @@ def read_gb_s(device: torch.device, size: int = 2**32, rounds: int = 10) -> floa
         lambda: rows @ column,
     )
     return round(max(size / _median_ms(reduction, rounds) / 1e6 for reduction in reductions), 1)
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes of the device's memory that a program may still take; infinity where nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return math.inf
+    kib = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return next(kib, math.inf) * 1024
 
 
 def commit() -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from flashtile._refusal import Refusal
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.decode import GRAPH, OURS_ALL, SUITES
 from flashtile.bench.machine import MATMUL_SIZE
@@ -49,12 +51,24 @@ def write(path: Path, record: Record) -> None:
 def read(path: Path) -> Record:
     try:
         record = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON, expected a stored run ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise Refusal(f"{path} is no JSON, expected a stored run ({error})") from None
     found = record.get("format") if isinstance(record, dict) else None
     if found != FORMAT:
-        raise ValueError(f"{path} has format {found}, expected {FORMAT}")
+        raise Refusal(f"{path} has format {found}, expected {FORMAT}")
     return record
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Around whatever reads a record's fields: if one is missing, or of another type, `path` is no stored run."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        found = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise Refusal(f"{path} is no stored run: {found}") from error
 
 
 def table(record: Record) -> Group:
@@ -86,20 +100,21 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, word
     return "\n".join([first, ruler, *others])
 
 
-def brief(records: Sequence[Record]) -> str:
-    """For the README: how each run came out against the fastest of its peers, cell by cell."""
-    lines = [
-        "| suite | device | peers | to the fastest: geometric mean | minimum | cells |",
-        "|---|---|---|---:|---:|---:|",
-    ]
-    for record in records:
-        names = peer_names(record)
-        fastest = [min(of.values()) for cell in record["cells"] if (of := _ratios_to(cell, names))]
-        if fastest:
-            of = totals(fastest)
-            numbers = f"{of['geomean']:.2f}× | {of['min']:.2f}× | {of['cells']}"
-            lines.append(f"| {record['suite']} | {record['machine']['device']} | {', '.join(names)} | {numbers} |")
-    return "\n".join(lines)
+def brief(rows: Sequence[str]) -> str:
+    """For the README: a table of what `brief_row` says of each run."""
+    header = "| suite | device | peers | to the fastest: geometric mean | minimum | cells |"
+    return "\n".join([header, "|---|---|---|---:|---:|---:|", *filter(None, rows)])
+
+
+def brief_row(record: Record) -> str:
+    """How a run came out against the fastest of its peers, cell by cell; empty where none was timed."""
+    names = peer_names(record)
+    fastest = [min(of.values()) for cell in record["cells"] if (of := _ratios_to(cell, names))]
+    if not fastest:
+        return ""
+    of = totals(fastest)
+    numbers = f"{of['geomean']:.2f}× | {of['min']:.2f}× | {of['cells']}"
+    return f"| {record['suite']} | {record['machine']['device']} | {', '.join(names)} | {numbers} |"
 
 
 def peer_names(record: Record) -> list[str]:
@@ -162,11 +177,20 @@ def publish(text: str, page: Path | None) -> None:
     if page is None:
         print(text)
         return
-    before, begin, rest = page.read_text().partition(BEGIN)
+    before, after = around_results(page)
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+def around_results(page: Path) -> tuple[str, str]:
+    """What stands before and behind the result marks of a page."""
+    try:
+        before, begin, rest = page.read_text().partition(BEGIN)
+    except UnicodeDecodeError:
+        raise Refusal(f"{page} is no text, expected a page with {BEGIN} … {END}") from None
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{page} has no {BEGIN} … {END}")
-    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+        raise Refusal(f"{page} has no {BEGIN} … {END}")
+    return before, after
 
 
 class Grid:

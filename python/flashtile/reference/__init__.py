@@ -23,6 +23,7 @@ from collections.abc import Callable
 
 import torch
 
+from flashtile._refusal import Refusal
 from flashtile.bench.cases import Case
 from flashtile.reference import cuda_minimal, flash1, flash2, flash_decoding, flash_decoding_pp, standard, triton_flash2
 from flashtile.reference.flashtile_rungs import Kernels
@@ -80,4 +81,4 @@ def rung(key: str) -> Rung:
     for found in RUNGS:
         if found.key == key:
             return found
-    raise ValueError(f"ladder: rung is {key!r}, expected one of {', '.join(found.key for found in RUNGS)}")
+    raise Refusal(f"ladder: rung is {key!r}, expected one of {', '.join(found.key for found in RUNGS)}")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from flashtile._refusal import Refusal
 from flashtile.bench import machine, report, timing
 from flashtile.bench.cases import Case, make_inputs
 from flashtile.bench.command import wide_console
@@ -42,10 +43,10 @@ def show(
 ) -> int:
     """Prints the table; returns the exit status, 1 where a rung was wrong. With `measure` a second table follows, of
     the bytes that ncu counts; the status is 1 as well where one is missing. With `json_path` all of it is stored."""
-    console = wide_console()
     if measure and (device.type != "cuda" or shutil.which(NCU[0]) is None):
-        console.print("ladder: --measure needs an NVIDIA GPU, and ncu (Nsight Compute) on PATH")
-        return 2
+        raise Refusal("ladder: --measure needs an NVIDIA GPU, and ncu (Nsight Compute) on PATH")
+    _check_memory(case, device)
+    console = wide_console()
     facts = machine.describe(device)
     console.print(f"{facts['device']}, torch {facts['torch']}, flashtile {facts['flashtile']} {facts['commit']}")
     entries = _entries(case, device, quick, rungs)
@@ -53,10 +54,8 @@ def show(
         facts["readings_after"] = machine.gpu_readings(device)
     run = record.to_record(facts, case, entries, rungs)
     console.print(record.table(run))
-    console.print(
-        "error: the largest against float64, over one KV head. bytes: between HBM and the multiprocessors, if no cache "
-        "helped; the least is Q, K, V and O once. docs/ladder.md explains both."
-    )
+    for line in [*report.remarks(run), *record.LEGEND]:
+        console.print(line, markup=False)
     failed = any(entry.wrong for entry in entries.values())
     if measure:
         ran = [each for each in rungs if not entries[each.key].refusal]
@@ -76,18 +75,22 @@ def show(
 def show_stored(path: Path, page: Path | None) -> int:
     """Prints a stored run as Markdown, or puts it between the result marks of `page`."""
     run = report.read(path)
-    if run["suite"] != record.SUITE:
-        raise ValueError(f"ladder: {path} has suite {run['suite']!r}, expected {record.SUITE!r}")
-    report.publish(record.markdown(run), page)
+    with report.reading(path):
+        if run["suite"] != record.SUITE:
+            raise Refusal(f"ladder: {path} has suite {run['suite']!r}, expected {record.SUITE!r}")
+        text = record.markdown(run)
+    report.publish(text, page)
     return 0
 
 
 def once(keys: Sequence[str], case: Case, device: torch.device) -> int:
     """Runs these rungs a single time each, between a start and a stop of CUDA's profiler of its own, with nothing else
     in between. A rung that fails is left out; the exit status is 2 where none is left."""
+    chosen_rungs = [rung(key) for key in keys]
+    _check_memory(case, device)
     q, k, v, _ = make_inputs(case, device)
     ready = []
-    for chosen in [rung(key) for key in keys]:
+    for chosen in chosen_rungs:
         try:
             chosen.attention(q, k, v, causal=case.causal)  # what compiles does so here
             if device.type == "cuda":
@@ -192,6 +195,14 @@ def _entries(case: Case, device: torch.device, quick: bool, rungs: Sequence[Rung
     ran = run_cell(peers, make_inputs(case, device), case, measure)
     found = {key: Entry(key, refusal=reason) for key, reason in reasons.items() if reason}
     return found | {entry.name: entry for entry in ran}
+
+
+def _check_memory(case: Case, device: torch.device) -> None:
+    """Refuses what is sure to be too large: inputs, a gradient, and a result of the rung and one to compare it with."""
+    free = machine.free_memory(device)
+    if 2 * case.bytes > free:
+        least, most = (f"{number / 2**30:,.1f} GiB" for number in (2 * case.bytes, free))
+        raise Refusal(f"ladder: {case} takes at least {least}, expected at most the {most} that are free")
 
 
 def _peer(each: Rung) -> Peer:
