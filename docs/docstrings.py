@@ -10,6 +10,11 @@ class AsMarkdown(griffe.Extension):
         if obj.docstring:
             obj.docstring.value = as_markdown(obj.docstring.value)
 
+    def on_function_instance(self, *, func: griffe.Function, **kwargs: object) -> None:
+        """Takes out what a signature has in order to refuse it: see python/flashtile/_misnamed.py."""
+        for name in [parameter.name for parameter in func.parameters if parameter.default == "..."]:
+            del func.parameters[name]
+
 
 def as_markdown(text: str) -> str:
     text = re.sub(r":(?:func|class|mod):`([^`]+)`", r"`\1`", text)

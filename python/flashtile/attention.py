@@ -1,16 +1,73 @@
 """Dense attention."""
 
+from typing import Literal, overload
+
 from torch import Tensor
 
 from ._autograd import attend
+from ._misnamed import hides_misnamed, refuse_misnamed
 
 Window = tuple[int | None, int | None] | None
 
 
+@overload
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    deterministic: bool | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    deterministic: bool | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@hides_misnamed
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: object = ...,  # refused, as the next: see _misnamed.py
+    is_causal: object = ...,
     *,
     causal: bool = False,
     window: Window = None,
@@ -68,7 +125,8 @@ def attention(
         gradients 0.
 
     Raises:
-        TypeError: an argument has the wrong type or dtype.
+        TypeError: an argument has the wrong type or dtype; or it is attn_mask or is_causal, which
+            :func:`scaled_dot_product_attention` takes.
         ValueError: shapes, strides, devices or option values break the rules above.
         NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, slopes that
             require a gradient, forward-mode differentiation).
@@ -91,5 +149,7 @@ def attention(
     (2025, arXiv:2508.10925); dropout's random numbers, Philox 4×32-10 (Salmon et al. 2011,
     doi:10.1145/2063384.2063405).
     """
+    if attn_mask is not ... or is_causal is not ...:
+        refuse_misnamed("attention", attn_mask)
     options = (alibi_slopes, sinks, causal, window, scale, softcap, dropout_p, seed, deterministic, None)
     return attend("attention", q, k, v, options, return_lse)

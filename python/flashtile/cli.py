@@ -258,8 +258,10 @@ def _problem(options: argparse.Namespace, device: str) -> tuple[list[torch.Tenso
             raise Refusal(f"explain: {name} is given, expected it {'without' if cached else 'with'} a cache")
 
     dtype = getattr(torch, options.dtype)
-    tables = {"dtype": torch.int32, "device": "cpu" if device.startswith("cpu") else "meta"}
-    batch, queries, keys = options.B, (options.B, options.S_q), (options.B, options.S_k)
+    tables: Any = {"dtype": torch.int32, "device": "cpu" if device.startswith("cpu") else "meta"}
+    batch: int = options.B
+    queries: tuple[int, ...] = batch, options.S_q
+    keys: tuple[int, ...] = batch, options.S_k
     named: dict[str, Any] = {
         "causal": options.causal,
         "window": None if options.window is None else tuple(options.window),

@@ -1,6 +1,7 @@
 """Attention over a cache of keys and values, contiguous or in pages: decoding and prefill."""
 
 import operator
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -8,14 +9,96 @@ from torch.autograd import forward_ad
 
 from ._autograd import is_traced, refuse_tangents, takes_operators
 from ._core import as_float32, is_compiling
+from ._misnamed import hides_misnamed, refuse_misnamed
 from ._ops import call_kvcache, kvcache_operator
 from .attention import Window
 
 
+@overload
 def attention_kvcache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | int,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    cu_seqlens_q: Tensor | None = None,
+    causal: bool = True,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def attention_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | int,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    cu_seqlens_q: Tensor | None = None,
+    causal: bool = True,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | int,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    cu_seqlens_q: Tensor | None = None,
+    causal: bool = True,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@hides_misnamed
+def attention_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    attn_mask: object = ...,  # refused, as the next: see _misnamed.py
+    is_causal: object = ...,
     *,
     cache_seqlens: Tensor | int,
     k_new: Tensor | None = None,
@@ -105,7 +188,8 @@ def attention_kvcache(
         looked at: out = 0, lse = -inf. So it is with cache rows that do not count: they may hold anything.
 
     Raises:
-        TypeError: an argument has the wrong type or dtype, such as tables of int64.
+        TypeError: an argument has the wrong type or dtype, such as tables of int64; or it is attn_mask or is_causal, which
+            :func:`scaled_dot_product_attention` takes.
         ValueError: shapes, strides, devices or option values break the rules above; on the CPU also what the tables
             hold (cache_seqlens, block_table where it is needed, cache_batch_idx, which must not name an entry twice
             where k_new is given, leftpad, cu_seqlens_q), rows that find no room, and positions that rotary_cos lacks.
@@ -137,6 +221,8 @@ def attention_kvcache(
     parts that fill the GPU, Flash-Decoding (Dao et al. 2023) and Lean Attention (Sanovar et al. 2024,
     arXiv:2405.10480); rotary embedding, RoFormer (Su et al. 2021, arXiv:2104.09864).
     """
+    if attn_mask is not ... or is_causal is not ...:
+        refuse_misnamed("attention_kvcache", attn_mask)
     inputs = dict(q=q, k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, rotary_cos=rotary_cos)
     inputs.update(rotary_sin=rotary_sin, alibi_slopes=alibi_slopes, sinks=sinks)  # PyTorch 2.6 cannot trace |=
     if forward_ad._current_level >= 0:
@@ -149,8 +235,8 @@ def attention_kvcache(
         sinks = as_float32(sinks)
     tables = (cache_seqlens, block_table, cache_batch_idx, leftpad, cu_seqlens_q)
     readable = (q, k_new, v_new, rotary_cos, rotary_sin)
-    options = (alibi_slopes, sinks, causal, window, scale, softcap)
-    options += (rotary_interleaved, num_splits, batch_invariant, return_lse)
+    scores = (alibi_slopes, sinks, causal, window, scale, softcap)
+    options = (*scores, rotary_interleaved, num_splits, batch_invariant, return_lse)
     given = (k_cache, v_cache, readable, tables, options)
     if is_traced():
         out, lse = kvcache_operator(*given)

@@ -13,7 +13,7 @@ from .attention import attention
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _WIDEST = 256
-_said = set()  # what calls would have had to be, of all that fell back
+_said: set[str] = set()  # what calls would have had to be, of all that fell back
 
 
 class FallbackWarning(UserWarning):

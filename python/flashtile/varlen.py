@@ -1,21 +1,95 @@
 """Ragged batches: attention of sequences that stand one behind the other."""
 
 import operator
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from ._autograd import attend
 from ._core import is_compiling
+from ._misnamed import hides_misnamed, refuse_misnamed
 from .attention import Window
 
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
+@overload
 def attention_varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    deterministic: bool | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    deterministic: bool | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@hides_misnamed
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: object = ...,  # refused, as the next: see _misnamed.py
+    is_causal: object = ...,
     *,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
@@ -82,7 +156,8 @@ def attention_varlen(
         rows behind the last sequence, are never looked at, whatever they hold: out = 0, lse = -inf, gradients 0.
 
     Raises:
-        TypeError: an argument has the wrong type or dtype, such as tables of int64.
+        TypeError: an argument has the wrong type or dtype, such as tables of int64; or it is attn_mask or is_causal, which
+            :func:`scaled_dot_product_attention` takes.
         ValueError: shapes, strides, devices or option values break the rules above; on the CPU also what
             cu_seqlens and seqused hold. On CUDA the host does not read them, so that it need not wait and calls can be
             captured in a graph: values that break the rules give unspecified results there, but nothing outside the
@@ -106,6 +181,8 @@ def attention_varlen(
     Sources: those of :func:`attention`; batches without padding, ByteTransformer (Zhai et al. 2022,
     arXiv:2210.03052), and in attention itself FlashAttention (Dao et al. 2022, arXiv:2205.14135).
     """
+    if attn_mask is not ... or is_causal is not ...:
+        refuse_misnamed("attention_varlen", attn_mask)
     if max_seqlen_q is not None:
         _check_length("max_seqlen_q", max_seqlen_q)
     if max_seqlen_k is not None:

@@ -66,8 +66,8 @@ class Case:
 
     def sequences(self) -> list[tuple[Case, slice]]:
         """A ragged batch's sequences, each as a problem of its own with the rows that it lies in."""
-        found = []
-        for length, end in zip(self.lengths, itertools.accumulate(self.lengths), strict=True):
+        found, lengths = [], self.lengths or ()
+        for length, end in zip(lengths, itertools.accumulate(lengths), strict=True):
             alone = dataclasses.replace(self, batch=1, seqlen_q=length, seqlen_k=length, lengths=None)
             found.append((alone, slice(end - length, end)))
         return found
@@ -101,7 +101,7 @@ class Case:
         In a ragged batch, and of a chunk, the pairs that see each other are counted.
         """
         if self.lengths is not None:
-            pairs = sum(length * (length + 1) // 2 if self.causal else length**2 for length in self.lengths)
+            pairs: float = sum(length * (length + 1) // 2 if self.causal else length**2 for length in self.lengths)
         elif self.window is not None or self.work is Work.PREFILL:
             pairs = self.batch * int(visible(self, torch.device("cpu")).sum())
         else:

@@ -143,7 +143,9 @@ def show_stored(
 
 
 def _link(picture: Path | None, page: Path | None) -> str | None:
-    return picture and Path(os.path.relpath(picture, page.parent if page else Path())).as_posix()
+    if picture is None:
+        return None
+    return Path(os.path.relpath(picture, page.parent if page else Path())).as_posix()
 
 
 def wide_console() -> Console:

@@ -48,9 +48,9 @@ def cache_peers_of(device_type: str, attention_kvcache: Callable[..., torch.Tens
 
 def attention_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
     """PyTorch's scaled_dot_product_attention, causal from the last key on."""
-    heads_first = (t.transpose(1, 2) for t in (q, k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     mask = causal_lower_right(case.seqlen_q, case.seqlen_k)
-    return F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
 class Paged:

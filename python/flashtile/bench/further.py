@@ -156,10 +156,10 @@ def mask_function(case: Case) -> Callable[..., torch.Tensor] | None:
 
     def seen(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         distance = column - (row + case.seqlen_k - case.seqlen_q)
+        if right is None:
+            return distance >= -(left or 0)
         if left is None:
             return distance <= right
-        if right is None:
-            return distance >= -left
         return (distance >= -left) & (distance <= right)
 
     return seen

@@ -76,8 +76,8 @@ def results(attention: Attention, inputs: Inputs, case: Case, *, gradients: bool
     if not gradients:
         with torch.no_grad():
             return {"out": attention(*inputs[:3], case)}
-    leaves = [t.detach().clone().requires_grad_() for t in inputs[:3]]
-    out = attention(*leaves, case)
+    q, k, v = leaves = [t.detach().clone().requires_grad_() for t in inputs[:3]]
+    out = attention(q, k, v, case)
     # The graph is kept as in the timed calls: what torch.compile makes for one that is not would refuse them.
     grads = torch.autograd.grad(out, leaves, inputs.dout.to(out.dtype), retain_graph=True)
     return {"out": out.detach(), **dict(zip(GRADIENTS, grads, strict=True))}

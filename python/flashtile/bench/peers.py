@@ -57,14 +57,14 @@ def peers_of(device_type: str, attention: Callable[..., torch.Tensor]) -> list[P
 
 def contestant(peer: Peer, inputs: Inputs, case: Case) -> Contestant:
     """Binds a peer to its inputs. A backward call differentiates a graph that is made here, once."""
-    leaves = [t.detach().requires_grad_(case.work in RECORDED) for t in inputs[:3]]
+    q, k, v = (t.detach().requires_grad_(case.work in RECORDED) for t in inputs[:3])
     if case.over_a_cache:  # of its own: memory that others have just read is a tenth faster to find for a small batch
-        leaves[1:] = [t.clone() for t in leaves[1:]]
+        k, v = k.clone(), v.clone()
     if case.work is not Work.BACKWARD:
-        return Contestant(peer.name, lambda: peer.attention(*leaves, case), peer.setting)
+        return Contestant(peer.name, lambda: peer.attention(q, k, v, case), peer.setting)
     with peer.setting():
-        out = peer.attention(*leaves, case)
-    call = functools.partial(torch.autograd.grad, out, leaves, inputs.dout, retain_graph=True)
+        out = peer.attention(q, k, v, case)
+    call = functools.partial(torch.autograd.grad, out, (q, k, v), inputs.dout, retain_graph=True)
     return Contestant(peer.name, call, peer.setting)
 
 
@@ -73,12 +73,12 @@ def host_contestants(attention: Callable[..., torch.Tensor], inputs: Inputs, cas
     with_grad = case.work in (Work.FORWARD_WITH_GRAD, Work.COMPILED_WITH_GRAD)
     q, k, v = (t.detach().requires_grad_(with_grad) for t in inputs[:3])
     heads_first = [t.transpose(1, 2) for t in (q, k, v)]
-    sdpa = torch.nn.functional.scaled_dot_product_attention
+    sdpa: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
     if case.work in (Work.COMPILED, Work.COMPILED_WITH_GRAD):
         # Of SDPA its own choice alone: a graph keeps the kernel that it was made with.
-        ours, theirs = (torch.compile(function, fullgraph=True, dynamic=False) for function in (attention, sdpa))
-        return [Contestant(OURS, lambda: ours(q, k, v)), Contestant("SDPA", lambda: theirs(*heads_first))]
-    settings = {"SDPA": contextlib.nullcontext}
+        ours, its = (torch.compile(function, fullgraph=True, dynamic=False) for function in (attention, sdpa))
+        return [Contestant(OURS, lambda: ours(q, k, v)), Contestant("SDPA", lambda: its(*heads_first))]
+    settings: dict[str, Setting] = {"SDPA": contextlib.nullcontext}
     if q.is_cuda:
         settings["SDPA FA2"] = cuda_settings()["SDPA FA2"]
     theirs = [Contestant(name, lambda: sdpa(*heads_first), setting) for name, setting in settings.items()]
@@ -115,4 +115,4 @@ def cuda_settings() -> dict[str, Setting]:
         "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
         "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
     }
-    return {name: lambda backend=backend: sdpa_kernel(backend) for name, backend in backends.items()}
+    return {name: functools.partial(sdpa_kernel, backend) for name, backend in backends.items()}

@@ -32,7 +32,7 @@ MARKERS = "sDv^P*X<>hp"
 class Style:
     colour: str
     marker: str
-    line: str = "-"
+    line: Any = "-"
 
 
 # flashtile has a colour of its own, whatever form it is timed in, and a peer the same look on every picture.
@@ -120,7 +120,7 @@ def draw(record: Record, path: Path) -> None:
     from matplotlib.figure import Figure as Canvas
 
     figure = figure_of(record)
-    settings = {
+    settings: Any = {
         "svg.hashsalt": "flashtile",
         "svg.fonttype": "none",  # letters, not outlines: a tenth of the size, and they can be searched
         "font.family": "sans-serif",
@@ -172,7 +172,7 @@ def _draw_panel(ax: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
     handles: dict[str, Any] = {}
     for name in sorted(panel.lines, key=lambda name: name == OURS):
         numbers, style = panel.lines[name], style_of(name, figure.names)
-        look = {"color": style.colour, "marker": style.marker, "markersize": 5 if name == OURS else 4}
+        look: dict[str, Any] = {"color": style.colour, "marker": style.marker, "markersize": 5 if name == OURS else 4}
         thickness = 2.2 if name == OURS else 1.1
         order = 3 if name == OURS else 2
         points = [(x, place) for x, place in enumerate(panel.places) if place in numbers]

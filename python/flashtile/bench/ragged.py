@@ -20,7 +20,7 @@ DENSE, TORCH_VARLEN = "dense", "torch varlen"
 
 def arguments(case: Case, device: torch.device) -> dict[str, Any]:
     """What `flashtile.attention_varlen` and every --peer of suite varlen are called with beside q, k and v."""
-    offsets, longest = cu_seqlens(case.lengths, device), max(case.lengths)
+    offsets, longest = _offsets_and_longest(case, device)
     return {
         "cu_seqlens_q": offsets,
         "cu_seqlens_k": offsets,
@@ -29,6 +29,11 @@ def arguments(case: Case, device: torch.device) -> dict[str, Any]:
         "causal": case.causal,
         "scale": 1 / math.sqrt(case.head_dim),
     }
+
+
+def _offsets_and_longest(case: Case, device: torch.device) -> tuple[torch.Tensor, int]:
+    lengths = case.lengths or ()
+    return cu_seqlens(lengths, device), max(lengths, default=0)
 
 
 @functools.lru_cache(maxsize=8)  # made by a case's check, so that the timed calls copy nothing to the device
@@ -44,7 +49,7 @@ def ragged_peers_of(device_type: str, attention_varlen: Callable[..., torch.Tens
         return attention_varlen(q, k, v, **arguments(case, q.device))
 
     peers = [Peer(OURS, ours)]
-    if len(set(case.lengths)) == 1:
+    if len(set(case.lengths or ())) == 1:
         peers.append(Peer(DENSE, attention_dense))
     if device_type == "cuda" and (theirs := torch_varlen()):
         peers.append(Peer(TORCH_VARLEN, theirs))
@@ -55,8 +60,8 @@ def attention_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Cas
     """flashtile's dense attention on the same memory, seen as (B, S, H, D)."""
     from flashtile import attention
 
-    batch = (t.view(case.batch, -1, *t.shape[1:]) for t in (q, k, v))
-    return attention(*batch, causal=case.causal).flatten(0, 1)
+    q, k, v = (t.view(case.batch, -1, *t.shape[1:]) for t in (q, k, v))
+    return attention(q, k, v, causal=case.causal).flatten(0, 1)
 
 
 def torch_varlen() -> Attention | None:
@@ -68,12 +73,13 @@ def torch_varlen() -> Attention | None:
     known = inspect.signature(varlen_attn).parameters  # they changed from version to version
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
-        offsets, longest = cu_seqlens(case.lengths, q.device), max(case.lengths)
+        offsets, longest = _offsets_and_longest(case, q.device)
         options: dict[str, Any] = {"is_causal": case.causal}
         if "window_size" in known:
             options = {"window_size": (-1, 0 if case.causal else -1)}
         if "enable_gqa" in known:
             options["enable_gqa"] = case.heads_q != case.heads_k
-        return varlen_attn(q, k, v, offsets, offsets, longest, longest, **options)
+        out: Any = varlen_attn(q, k, v, offsets, offsets, longest, longest, **options)  # alone, as no more is asked for
+        return out
 
     return attention

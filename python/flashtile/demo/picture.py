@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 INK, OURS_COLOUR, THEIRS_COLOUR, LIMIT_COLOUR = "#2b2d42", "#e76f51", "#264653", "#9a8c98"
 FLOOR = 1e-7  # zero has no place on a logarithmic axis; losses of this size are 2e-7 apart in float32
@@ -17,7 +18,7 @@ def draw(path: Path, ours: Sequence[float], theirs: Sequence[float], tolerances:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    style = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10, "axes.grid": True}
+    style: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10, "axes.grid": True}
     colours = {"grid.alpha": 0.25, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK}
     with plt.rc_context(style | colours):
         figure, (losses, difference) = plt.subplots(

@@ -35,7 +35,9 @@ def run(
     `attention` stands in for flashtile's, the other options for the usual shapes.
     """
     if attention is None:
-        from flashtile import attention
+        import flashtile
+
+        attention = flashtile.attention
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console = command.wide_console()
     console.print(f"flashtile on {_device_name(device)}\n")
@@ -127,8 +129,8 @@ def _advance(progress: Progress, task: TaskID, loss: float) -> None:
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    heads_first = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 def _in_bfloat16(attention: CausalAttention) -> CausalAttention:

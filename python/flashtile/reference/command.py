@@ -26,7 +26,7 @@ from flashtile.reference.record import METRICS
 # A rung is a range: all that is between a start and a stop of the profiler, counted as one, kernels and caches being as
 # they are without ncu. `once` clears the caches before each. With ranges ncu refuses --profile-from-start: nothing else
 # is counted anyway. Should it need several passes, it runs the program several times.
-NCU = ("ncu", "--replay-mode", "app-range", "--cache-control", "none", "--clock-control", "none")
+NCU: tuple[str, ...] = ("ncu", "--replay-mode", "app-range", "--cache-control", "none", "--clock-control", "none")
 NCU += ("--metrics", ",".join(METRICS), "--print-units", "base", "--csv")
 NCU_SECONDS = 600  # then it is stopped
 NCU_LINES = 40  # of the end of what it printed, where that was not what we expected

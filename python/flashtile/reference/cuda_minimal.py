@@ -94,7 +94,7 @@ def available(device: torch.device) -> str | None:
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
     """NVRTC of PyTorch's CUDA: in the packages that pip put beside PyTorch, else wherever the system has it."""
-    name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
+    name = f"libnvrtc.so.{(torch.version.cuda or '').split('.')[0]}"
     beside = sorted(Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}"))
     return ctypes.CDLL(str(beside[-1]) if beside else name)
 

@@ -48,10 +48,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: f
     scale, seqlen_q, seqlen_k = score_scale(q, scale), q.shape[1], k.shape[1]
     q_grouped = grouped(q, k)
     sizes = q.shape[0], k.shape[2], q_grouped.shape[3], seqlen_q
-    state = {"dtype": torch.promote_types(q.dtype, torch.float32), "device": q.device}
-    out = store(torch.zeros(*sizes, v.shape[3], **state))  # (B, H_k, G, S_q, D_v)
-    sums = store(torch.zeros(*sizes, 1, **state))
-    tops = store(torch.full((*sizes, 1), LOWEST, **state))
+    dtype, device = torch.promote_types(q.dtype, torch.float32), q.device
+    out = store(torch.zeros(*sizes, v.shape[3], dtype=dtype, device=device))  # (B, H_k, G, S_q, D_v)
+    sums = store(torch.zeros(*sizes, 1, dtype=dtype, device=device))
+    tops = store(torch.full((*sizes, 1), LOWEST, dtype=dtype, device=device))
 
     for columns in tiles(0, seqlen_k):
         k_j, v_j = load(k[:, columns]), load(v[:, columns])

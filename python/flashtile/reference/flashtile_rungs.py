@@ -89,6 +89,6 @@ class Kernels:
         )
         with self._kernels(q.device):
             plan = flashtile.explain(q, k, v, causal=case.causal)
-        block_m, block_n = map(int, re.search(r"tile +(\d+) rows × (\d+) keys", plan).groups())
+        ((block_m, block_n), *_) = re.findall(r"tile +(\d+) rows × (\d+) keys", plan)
         row_bytes = case.batch * case.heads_q * (case.head_dim + case.head_dim_v) * case.torch_dtype.itemsize
-        return query_bytes(case) + key_rows_swept(case, block_m, block_n) * row_bytes + out_bytes(case)
+        return query_bytes(case) + key_rows_swept(case, int(block_m), int(block_n)) * row_bytes + out_bytes(case)

@@ -83,8 +83,8 @@ def markdown(record: Record) -> str:
 
 def _table(title: str, *headings: str) -> Table:
     """Of a row for each rung, which begins with its number and title."""
-    narrow = dict(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    result = Table(title=title, title_justify="left", header_style="bold", **narrow)
+    result = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    result.show_edge, result.pad_edge, result.padding = False, False, (0, 1, 0, 0)
     result.add_column("", justify="right")
     result.add_column("rung", no_wrap=True)
     for heading in headings:
