@@ -188,8 +188,8 @@ def attention_kvcache(
         looked at: out = 0, lse = -inf. So it is with cache rows that do not count: they may hold anything.
 
     Raises:
-        TypeError: an argument has the wrong type or dtype, such as tables of int64; or it is attn_mask or is_causal, which
-            :func:`scaled_dot_product_attention` takes.
+        TypeError: an argument has the wrong type or dtype, such as tables of int64; or it is attn_mask or is_causal,
+            which :func:`scaled_dot_product_attention` takes.
         ValueError: shapes, strides, devices or option values break the rules above; on the CPU also what the tables
             hold (cache_seqlens, block_table where it is needed, cache_batch_idx, which must not name an entry twice
             where k_new is given, leftpad, cu_seqlens_q), rows that find no room, and positions that rotary_cos lacks.

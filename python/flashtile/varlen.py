@@ -156,8 +156,8 @@ def attention_varlen(
         rows behind the last sequence, are never looked at, whatever they hold: out = 0, lse = -inf, gradients 0.
 
     Raises:
-        TypeError: an argument has the wrong type or dtype, such as tables of int64; or it is attn_mask or is_causal, which
-            :func:`scaled_dot_product_attention` takes.
+        TypeError: an argument has the wrong type or dtype, such as tables of int64; or it is attn_mask or is_causal,
+            which :func:`scaled_dot_product_attention` takes.
         ValueError: shapes, strides, devices or option values break the rules above; on the CPU also what
             cu_seqlens and seqused hold. On CUDA the host does not read them, so that it need not wait and calls can be
             captured in a graph: values that break the rules give unspecified results there, but nothing outside the

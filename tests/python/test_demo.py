@@ -10,7 +10,7 @@ from rich.console import Console
 import flashtile
 from flashtile import demo
 from flashtile.bench.cases import Case
-from flashtile.demo import exactness, stages, training
+from flashtile.demo import exactness, picture, stages, training
 from flashtile.demo.gpt import GPT, Config, rotate
 
 CPU = torch.device("cpu")
@@ -130,16 +130,34 @@ def test_generated_text_continues_the_prompt():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_training_tells_a_right_attention_from_a_wrong_one(console, brief, tmp_path, device):
     for attention, agrees in ((flashtile.attention, True), (not_causal, False)):
-        picture = tmp_path / "demo.png"
-        assert stages.show_training(console, torch.device(device), attention, 0.0, picture, SMALL) == agrees
+        drawn = tmp_path / "demo.png"
+        assert stages.show_training(console, torch.device(device), attention, 0.0, drawn, SMALL) == agrees
     assert "DISAGREE" in console.file.getvalue()
 
 
+@pytest.mark.parametrize("gap, verdict", [(0.5, "The two runs agree"), (2.0, "The two runs DISAGREE")])
+def test_the_picture_says_what_its_curves_are(tmp_path, gap, verdict):
+    rc_context = pytest.importorskip("matplotlib").rc_context
+    path = tmp_path / "demo.svg"
+    with rc_context({"svg.fonttype": "none"}):
+        picture.draw(path, [3.0, 2.0 + gap], [3.0, 2.0], [1.0, 1.0], "a title")
+    text = path.read_text()
+    said = [
+        "a title",
+        "training loss (nats per byte)",
+        "difference (nats per byte)",
+        "training step",
+        "most that is allowed",
+    ]
+    said += ["moving mean, with flashtile", "moving mean, with PyTorch SDPA", verdict]
+    assert [words for words in said if words not in text] == []
+
+
 def test_demo(brief, tmp_path, capsys):
-    picture = tmp_path / "demo.png"
+    drawn = tmp_path / "demo.png"
     cases = [Case.square(1, 64, 2, 16, dtype="bfloat16")]
-    assert demo.run(0.0, picture, speed_cases=cases, config=SMALL) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert demo.run(0.0, drawn, speed_cases=cases, config=SMALL) == 0
+    assert drawn.read_bytes().startswith(b"\x89PNG")
     assert "Everything agrees." in capsys.readouterr().out
 
 
