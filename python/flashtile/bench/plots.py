@@ -1,8 +1,8 @@
 """A stored run as a picture: small multiples of the rates, with what the machine gives at most drawn in.
 
 Files are text (SVG) that repeats to the byte with one version of matplotlib, so that a picture can stand beside the run
-that it was drawn from. Colours are told apart by colour-blind readers, on white as on black, and each contestant has a
-marker too.
+that it was drawn from. Colours are told apart by colour-blind readers, on white as on black: of all that are neither
+too light nor too dark, these are as far from each other as eight can be. Each contestant has a marker too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from flashtile.bench.ragged import DENSE, TORCH_VARLEN
 from flashtile.bench.report import Record, measure_of
 
 INK = "#7d7d7d"  # of text and axes: as far from white as from a dark page
-VERMILION, BLUE, GREEN, PURPLE, SKY, BROWN = "#d55e00", "#0072b2", "#009e73", "#b8629b", "#3a8fc4", "#96722e"
-COLOURS = (BLUE, GREEN, PURPLE, SKY, BROWN, INK)  # of the peers
+VERMILION, BLUE, GREEN, PINK = "#d55e00", "#2255dd", "#669966", "#cc77bb"
+SKY, PURPLE, RED = "#0099ee", "#bb11aa", "#cc0033"
+COLOURS = (BLUE, GREEN, PINK, SKY, PURPLE, RED, INK)  # of the peers
 MARKERS = "sDv^P*X<>hp"
 
 
@@ -45,10 +46,22 @@ STYLES = {
     "SDPA FA2": Style(BLUE, "s"),
     TORCH_VARLEN: Style(BLUE, "s"),
     "SDPA cuDNN": Style(GREEN, "D"),
-    "SDPA efficient": Style(PURPLE, "v"),
+    "SDPA efficient": Style(PINK, "v"),
+    "SDPA math": Style(INK, "h", "-."),
     "FA3": Style(SKY, "P"),
-    "Flex": Style(BROWN, "^"),
+    "Triton": Style(PURPLE, "p"),
+    "Flex": Style(RED, "^"),
     FORMULA: Style(INK, "", "--"),
+}
+
+
+LENGTH = "sequence length (tokens)"
+AXES = dict.fromkeys(("forward", "backward", "memory"), LENGTH) | {
+    "varlen": "length of the sequences (tokens)",
+    "decode": "batch, tokens in the cache",
+    "prefill": "batch, new / all tokens",
+    "host": "what is called",
+    "cpu": "head dimension, mask",
 }
 
 
@@ -64,10 +77,12 @@ class Panel:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """What is drawn: panels by row and column, the unit of their numbers, and the most that the machine gives."""
+    """What is drawn: panels by row and column, the unit of their numbers, what their places are, and the most that the
+    machine gives."""
 
     title: str
     unit: str
+    axis: str
     rows: Sequence[str]
     columns: Sequence[str]
     panels: dict[tuple[str, str], Panel]
@@ -84,14 +99,15 @@ class Figure:
 
 
 def figure_of(record: Record) -> Figure:
+    suite = record["suite"]
     measure, unit = measure_of(record)
     panels: dict[tuple[str, str], Panel] = {}
     names: dict[str, None] = {}
     cells = record["cells"]
-    if record["suite"] == "decode":
+    if suite == "decode":
         cells = sorted(cells, key=lambda cell: cell["bytes"])
     for cell in cells:
-        row, column, place, joined = _place(record["suite"], cell)
+        row, column, place, joined = _place(suite, cell)
         panel = panels.setdefault((row, column), Panel())
         panel.places.append(place)
         if joined:
@@ -101,15 +117,17 @@ def figure_of(record: Record) -> Figure:
                 names[name] = None
                 panel.lines.setdefault(name, {})[place] = number
     machine = record["machine"]
+    better = "lower" if suite in ("host", "memory") else "higher"
     return Figure(
-        title=f"flashtile bench, suite {record['suite']}: {unit} on {machine['device']}, {machine['date'][:10]}",
+        title=f"Suite {suite}: {unit} ({better} is better) on {machine['device']}, {machine['date'][:10]}",
         unit=unit,
+        axis=AXES.get(suite, "case"),
         rows=list(dict.fromkeys(row for row, _ in panels)),
-        columns=list(dict.fromkeys(_place(record["suite"], cell)[1] for cell in record["cells"])),
+        columns=list(dict.fromkeys(_place(suite, cell)[1] for cell in record["cells"])),
         panels=panels,
         names=list(names),
         roof=_roof(record, unit),
-        logarithmic=record["suite"] == "memory",
+        logarithmic=suite == "memory",
     )
 
 
@@ -132,7 +150,7 @@ def draw(record: Record, path: Path) -> None:
         "axes.spines.right": False,
     }
     with rc_context(settings):
-        size = max(3.3 * len(figure.columns), 6.6), 0.9 + 2.2 * len(figure.rows)
+        size = max(3.3 * len(figure.columns), 6.6), 1.1 + 2.2 * len(figure.rows)
         canvas = Canvas(figsize=size, layout="constrained")
         FigureCanvasSVG(canvas)
         widths = [
@@ -150,6 +168,8 @@ def draw(record: Record, path: Path) -> None:
             ax.set_title(", ".join(word for word in (column, row) if word), fontsize=9, loc="left")
             if j == 0:
                 ax.set_ylabel(figure.unit)
+            if i == len(figure.rows) - 1:
+                ax.set_xlabel(figure.axis)
         handles = [seen[name] for name in (*figure.names, "roof") if name in seen]
         canvas.suptitle(figure.title, fontsize=10, fontweight="bold", color=INK)
         canvas.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6), frameon=False)
@@ -190,29 +210,33 @@ def _draw_panel(ax: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
     ax.tick_params(labelsize=8 if len(panel.places) < 5 else 6.5)
     if figure.logarithmic:
         ax.set_yscale("log", base=2)
+        ax.yaxis.set_major_formatter("{x:,.0f}")
     else:
         ax.set_ylim(0, 1.05 * figure.most)
     return handles
 
 
 def style_of(name: str, names: Sequence[str]) -> Style:
-    """That of STYLES; a peer that has none there gets one by its place among `names`."""
+    """That of STYLES; a peer that has none there gets one by its place among `names`, in a colour that no other of them
+    has, as far as there are."""
     if name in STYLES:
         return STYLES[name]
     place = [other for other in names if other not in STYLES].index(name)
-    return Style(COLOURS[place % len(COLOURS)], MARKERS[-1 - place % len(MARKERS)], "-.")
+    taken = {STYLES[other].colour for other in names if other in STYLES}
+    colours = sorted(COLOURS, key=lambda colour: colour in taken)
+    return Style(colours[place % len(colours)], MARKERS[-1 - place % len(MARKERS)], "-.")
 
 
 def _place(suite: str, cell: Record) -> tuple[str, str, str, bool]:
     """A cell's row and column, its place on the panel's axis, and whether it belongs to the panel's curve."""
     case, mask = cell["case"], cell["mask"]
-    head_dim, heads = f"D{pair(case['head_dim'], case['head_dim_v'])}", f"H{pair(case['heads_q'], case['heads_k'])}"
+    head_dim, heads = f"D {pair(case['head_dim'], case['head_dim_v'])}", f"H {pair(case['heads_q'], case['heads_k'])}"
     grouped = case["heads_q"] != case["heads_k"]
     if suite in SUITES:
         length = (
             str(case["seqlen_k"]) if case["work"] == Work.DECODE.value else f"{case['seqlen_q']}/{case['seqlen_k']}"
         )
-        return "", f"{heads} {head_dim}", f"B{case['batch']}\n{length}", True
+        return "", f"{heads}, {head_dim}", f"B{case['batch']}\n{length}", True
     if suite in ("forward", "backward"):
         return mask, head_dim, f"{case['seqlen_q']}" + (f"\n{heads}" if grouped else ""), not grouped
     if suite == "memory":
@@ -223,7 +247,7 @@ def _place(suite: str, cell: Record) -> tuple[str, str, str, bool]:
         return f"{case['work']}, {mask}", head_dim, name + (f"\n{heads}" if grouped else ""), equal and not grouped
     if suite == "cpu":
         return case["work"], case["dtype"], f"{head_dim}\n{mask}", False
-    return "", case["work"], cell["shape"].replace(" H", "\nH") + f"\n{mask}", False
+    return "", f"{cell['shape']}, {mask}", case["work"].replace(" with", "\nwith"), False
 
 
 def _roof(record: Record, unit: str) -> tuple[str, float] | None:
