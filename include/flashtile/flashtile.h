@@ -34,8 +34,8 @@ void run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void
 /// Facts about a device, read once and cached. CUDA devices throw Unsupported in a build without CUDA.
 const DeviceInfo& device_info(Device device);
 
-/// A GPU that need not be in this machine, by its name ("H100") or compute capability ("9.0"): enough for a plan. Throws
-/// InvalidArgument, which lists the names.
+/// A GPU that need not be in this machine, by its name ("H100") or compute capability ("9.0"): enough for a plan.
+/// Throws InvalidArgument, which lists the names.
 DeviceInfo described_gpu(const std::string& name);
 
 /// Whether this build holds CUDA kernels, and for what: "sm_80, sm_90, compute_80" or "".
