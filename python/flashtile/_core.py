@@ -12,8 +12,8 @@ DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16), "cuda": (torch.
 
 
 def gradients(needed, dout, dlse, q, k, v, out, rows, options):
-    """[dq, dk, dv, dsinks], None for each that is not `needed`; `dout` or `dlse` may be None. `rows` is the state of the
-    softmax that the forward left, or an lse, of which one float32 cannot say enough where scores are large."""
+    """[dq, dk, dv, dsinks], None where not `needed`; `dout` or `dlse` may be None. `rows` is what the forward
+    left of its softmax, or an lse, whose one float32 does not say enough where scores are large."""
     dout = torch.zeros_like(out) if dout is None else _dense(dout)
     if dlse is not None:
         dlse = dlse.contiguous()
