@@ -6,7 +6,7 @@
 // The accumulators hold gradients with respect to scale·Q·K^T; the caller multiplies dQ and dK with the scale.
 #pragma once
 
-#include "flashtile/math/softmax.h"
+#include "flashtile/math/state.h"
 #include "pack.h"
 #include "scores.h"
 
@@ -35,13 +35,21 @@ void load_keys(const Sizes& sizes, const BackwardBuffers& to, int keys, HeadRows
   steps_of<kProduct>(to.key_steps, to.keys, padded_keys, sizes.head_dim);
 }
 
+bool has_steep_rows(const BackwardTile& t) {
+  for (int query = 0; query < t.tile.queries; query += kLanes) {
+    if (any(abs(load(t.reference + query) * t.scores.map.unit_log2) >= kSteep)) return true;
+  }
+  return false;
+}
+
 struct Gradient {
   Vec p;  // with dropout, P∘Z
   Vec ds;
 };
 
-/// P and dS of one register of queries; kMapped: the scores need a map beyond a factor.
-template <bool kMapped>
+/// P and dS of one register of queries. Otherwise than kPlain, scores are mapped, or rows are steep: however Q·K is
+/// rounded this time, no weight is above 1 then.
+template <bool kPlain>
 FLASHTILE_INLINE Gradient score_gradient(const BackwardTile& t, int key, int query) {
   const Range* const queries = t.tile.visible.queries_of_key;
   if (key >= t.tile.keys) return Gradient{};
@@ -49,25 +57,25 @@ FLASHTILE_INLINE Gradient score_gradient(const BackwardTile& t, int key, int que
   const std::int64_t at = static_cast<std::int64_t>(key) * t.sizes.tile_m + query;
   Vec x = load(t.buffers.scores + at);
   Vec slope = splat(1.0f);
-  if constexpr (kMapped) {
+  if constexpr (!kPlain) {
     x = capped(t.scores.map, x);
     if (t.scores.map.capped) slope = 1.0f - x * x;
     x = stretched(t.scores, t.tile, x, key, query);
   }
   x = (x - load(t.reference + query)) * t.scores.map.unit_log2 - load(t.log2_sum + query);
-  // However Q·K was rounded this time, no weight is above 1.
-  Vec p = exp2(min_or_second(splat(0.0f), x));
+  if constexpr (!kPlain) x = min_or_second(splat(0.0f), x);
+  Vec p = exp2(x);
   const Vec kept = t.tile.dropout == nullptr ? splat(1.0f) : load(t.tile.dropout + at);
   Vec ds = p * (kept * load(t.buffers.dprobabilities + at) - load(t.delta + query));
   p *= kept;
-  if constexpr (kMapped) ds *= slope;
+  if constexpr (!kPlain) ds *= slope;
   if (queries == nullptr) return {p, ds};
   const IntVec seen = lanes_in(queries[key], query);
   return {seen ? p : Vec{}, seen ? ds : Vec{}};
 }
 
 /// P^T and dS^T of the tile, each in the orders in which the matmuls read it: two keys × two registers at a time.
-template <Product kProduct, bool kMapped>
+template <Product kProduct, bool kPlain>
 void score_gradients(const BackwardTile& t) {
   const BackwardBuffers& to = t.buffers;
   const int stride = t.sizes.tile_m;
@@ -76,7 +84,7 @@ void score_gradients(const BackwardTile& t) {
       Gradient g[2][2];
       for (int i = 0; i < 2; ++i) {
         for (int j = 0; j < 2; ++j) {
-          g[i][j] = score_gradient<kMapped>(t, key + i, query + j * kLanes);
+          g[i][j] = score_gradient<kPlain>(t, key + i, query + j * kLanes);
         }
       }
       for (int i = 0; i < 2; ++i) {
@@ -156,10 +164,10 @@ void backward_tile(const BackwardTile& t) {
   if (t.wanted.dq || t.wanted.dk) {
     multiply_transposed<kProduct>(t, at.dprobabilities, at.values, at.dout_transposed, width_v);
   }
-  if (t.scores.map.maps()) {
-    score_gradients<kProduct, true>(t);
-  } else {
+  if (t.scores.map.maps() || has_steep_rows(t)) {
     score_gradients<kProduct, false>(t);
+  } else {
+    score_gradients<kProduct, true>(t);
   }
   if (t.wanted.dv) {
     add_key_gradient<kProduct>(t, at.dv, kPairs ? at.probabilities : at.scores, kPairs ? at.dout_steps : at.dout,

@@ -31,6 +31,17 @@ FLASHTILE_INLINE Range seen_keys(const Tile& tile, int begin, int end) {
   return last <= first ? Range{0, 0} : Range{first, min(round_up(last, 2), tile.keys)};
 }
 
+/// Scores of +inf, which Q·K has beyond float32's range, become the largest float32. Returns the row maxima then.
+inline Vec make_finite(float* scores, Range keys, int stride) {
+  Vec top = splat(-kInfinity);
+  for (int key = keys.begin; key < keys.end; ++key) {
+    const Vec finite = min_or_second(splat(kLargest), load(scores + key * stride));
+    store(scores + key * stride, finite);
+    top = max_or_second(finite, top);
+  }
+  return top;
+}
+
 /// RowState::rebase and the tile's P^T, for kVectors registers of queries from `column` on.
 template <Product kProduct, int kVectors>
 void online_softmax(const ForwardBlock& block, const Tile& tile, int column) {
@@ -45,9 +56,13 @@ void online_softmax(const ForwardBlock& block, const Tile& tile, int column) {
     for (int j = 0; j < kVectors; ++j) top[j] = max_or_second(load(scores + key * stride + j * kLanes), top[j]);
   }
   for (int j = 0; j < kVectors; ++j) {
+    if (any(top[j] > kLargest)) [[unlikely]]
+      top[j] = make_finite(scores + j * kLanes, seen, stride);
+  }
+  for (int j = 0; j < kVectors; ++j) {
     const int i = column + j * kLanes;
     const Vec old = load(to.reference + i);
-    const Vec next = max_or_second(min_or_second(top[j], splat(kLargest)), old);
+    const Vec next = max_or_second(top[j], old);
     store(to.reference + i, next);
     reference[j] = next == -kInfinity ? Vec{} : next;  // nothing seen yet: keeps −inf − −inf out
     const Vec rescale = exp2((old - reference[j]) * unit_log2);
@@ -57,7 +72,7 @@ void online_softmax(const ForwardBlock& block, const Tile& tile, int column) {
   }
   const auto probability = [&](int key, int j) {
     const int at = key * stride + j * kLanes;
-    const Vec p = exp2(min_or_second(splat(0.0f), (load(scores + at) - reference[j]) * unit_log2));
+    const Vec p = exp2((load(scores + at) - reference[j]) * unit_log2);
     sum[j] += p;
     return tile.dropout == nullptr ? p : p * load(tile.dropout + column + at);
   };

@@ -70,6 +70,13 @@ FLASHTILE_INLINE Vec min_or_second(Vec a, Vec b) {
 #endif
 }
 
+/// Whether any lane of a comparison holds.
+FLASHTILE_INLINE bool any(IntVec lanes) {
+  std::int32_t all = 0;
+  for (int i = 0; i < kLanes; ++i) all |= lanes[i];
+  return all != 0;
+}
+
 /// 2^x within 1 ulp for x ≤ 127; results below 2^−126 may be 0, 2^−inf is, and NaN stays NaN.
 FLASHTILE_INLINE Vec exp2(Vec x) {
 #if defined(__AVX512F__)

@@ -437,7 +437,7 @@ TEST(Plan, PrintsWhatWasDecided) {
   const ForwardPlan plan = select_forward(problem_on(device, DType::kFloat16, 64, 64, 1000), device);
   const std::string text = to_string(plan);
   for (const std::string& part : {std::string("S_q=1000"), name_of(plan.variant), std::string(plan.why),
-                                  std::to_string(plan.grid), std::to_string(plan.shared_memory)})
+                                  std::to_string(plan.grid), std::to_string(plan.shared_memory / 1024) + " KiB"})
     EXPECT_NE(text.find(part), std::string::npos) << part << "\nin\n" << text;
 }
 
