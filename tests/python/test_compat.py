@@ -15,8 +15,6 @@ import torch
 from cached import Cached
 from cases import BF16, F16, F32, Case, on_devices
 from compare import assert_accurate, assert_bitwise, score_rounding
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from ragged import Ragged
 from test_kvcache import check as check_cache
 
@@ -62,6 +60,7 @@ SIGNATURES = {
     (fa3, "flash_attn_combine"): ("out_partial lse_partial", [("out", None), ("out_dtype", None)]),
     (bert_padding, "pad_input"): ("hidden_states indices batch seqlen", []),
     (bert_padding, "unpad_input"): ("hidden_states attention_mask", [("unused_mask", None)]),
+    (bert_padding, "unpad_input_for_concatenated_sequences"): ("hidden_states attention_mask_in_length", []),
 }
 of_each_module = pytest.mark.parametrize("module", [fa2, fa3], ids=["2", "3"])
 
@@ -434,33 +433,6 @@ def test_combine():
         written, _ = fa3.flash_attn_combine(outs, lses.mT, out=place)
         assert written is place
         assert_bitwise(place, out.to(place.dtype))
-
-
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(st.integers(0, 4), st.integers(0, 9), st.sampled_from([(), (3,), (2, 3)]), st.data())
-def test_padding_there_and_back(batch, seqlen, rest, data):
-    def mask():
-        flags = data.draw(st.lists(st.booleans(), min_size=batch * seqlen, max_size=batch * seqlen))
-        return torch.tensor(flags, dtype=torch.bool).reshape(batch, seqlen)
-
-    x = torch.randn(batch, seqlen, *rest, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    used, unused = mask(), mask() if data.draw(st.booleans()) else None
-    kept = used if unused is None else used | unused
-    dtype = data.draw(st.sampled_from([torch.bool, torch.int64, torch.float32]))
-    masks = [None if m is None else m.to(dtype) for m in (used, unused)]
-    rows, indices, cu_seqlens, max_seqlen, seqused = bert_padding.unpad_input(x, *masks)
-
-    assert torch.equal(rows, x[kept]) and torch.equal(bert_padding.index_first_axis(x.flatten(0, 1), indices), rows)
-    counts = kept.sum(1).tolist()
-    assert cu_seqlens.dtype is seqused.dtype is torch.int32 and type(max_seqlen) is int
-    assert cu_seqlens.tolist() == [sum(counts[:b]) for b in range(batch + 1)] and max_seqlen == max(counts, default=0)
-    assert seqused.tolist() == used.sum(1).tolist()
-
-    weight = kept.reshape(batch, seqlen, *[1] * len(rest)) * torch.ones_like(x)
-    back = bert_padding.pad_input(rows, indices, batch, seqlen)
-    assert torch.equal(back, x * weight)
-    (dx,) = torch.autograd.grad(back.square().sum(), x)
-    assert torch.equal(dx, 2 * x * weight)
 
 
 INSTALLED = """

@@ -1,7 +1,11 @@
 """What flash-attn's two interfaces have in common: its conventions, in flashtile's terms."""
 
+import operator
+
+import torch
 from torch import Tensor
 
+from .._core import is_compiling
 from .._padding import attend_padded, contiguous
 from ..kvcache import attention_kvcache
 
@@ -26,7 +30,7 @@ def refuse_unserved(function, attention_chunk=0, **unserved):
         refuse(function, "attention_chunk", attention_chunk, 0)
     for name, x in unserved.items():
         if x is not None:
-            refuse(function, name, _described(x), None)
+            refuse(function, name, described(x), None)
 
 
 def attend(attention, q, k, v, *, softmax_scale, window_size, softcap, deterministic, **options):
@@ -112,6 +116,8 @@ def require_tensors(function, **tensors):
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{function}: {name} is of type {type(x).__name__}, expected a torch.Tensor")
+        if x.layout is not torch.strided:
+            raise TypeError(f"{function}: {name} has layout {x.layout}, expected {torch.strided}")
 
 
 def unpacked(function, name, packed, shape):
@@ -135,5 +141,43 @@ def _softcap(softcap):
     return 0.0 if isinstance(softcap, (int, float)) and softcap < 0 else softcap
 
 
-def _described(x):
-    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+def described(x):
+    """In a message: short, and on one line, whatever it is."""
+    if isinstance(x, Tensor):
+        return f"a tensor of shape {tuple(x.shape)}"
+    text = repr(x)
+    return text if len(text) <= 60 and text.isprintable() else f"of type {type(x).__name__}"
+
+
+def integer(function, name, x, at_least=None, expected="an int"):
+    """`x` as an int, whatever kind of integer it is."""
+    if at_least is not None:
+        expected += f" of at least {at_least}"
+    if not isinstance(x, int):
+        try:
+            x = operator.index(x)
+        except (TypeError, RuntimeError):
+            raise TypeError(f"{function}: {name} is {described(x)}, expected {expected}") from None
+    if (at_least is not None and x < at_least) or x >= 2**63:
+        raise ValueError(f"{function}: {name} is {described(x)}, expected {expected}, below 2^63")
+    return x
+
+
+def index_within(function, name, index, count, what):
+    """`index` as an int64 tensor that names rows of `what`, which has `count`. Numbers that name none are refused on
+    the CPU; those on a GPU are not known here, and the nearest rows are taken."""
+    known = index.device.type == "cpu" and not is_compiling()
+    if index.numel() > 0 and (known or count == 0):
+        lowest, highest = (int(x) for x in index.aminmax()) if known else (0, 0)
+        if lowest < 0 or highest >= count:
+            found = lowest if lowest < 0 else highest
+            raise ValueError(f"{function}: {name} is {found}, expected a row of {what}, which has {count}")
+    return index.long().clamp(0, max(count - 1, 0))
+
+
+def require_rank(function, rank, shape, **tensors):
+    """`shape` says what the dimensions are, as "(B + 1)"."""
+    require_tensors(function, **tensors)
+    for name, x in tensors.items():
+        if x.dim() != rank:
+            raise ValueError(f"{function}: {name} has shape {tuple(x.shape)}, expected {shape}")
