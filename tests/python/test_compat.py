@@ -17,12 +17,12 @@ from cases import BF16, F16, F32, Case, on_devices
 from compare import assert_accurate, assert_bitwise, score_rounding
 from ragged import Ragged
 from test_kvcache import check as check_cache
+from theirs import SMALL, assert_refuses, fa2, fa3, in_their_terms, of_each_module, packed
 
 import flashtile
 import flashtile.compat
 from flashtile.compat import _common, bert_padding
-from flashtile.compat import flash_attn as fa2
-from flashtile.compat import flash_attn_interface as fa3
+from flashtile.compat.layers import rotary
 
 # Of flash-attn 2.8.3 and of FlashAttention-3's hopper/flash_attn_interface.py.
 UNBOUNDED = ("window_size", (-1, -1))
@@ -44,6 +44,7 @@ CACHE_3 += [("softmax_scale", None), ("causal", False), *BAND, ("rotary_interlea
 CACHE_3 += [("scheduler_metadata", None), ("num_splits", 0), ("pack_gqa", None), ("sm_margin", 0)]
 CACHE_3 += [("return_softmax_lse", False)]
 SEQUENCES = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+TURN = [("interleaved", False), ("seqlen_offsets", 0)]
 # (module, function): the parameters without a default, then those with one
 SIGNATURES = {
     (fa2, "flash_attn_func"): ("q k v", OPTIONS),
@@ -61,8 +62,20 @@ SIGNATURES = {
     (bert_padding, "pad_input"): ("hidden_states indices batch seqlen", []),
     (bert_padding, "unpad_input"): ("hidden_states attention_mask", [("unused_mask", None)]),
     (bert_padding, "unpad_input_for_concatenated_sequences"): ("hidden_states attention_mask_in_length", []),
+    (rotary, "apply_rotary_emb"): (
+        "x cos sin",
+        [("interleaved", False), ("inplace", False), TURN[1], ("cu_seqlens", None), ("max_seqlen", None)],
+    ),
+    (rotary, "apply_rotary_emb_qkv_"): (
+        "qkv cos sin",
+        [("cos_k", None), ("sin_k", None), *TURN, ("num_heads_q", None)],
+    ),
+    (rotary, "apply_rotary_emb_kv_"): ("kv cos sin", TURN),
+    (rotary, "RotaryEmbedding"): (
+        "dim",
+        [("base", 10000.0), ("interleaved", False), ("scale_base", None), ("device", None)],
+    ),
 }
-of_each_module = pytest.mark.parametrize("module", [fa2, fa3], ids=["2", "3"])
 
 
 @pytest.mark.parametrize("module, name", SIGNATURES, ids=lambda x: getattr(x, "__name__", x))
@@ -74,16 +87,6 @@ def test_signatures(module, name):
     assert [(p.name, p.default) for p in parameters if p.default is not p.empty] == optional
 
 
-NAMES = {"scale": "softmax_scale", "leftpad": "cache_leftpad", "k_new": "k", "v_new": "v"}
-
-
-def in_their_terms(options):
-    """Keyword arguments of flashtile as flash-attn calls and writes them; dropout's seed comes from the generator."""
-    options = {NAMES.get(name, name): x for name, x in options.items() if name != "seed"}
-    left, right = options.pop("window", None) or (None, None)
-    return options | {"window_size": (-1 if left is None else left, -1 if right is None else right)}
-
-
 def call(module, name, pack, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, **options):
     """(out, lse), of flashtile's options."""
     tensors, tables = PACKS[pack](q, k, v), ()
@@ -93,10 +96,6 @@ def call(module, name, pack, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, **op
     out, lse, *nothing = getattr(module, name)(*tensors, *tables, return_attn_probs=True, **in_their_terms(options))
     assert nothing == ([None] if module is fa2 else [])
     return out, lse
-
-
-def packed(*tensors):
-    return torch.stack(tensors, dim=-3)
 
 
 PACKS = {
@@ -226,9 +225,6 @@ def test_varlen_with_pages():
         function(dropout_p=0.1)
 
 
-SMALL = Case("small", dtype=F32, head_dim=16, seqlen_q=20, seqlen_k=20, heads_q=2, heads_k=2)
-
-
 @of_each_module
 def test_results_alone(module):
     """Without return_attn_probs there is one tensor."""
@@ -326,12 +322,6 @@ def unserved():
         for argument in inspect.signature(getattr(module, name)).parameters
         if argument in values
     ]
-
-
-def assert_refuses(function, error, message, *args, name=None, **options):
-    with pytest.raises(error, match=f"^{name or function.__name__}: {message}") as raised:
-        function(*args, **options)
-    assert raised.type is error
 
 
 @pytest.mark.parametrize("name, argument, value, message", unserved())
@@ -439,7 +429,8 @@ INSTALLED = """
 import importlib.util, sys, types
 from packaging.version import parse
 import flashtile.compat as compat
-NAMES = "flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding", "flash_attn_interface"
+NAMES = "flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding", "flash_attn.layers"
+NAMES += "flash_attn.layers.rotary", "flash_attn_interface"
 assert not any(name in sys.modules for name in NAMES), "importing installs"
 for name in NAMES:
     theirs = sys.modules[name] = types.ModuleType(name)
@@ -459,8 +450,12 @@ import flash_attn, flash_attn.bert_padding as padding, flash_attn_interface
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
 from flash_attn.flash_attn_interface import flash_attn_func as same
+import flash_attn.layers.rotary
+from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
 assert flash_attn_func is same is compat.flash_attn.flash_attn_func is flash_attn.flash_attn_interface.flash_attn_func
 assert padding is flash_attn.bert_padding is compat.bert_padding and unpad_input is padding.unpad_input
+assert flash_attn.layers.rotary is compat.layers.rotary
+assert apply_rotary_emb is flash_attn.layers.rotary.apply_rotary_emb
 assert flash_attn_interface is compat.flash_attn_interface and flash_attn_interface is not flash_attn
 assert all(importlib.util.find_spec(name) is not None for name in NAMES)
 assert parse("2.8.3") < parse(flash_attn.__version__) < parse("2.8.4")

@@ -219,7 +219,13 @@ def test_info_prints_what_it_holds():
 
 
 def test_docstring_examples_run():
-    compat = ("compat", "compat.bert_padding", "compat.flash_attn", "compat.flash_attn_interface")
+    compat = (
+        "compat",
+        "compat.bert_padding",
+        "compat.flash_attn",
+        "compat.flash_attn_interface",
+        "compat.layers.rotary",
+    )
     for name in ("attention", "combine", "explain", "info", "kvcache", "sdpa", "varlen", *compat):
         # flashtile.attention is the function; the module of that name stands in sys.modules.
         results = doctest.testmod(importlib.import_module(f"flashtile.{name}"), raise_on_error=False)

@@ -3,6 +3,7 @@
 - :mod:`flashtile.compat.flash_attn`: ``flash_attn`` 2
 - :mod:`flashtile.compat.flash_attn_interface`: ``flash_attn_interface``, FlashAttention-3
 - :mod:`flashtile.compat.bert_padding`: ``flash_attn.bert_padding``
+- :mod:`flashtile.compat.layers.rotary`: ``flash_attn.layers.rotary``
 
 Names, order and defaults of parameters are theirs, so one import line changes; :func:`install` spares that one too.
 docs/migration.md lists what is served, what has no effect, and what is refused.
@@ -10,14 +11,16 @@ docs/migration.md lists what is served, what has no effect, and what is refused.
 
 import sys
 
-from . import bert_padding, flash_attn, flash_attn_interface
+from . import bert_padding, flash_attn, flash_attn_interface, layers
 
-__all__ = ["bert_padding", "flash_attn", "flash_attn_interface", "install", "uninstall"]
+__all__ = ["bert_padding", "flash_attn", "flash_attn_interface", "install", "layers", "uninstall"]
 
 _MODULES = {
     "flash_attn": flash_attn,
     "flash_attn.flash_attn_interface": flash_attn,
     "flash_attn.bert_padding": bert_padding,
+    "flash_attn.layers": layers,
+    "flash_attn.layers.rotary": layers.rotary,
     "flash_attn_interface": flash_attn_interface,
 }
 
@@ -25,8 +28,9 @@ _MODULES = {
 def install() -> None:
     """Makes ``import flash_attn`` and ``import flash_attn_interface`` mean flashtile in this process.
 
-    Puts ``flash_attn``, ``flash_attn.flash_attn_interface``, ``flash_attn.bert_padding`` and ``flash_attn_interface``
-    into sys.modules, in front of packages of these names that may be installed. Call it before anything imports them.
+    Puts ``flash_attn``, its ``flash_attn_interface``, ``bert_padding``, ``layers`` and ``layers.rotary``, and
+    ``flash_attn_interface`` into sys.modules, in front of packages of these names that may be installed. Call it before
+    anything imports them.
     A second call changes nothing, and :func:`uninstall` takes them out again.
 
     Raises:

@@ -123,8 +123,8 @@ def require_tensors(function, **tensors):
 def unpacked(function, name, packed, shape):
     """The parts of a packed tensor, whose `shape` is written as in "(B, S, 3, H, D)"."""
     sizes = shape.strip("()").split(", ")
-    require_tensors(function, **{name: packed})
-    if packed.dim() != len(sizes) or packed.shape[-3] != int(sizes[-3]):
+    require_rank(function, len(sizes), shape, **{name: packed})
+    if packed.shape[-3] != int(sizes[-3]):
         raise ValueError(f"{function}: {name} has shape {tuple(packed.shape)}, expected {shape}")
     return packed.unbind(-3)
 
@@ -181,3 +181,33 @@ def require_rank(function, rank, shape, **tensors):
     for name, x in tensors.items():
         if x.dim() != rank:
             raise ValueError(f"{function}: {name} has shape {tuple(x.shape)}, expected {shape}")
+
+
+def require_table(function, shape, count=None, **tables):
+    """int32, of a `shape` such as "(B + 1)", which is (count) where that is known."""
+    require_rank(function, 1, shape, **tables)
+    for name, x in tables.items():
+        if count not in (None, x.shape[0]):
+            raise ValueError(f"{function}: {name} has shape {tuple(x.shape)}, expected {(count,)} = {shape}")
+        if shape == "(B + 1)" and x.shape[0] == 0:
+            raise ValueError(f"{function}: {name} has shape (0,), expected {shape} with B of at least 0")
+        if x.dtype != torch.int32:
+            raise TypeError(f"{function}: {name} has dtype {x.dtype}, expected torch.int32")
+
+
+def flag(function, name, x):
+    """`x` as a bool, which an integer may stand for."""
+    return x if isinstance(x, bool) else integer(function, name, x, expected="a bool") != 0
+
+
+def unpacked_heads(function, qkv, num_heads_q):
+    """q, k and v of (B, S, 3, H, D), or of (B, S, H_q + 2 · H_k, D) where `num_heads_q` says what H_q is."""
+    require_tensors(function, qkv=qkv)
+    if num_heads_q is None or qkv.dim() == 5:
+        return unpacked(function, "qkv", qkv, "(B, S, 3, H, D)")
+    heads_q = integer(function, "num_heads_q", num_heads_q, at_least=0)
+    heads = qkv.shape[2] - heads_q if qkv.dim() == 4 else -1
+    if heads < 0 or heads % 2 != 0:
+        expected = f"(B, S, H_q + 2 · H_k, D), H_q being num_heads_q = {heads_q}"
+        raise ValueError(f"{function}: qkv has shape {tuple(qkv.shape)}, expected {expected}")
+    return qkv.split([heads_q, heads // 2, heads // 2], dim=2)

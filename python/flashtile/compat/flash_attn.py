@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ..attention import attention
 from ..varlen import attention_varlen
-from . import bert_padding
+from . import bert_padding, layers
 from ._common import WindowSize, attend, attend_cache, refuse, require_tensors, unpacked
 
 # The release whose functions these are, for callers that compare versions; the local label says whose code it is.
@@ -48,6 +48,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "layers",
 ]
 
 flash_attn_interface = sys.modules[__name__]  # the package has its functions in a module of this name
