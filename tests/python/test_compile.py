@@ -29,6 +29,7 @@ from traced import (
 import flashtile
 from flashtile import _C
 from flashtile.compat import flash_attn, flash_attn_interface
+from flashtile.compat.layers import rotary
 
 pytestmark = quiet
 
@@ -361,6 +362,36 @@ COMPAT_CALLS = {
         x[None, :1, 0], *x[None, :, 1:].clone().unbind(2), *x[None, 1:2, 1:].unbind(2), cache_seqlens=n, causal=True
     ),
 }
+
+
+def _cached_by_their_rules(x, cu, n):
+    """Rotary embedding without a mask, new keys of other lengths than the queries, and chunks."""
+    table = torch.arange(640).view(-1, 8) / 9
+    cache = x[:, 1:].reshape(2, 30, 2, 4, 64).clone().unbind(2)
+    given = dict(cache_seqlens=ints([20, 4]), rotary_cos=table.cos(), rotary_sin=table.sin(), attention_chunk=7)
+    new = dict(cu_seqlens_q=ints([0, 2, 5]), cu_seqlens_k_new=ints([0, 3, 7]))
+    return flash_attn_interface.flash_attn_with_kvcache(x[:5, 0], *cache, *x[:7, 1:].unbind(1), **given, **new)
+
+
+COMPAT_CALLS_3 = {
+    "their_rules": _cached_by_their_rules,
+    "chunks": lambda x, cu, n: flash_attn_interface.flash_attn_func(*x[None].unbind(2), attention_chunk=n // 3),
+    "dense_keys": lambda x, cu, n: flash_attn_interface.flash_attn_varlen_func(
+        x[:, 0], x[None, :, 1].expand(2, -1, -1, -1), x[None, :, 2].expand(2, -1, -1, -1), cu, None, n, n
+    ),
+    "rotary": lambda x, cu, n: rotary.apply_rotary_emb(
+        x[:, 0].clone(), x[:, 1, 0, :16], x[:, 2, 0, :16], False, True, 0, cu
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPAT_CALLS_3)
+def test_compat_of_3_alone(name):
+    def function(*given):
+        return (COMPAT_CALLS_3[name](*given),)
+
+    given = _packed()
+    assert_all_bitwise(compiled(function)(*given), function(*given))
 
 
 @pytest.mark.parametrize("name", COMPAT_CALLS)

@@ -6,16 +6,13 @@ import torch
 from torch import Tensor
 
 from .._core import is_compiling
-from .._padding import attend_padded, contiguous
-from ..kvcache import attention_kvcache
+from .._padding import attend_padded
 
 WindowSize = tuple[int, int]
 
 _INSTEAD = {
-    "attention_chunk": "flash_attn_varlen_func of the chunks",
-    "cu_seqlens_k_new": "the tensor cu_seqlens_q, each sequence having as many new keys as queries",
+    "leftpad_k": "sequences without these rows, by cu_seqlens_k",
     "qv": "torch.cat((q, qv), -1) as q, torch.cat((k, v), -1) as k",
-    "rotary_seqlens": "q and k that are rotated before",
 } | dict.fromkeys(("q_descale", "k_descale", "v_descale"), "float16 or bfloat16, which need no scales")
 
 
@@ -24,16 +21,14 @@ def refuse(function, argument, found, expected):
     raise NotImplementedError(f"{function}: {argument} is {found}, expected {expected}{instead}")
 
 
-def refuse_unserved(function, attention_chunk=0, **unserved):
-    """Arguments of FlashAttention-3 that ask for what flashtile does not compute."""
-    if attention_chunk != 0:
-        refuse(function, "attention_chunk", attention_chunk, 0)
+def refuse_unserved(function, **unserved):
+    """Arguments that ask for what flashtile does not compute, unless they are None."""
     for name, x in unserved.items():
         if x is not None:
             refuse(function, name, described(x), None)
 
 
-def attend(attention, q, k, v, *, softmax_scale, window_size, softcap, deterministic, **options):
+def attend(function, attention, q, k, v, *, softmax_scale, window_size, softcap, deterministic, **options):
     """``flashtile.attention`` or ``attention_varlen``. As in flash-attn, last dimensions need neither be contiguous nor
     multiples of 8."""
     return attend_padded(
@@ -41,74 +36,51 @@ def attend(attention, q, k, v, *, softmax_scale, window_size, softcap, determini
         q,
         k,
         v,
-        window=_window(window_size),
+        window=window_of(function, window_size),
         scale=softmax_scale,
-        softcap=_softcap(softcap),
-        deterministic=True if deterministic else None,
+        softcap=softcap_of(softcap),
+        deterministic=flag(function, "deterministic", deterministic) or None,
         **options,
     )
 
 
-def attend_cache(
-    function,
-    q,
-    k_cache,
-    v_cache,
-    k,
-    v,
-    *,
-    cache_seqlens,
-    block_table,
-    rotary_cos,
-    causal,
-    window_size,
-    softmax_scale,
-    softcap,
-    num_splits=0,
-    cu_seqlens_q=None,
-    **options,
-):
-    """``flashtile.attention_kvcache``."""
-    window = _window(window_size)
-    if cache_seqlens is None:
-        if k is not None:
-            raise ValueError(f"{function}: cache_seqlens is None, expected a tensor or an int, since k is given")
-        cache_seqlens = _rows(k_cache) * (1 if block_table is None else _rows(block_table))
-    if rotary_cos is not None:
-        _check_positions(function, q, k, cu_seqlens_q, causal or window != (None, None))
-    return attention_kvcache(
-        contiguous(q),
-        k_cache,
-        v_cache,
-        k_new=contiguous(k),
-        v_new=contiguous(v),
-        cache_seqlens=cache_seqlens,
-        block_table=contiguous(block_table),
-        rotary_cos=rotary_cos,
-        cu_seqlens_q=cu_seqlens_q,
-        causal=causal,
-        window=window,
-        scale=softmax_scale,
-        softcap=_softcap(softcap),
-        num_splits=max(num_splits, 0),
-        **options,
-    )
+def window_of(function, window_size):
+    """The two distances that anything holds, a tensor too; None for unbounded ones, which flash-attn writes as -1, and
+    for the window if both are."""
+    if window_size is None:
+        return None
+    try:
+        if type(window_size) is tuple and window_size == (-1, -1):
+            return None
+        left, right = (n if n is None or isinstance(n, int) else operator.index(n) for n in window_size)
+    except (TypeError, ValueError, RuntimeError):
+        message = f"{function}: window_size is {described(window_size)}, expected two integers, (left, right)"
+        raise TypeError(message) from None
+    window = None if left is None or left < 0 else left, None if right is None or right < 0 else right
+    return None if window == (None, None) else window
 
 
-def _check_positions(function, q, k, cu_seqlens_q, masked):
-    """flash-attn counts the positions of queries from the first new key, and without a mask gives all of them that of
-    the first; flashtile goes by the key that each meets on the diagonal. Refuses where the two differ."""
-    if k is None:
-        raise ValueError(f"{function}: k is None, expected new keys, since rotary_cos is given")
-    if cu_seqlens_q is None and _rows(q) != _rows(k):
-        refuse(function, "rotary_cos", f"given with {_rows(q)} queries and {_rows(k)} new keys", "as many of both")
-    if not masked and (cu_seqlens_q is not None or _rows(q) > 1):
-        refuse(function, "rotary_cos", "given without a mask", "causal=True, a window_size, or a single query")
+def softcap_of(softcap):
+    """0 for none, which flash-attn also writes as a negative number."""
+    return 0.0 if isinstance(softcap, (int, float)) and softcap < 0 else softcap
 
 
-def _rows(x):
-    """The size of dimension 1; 0 where there is none, for flashtile to say what is wrong."""
-    return x.shape[1] if isinstance(x, Tensor) and x.dim() > 1 else 0
+def drops(dropout_p):
+    """Whether weights are dropped; where `dropout_p` is no number, flashtile says so."""
+    try:
+        return float(dropout_p) > 0
+    except (TypeError, ValueError, RuntimeError, NotImplementedError):
+        return False
+
+
+def new_seed(dropout_p):
+    """A seed where weights are dropped, as flashtile draws it, for callers that need it a second time; else None."""
+    return torch.randint(2**63 - 1, (), device="cpu") if drops(dropout_p) else None
+
+
+def flag(function, name, x):
+    """`x` as a bool, which an integer may stand for."""
+    return x if isinstance(x, bool) else integer(function, name, x, expected="a bool") != 0
 
 
 def require_tensors(function, **tensors):
@@ -118,61 +90,6 @@ def require_tensors(function, **tensors):
             raise TypeError(f"{function}: {name} is of type {type(x).__name__}, expected a torch.Tensor")
         if x.layout is not torch.strided:
             raise TypeError(f"{function}: {name} has layout {x.layout}, expected {torch.strided}")
-
-
-def unpacked(function, name, packed, shape):
-    """The parts of a packed tensor, whose `shape` is written as in "(B, S, 3, H, D)"."""
-    sizes = shape.strip("()").split(", ")
-    require_rank(function, len(sizes), shape, **{name: packed})
-    if packed.shape[-3] != int(sizes[-3]):
-        raise ValueError(f"{function}: {name} has shape {tuple(packed.shape)}, expected {shape}")
-    return packed.unbind(-3)
-
-
-def _window(window_size):
-    """None for unbounded sides, which flash-attn writes as -1."""
-    if not isinstance(window_size, (tuple, list)):
-        return window_size
-    return tuple(None if isinstance(n, int) and n < 0 else n for n in window_size)
-
-
-def _softcap(softcap):
-    """0 for none, which flash-attn also writes as a negative number."""
-    return 0.0 if isinstance(softcap, (int, float)) and softcap < 0 else softcap
-
-
-def described(x):
-    """In a message: short, and on one line, whatever it is."""
-    if isinstance(x, Tensor):
-        return f"a tensor of shape {tuple(x.shape)}"
-    text = repr(x)
-    return text if len(text) <= 60 and text.isprintable() else f"of type {type(x).__name__}"
-
-
-def integer(function, name, x, at_least=None, expected="an int"):
-    """`x` as an int, whatever kind of integer it is."""
-    if at_least is not None:
-        expected += f" of at least {at_least}"
-    if not isinstance(x, int):
-        try:
-            x = operator.index(x)
-        except (TypeError, RuntimeError):
-            raise TypeError(f"{function}: {name} is {described(x)}, expected {expected}") from None
-    if (at_least is not None and x < at_least) or x >= 2**63:
-        raise ValueError(f"{function}: {name} is {described(x)}, expected {expected}, below 2^63")
-    return x
-
-
-def index_within(function, name, index, count, what):
-    """`index` as an int64 tensor that names rows of `what`, which has `count`. Numbers that name none are refused on
-    the CPU; those on a GPU are not known here, and the nearest rows are taken."""
-    known = index.device.type == "cpu" and not is_compiling()
-    if index.numel() > 0 and (known or count == 0):
-        lowest, highest = (int(x) for x in index.aminmax()) if known else (0, 0)
-        if lowest < 0 or highest >= count:
-            found = lowest if lowest < 0 else highest
-            raise ValueError(f"{function}: {name} is {found}, expected a row of {what}, which has {count}")
-    return index.long().clamp(0, max(count - 1, 0))
 
 
 def require_rank(function, rank, shape, **tensors):
@@ -195,9 +112,48 @@ def require_table(function, shape, count=None, **tables):
             raise TypeError(f"{function}: {name} has dtype {x.dtype}, expected torch.int32")
 
 
-def flag(function, name, x):
-    """`x` as a bool, which an integer may stand for."""
-    return x if isinstance(x, bool) else integer(function, name, x, expected="a bool") != 0
+def require_like(function, name, place, like):
+    """`place` is a tensor that `like` can be written into as it is."""
+    require_tensors(function, **{name: place})
+    if place.shape != like.shape:
+        raise ValueError(f"{function}: {name} has shape {tuple(place.shape)}, expected {tuple(like.shape)}")
+    if place.dtype != like.dtype:
+        raise TypeError(f"{function}: {name} has dtype {place.dtype}, expected {like.dtype}")
+
+
+def index_within(function, name, index, count, what):
+    """`index` as an int64 tensor that names rows of `what`, which has `count`. Numbers that name none are refused on
+    the CPU; those on a GPU are not known here, and the nearest rows are taken."""
+    known = index.device.type == "cpu" and not is_compiling()
+    if index.numel() > 0 and (known or count == 0):
+        lowest, highest = (int(x) for x in index.aminmax()) if known else (0, 0)
+        if lowest < 0 or highest >= count:
+            found = lowest if lowest < 0 else highest
+            raise ValueError(f"{function}: {name} is {found}, expected a row of {what}, which has {count}")
+    return index.long().clamp(0, max(count - 1, 0))
+
+
+def integer(function, name, x, at_least=None, expected="an int"):
+    """`x` as an int, whatever kind of integer it is."""
+    if at_least is not None:
+        expected += f" of at least {at_least}"
+    if not isinstance(x, int):
+        try:
+            x = operator.index(x)
+        except (TypeError, RuntimeError):
+            raise TypeError(f"{function}: {name} is {described(x)}, expected {expected}") from None
+    if (at_least is not None and x < at_least) or x >= 2**63:
+        raise ValueError(f"{function}: {name} is {described(x)}, expected {expected}, below 2^63")
+    return x
+
+
+def unpacked(function, name, packed, shape):
+    """The parts of a packed tensor, whose `shape` is written as in "(B, S, 3, H, D)"."""
+    sizes = shape.strip("()").split(", ")
+    require_rank(function, len(sizes), shape, **{name: packed})
+    if packed.shape[-3] != int(sizes[-3]):
+        raise ValueError(f"{function}: {name} has shape {tuple(packed.shape)}, expected {shape}")
+    return packed.unbind(-3)
 
 
 def unpacked_heads(function, qkv, num_heads_q):
@@ -211,3 +167,11 @@ def unpacked_heads(function, qkv, num_heads_q):
         expected = f"(B, S, H_q + 2 · H_k, D), H_q being num_heads_q = {heads_q}"
         raise ValueError(f"{function}: qkv has shape {tuple(qkv.shape)}, expected {expected}")
     return qkv.split([heads_q, heads // 2, heads // 2], dim=2)
+
+
+def described(x):
+    """In a message: short, and on one line, whatever it is."""
+    if isinstance(x, Tensor):
+        return f"a tensor of shape {tuple(x.shape)}"
+    text = repr(x)
+    return text if len(text) <= 60 and text.isprintable() else f"of type {type(x).__name__}"

@@ -5,13 +5,17 @@ What the functions share, in addition to the rules of :func:`flashtile.attention
 - dropout_p: where it is above 0, the seed comes from PyTorch's CPU generator, so torch.manual_seed repeats it.
 - softmax_scale: by default 1/√D.
 - causal: masks are aligned at the bottom right, the last query with the last key.
-- window_size: (left, right), inclusive distances from the diagonal, in tokens; a negative one is unbounded.
+- window_size: (left, right), or a list, array or tensor of two integers: inclusive distances from the diagonal, in
+  tokens; a negative one is unbounded.
 - softcap: bound of the scaled scores; 0 or less: none.
 - alibi_slopes: float32, (H_q) or (B, H_q). Get no gradient.
 - deterministic: gradients are the same bits in every run. False leaves that to
   torch.are_deterministic_algorithms_enabled().
 - return_attn_probs: return (out, softmax_lse, S_dmask). softmax_lse is float32, the natural logarithm, differentiable;
-  where a row sees nothing it is -inf. S_dmask is always None: the matrix of probabilities is never formed.
+  where a row sees nothing it is -inf. S_dmask, with dropout, is (B, H_q, S_q, S_k), both lengths (of a ragged batch the
+  longest ones) rounded up to multiples of 128: the weights before dropout, of q's dtype, negative where one is dropped.
+  For it attention is computed 2 · S_k / 256 times more. It has no element, shape (0), without dropout, as flash-attn's,
+  and where it would have more than 2^27.
 - D and D_v may differ, and need not be multiples of 8 (then operands are copied); both are at most 256. A last
   dimension that is not contiguous is copied.
 
@@ -33,7 +37,9 @@ from torch import Tensor
 from ..attention import attention
 from ..varlen import attention_varlen
 from . import bert_padding, layers
-from ._common import WindowSize, attend, attend_cache, refuse, require_tensors, unpacked
+from ._cache import attend_cache
+from ._common import WindowSize, attend, flag, unpacked
+from ._passes_2 import forward, varlen_forward
 
 # The release whose functions these are, for callers that compare versions; the local label says whose code it is.
 __version__ = "2.8.3+flashtile"
@@ -53,7 +59,7 @@ __all__ = [
 
 flash_attn_interface = sys.modules[__name__]  # the package has its functions in a module of this name
 
-Result = Tensor | tuple[Tensor, Tensor, None]
+Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
 def flash_attn_func(
@@ -77,13 +83,9 @@ def flash_attn_func(
         v: (B, S_k, H_k, D_v).
 
     Returns:
-        out, (B, S_q, H_q, D_v); or (out, softmax_lse, None), with softmax_lse (B, H_q, S_q).
+        out, (B, S_q, H_q, D_v); or (out, softmax_lse, S_dmask), with softmax_lse (B, H_q, S_q).
     """
-    result = attend(
-        attention,
-        q,
-        k,
-        v,
+    options = dict(
         dropout_p=dropout_p,
         softmax_scale=softmax_scale,
         causal=causal,
@@ -91,9 +93,11 @@ def flash_attn_func(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         deterministic=deterministic,
-        return_lse=return_attn_probs,
     )
-    return _with_dmask(result)
+    function = "flash_attn_func"
+    if not flag(function, "return_attn_probs", return_attn_probs):
+        return attend(function, attention, q, k, v, **options)
+    return forward(function, q, k, v, return_softmax=True, **options)[:3]
 
 
 def flash_attn_kvpacked_func(
@@ -162,53 +166,31 @@ def flash_attn_varlen_func(
         block_table: (B, pages of a sequence), int32: row r of sequence b lies in page block_table[b, r // page_size].
 
     Returns:
-        out, (T_q, H_q, D_v); or (out, softmax_lse, None), with softmax_lse (H_q, T_q).
+        out, (T_q, H_q, D_v); or (out, softmax_lse, S_dmask), with softmax_lse (H_q, T_q).
 
     Raises:
-        NotImplementedError: with ``block_table``, also dropout, and inputs that require a gradient.
+        NotImplementedError: dropout with ``block_table``; or a gradient is asked for, which there is none of with
+            ``block_table``.
     """
-    if block_table is None:
-        result = attend(
-            attention_varlen,
-            q,
-            k,
-            v,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            dropout_p=dropout_p,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            deterministic=deterministic,
-            return_lse=return_attn_probs,
-        )
-        return _with_dmask(result)
-    if dropout_p != 0:
-        refuse("flash_attn_varlen_func", "dropout_p", dropout_p, "0.0, since block_table is given")
-    require_tensors("flash_attn_varlen_func", cu_seqlens_k=cu_seqlens_k)
-    result = attend_cache(
-        "flash_attn_varlen_func",
-        q,
-        k,
-        v,
-        None,
-        None,
-        cache_seqlens=cu_seqlens_k.diff(),
-        block_table=block_table,
-        rotary_cos=None,
+    function = "flash_attn_varlen_func"
+    sequences = dict(
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
+    )
+    options = dict(
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
-        softmax_scale=softmax_scale,
         softcap=softcap,
-        cu_seqlens_q=cu_seqlens_q,
         alibi_slopes=alibi_slopes,
-        return_lse=return_attn_probs,
+        deterministic=deterministic,
     )
-    return _with_dmask(result)
+    return_attn_probs = flag(function, "return_attn_probs", return_attn_probs)
+    if block_table is None and not return_attn_probs:
+        return attend(function, attention_varlen, q, k, v, **sequences, **options)
+    options |= dict(block_table=block_table, return_softmax=return_attn_probs)
+    out, softmax_lse, s_dmask, _ = varlen_forward(function, q, k, v, **sequences, **options)
+    return (out, softmax_lse, s_dmask) if return_attn_probs else out
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -275,22 +257,24 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`flashtile.attention_kvcache`. Options are those of this module, and there is no backward.
+    """:func:`flashtile.attention_kvcache`. Options are those of this module. There is no backward, though inputs may
+    require a gradient.
 
     Args:
-        q: (B, S_q, H_q, D), D a multiple of 8.
+        q: (B, S_q, H_q, D). If D or D_v is no multiple of 8, caches are copied, and back where k is given.
         k_cache: (B_cache, S_cache, H_k, D); with ``block_table`` (pages, page_size, H_k, D), of any page size.
         v_cache: (B_cache, S_cache, H_k, D_v), or (pages, page_size, H_k, D_v).
         k: (B, S_new, H_k, D): written into the cache behind the rows that it holds, in place.
         v: (B, S_new, H_k, D_v): their values. Given if and only if k is.
-        rotary_cos: (positions, R / 2): the first R elements of q and k are rotated. Needs k of q's length, and
-            causal=True, a window_size or S_q = 1; positions begin with the number of rows held.
+        rotary_cos: (positions, R / 2): the first R elements of q and k are rotated. Needs k. The position of row i of k
+            is the number of rows held plus i, and so is that of row i of q, but with neither causal=True nor a
+            window_size all rows of q have that of the first one.
         rotary_sin: (positions, R / 2).
         cache_seqlens: (B), int32, or an int: how many rows the cache holds. By default it is full; needed where k is
             given.
-        cache_batch_idx: (B), int32: the entry of the cache that each sequence has; not with block_table.
+        cache_batch_idx: (B), int32: the entry of the cache that each sequence has, or its row of block_table.
         cache_leftpad: (B), int32: rows at the beginning of each sequence that do not count.
-        block_table: (B, pages of a sequence), int32.
+        block_table: (B, pages of a sequence), int32; with cache_batch_idx any number of rows.
         rotary_interleaved: rotate elements (2i, 2i + 1); False: (i, i + R / 2).
         num_splits: parts that keys are divided into on a GPU; 0: as many as fill it. Changes last bits at most.
 
@@ -298,9 +282,8 @@ def flash_attn_with_kvcache(
         out, (B, S_q, H_q, D_v); with ``return_softmax_lse`` (out, softmax_lse), with softmax_lse (B, H_q, S_q).
 
     Raises:
-        ValueError: k without cache_seqlens, or rotary_cos without k.
-        NotImplementedError: rotary_cos in other cases than above, or inputs that require a gradient where gradients
-            are enabled.
+        ValueError: k without cache_seqlens, rotary_cos without k, or on the CPU a position that rotary_cos lacks.
+        NotImplementedError: a gradient is asked for; when traced by torch.compile, an input that requires one.
     """
     return attend_cache(
         "flash_attn_with_kvcache",
@@ -324,8 +307,3 @@ def flash_attn_with_kvcache(
         num_splits=num_splits,
         return_lse=return_softmax_lse,
     )
-
-
-def _with_dmask(result):
-    """(out, lse) becomes (out, lse, S_dmask), of which nothing is ever formed."""
-    return (*result, None) if isinstance(result, tuple) else result

@@ -5,8 +5,9 @@ head dimensions holds here too. Besides:
 
 - num_splits, in flash_attn_func and flash_attn_varlen_func, pack_gqa, sm_margin, scheduler_metadata, max_seqlen_q and
   max_seqlen_k: how results are computed, not which. They have no effect.
-- qv, q_descale, k_descale, v_descale, rotary_seqlens other than None, and attention_chunk other than 0 raise
-  NotImplementedError.
+- attention_chunk: with a number above 0, a query sees only the keys of its own chunk: key j where ⌊j / attention_chunk⌋
+  is that of the key on the query's diagonal. Each chunk is computed as a sequence of its own.
+- qv, q_descale, k_descale, v_descale other than None raise NotImplementedError.
 - return_attn_probs: return (out, softmax_lse). As in the original, there are no probabilities.
 
 >>> import torch
@@ -21,10 +22,18 @@ head dimensions holds here too. Besides:
 import torch
 from torch import Tensor
 
-from ..attention import attention
 from ..combine import combine
-from ..varlen import attention_varlen
-from ._common import WindowSize, attend, attend_cache, refuse, refuse_unserved, require_tensors, unpacked
+from ._cache import attend_cache
+from ._common import (
+    WindowSize,
+    described,
+    flag,
+    refuse_unserved,
+    require_like,
+    require_tensors,
+    unpacked_heads,
+)
+from ._passes_3 import forward, nothing_kept
 
 __all__ = [
     "flash_attn_combine",
@@ -32,6 +41,7 @@ __all__ = [
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
 ]
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -67,21 +77,22 @@ def flash_attn_func(
         out, (B, S_q, H_q, D_v); or (out, softmax_lse), with softmax_lse (B, H_q, S_q). Both are differentiable.
 
     Raises:
-        NotImplementedError: qv, a descale or attention_chunk is given.
+        NotImplementedError: qv or a descale is given.
     """
-    unserved = dict(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    refuse_unserved("flash_attn_func", attention_chunk, **unserved)
-    return attend(
-        attention,
+    function = "flash_attn_func"
+    refuse_unserved(function, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    return forward(
+        function,
         q,
         k,
         v,
+        attention_chunk=attention_chunk,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
         softcap=softcap,
         deterministic=deterministic,
-        return_lse=return_attn_probs,
+        return_attn_probs=return_attn_probs,
     )
 
 
@@ -103,23 +114,17 @@ def flash_attn_qkvpacked_func(
     """:func:`flash_attn_func` of qkv, (B, S, 3, H, D); with ``num_heads_q`` = H_q (B, S, H_q + 2 · H_k, D), the heads
     of q, k and v one behind the other."""
     function = "flash_attn_qkvpacked_func"
-    refuse_unserved(function, attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    if num_heads_q is None:
-        q, k, v = unpacked(function, "qkv", qkv, "(B, S, 3, H, D)")
-    else:
-        require_tensors(function, qkv=qkv)
-        heads = qkv.shape[2] - num_heads_q if qkv.dim() == 4 else -1
-        if heads < 0 or heads % 2 != 0:
-            expected = f"(B, S, H_q + 2 · H_k, D), H_q being num_heads_q = {num_heads_q}"
-            raise ValueError(f"{function}: qkv has shape {tuple(qkv.shape)}, expected {expected}")
-        q, k, v = qkv.split([num_heads_q, heads // 2, heads // 2], dim=2)
-    return flash_attn_func(
+    refuse_unserved(function, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    q, k, v = unpacked_heads(function, qkv, num_heads_q)
+    return forward(
+        function,
         q,
         k,
         v,
-        softmax_scale,
-        causal,
+        softmax_scale=softmax_scale,
+        causal=causal,
         window_size=window_size,
+        attention_chunk=attention_chunk,
         softcap=softcap,
         deterministic=deterministic,
         return_attn_probs=return_attn_probs,
@@ -130,8 +135,8 @@ def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | Tensor | None,
     max_seqlen_k: int | Tensor | None,
     seqused_q: Tensor | None = None,
@@ -154,40 +159,46 @@ def flash_attn_varlen_func(
     """:func:`flashtile.attention_varlen`. Options are those of this module.
 
     Args:
-        q: (T_q, H_q, D).
-        k: (T_k, H_k, D). H_q is a multiple of H_k.
-        v: (T_k, H_k, D_v).
-        cu_seqlens_q: (B + 1), int32, on q's device: where each sequence begins, and where the last one ends.
+        q: (T_q, H_q, D); without ``cu_seqlens_q`` (B, S_q, H_q, D).
+        k: (T_k, H_k, D); without ``cu_seqlens_k`` (B, S_k, H_k, D). H_q is a multiple of H_k.
+        v: (T_k, H_k, D_v), or (B, S_k, H_k, D_v).
+        cu_seqlens_q: (B + 1), int32, on q's device: where each sequence begins, and where the last one ends. None: all
+            are of one length.
         cu_seqlens_k: (B + 1), the same for keys and values.
         seqused_q: (B), int32: how many rows of each sequence count, from its first one; by default all. The others have
             out = 0, softmax_lse = -inf and gradients 0.
         seqused_k: (B), the same for keys and values.
 
     Returns:
-        out, (T_q, H_q, D_v); or (out, softmax_lse), with softmax_lse (H_q, T_q). Both are differentiable.
+        out, (T_q, H_q, D_v); or (out, softmax_lse), with softmax_lse (H_q, T_q); without ``cu_seqlens_q``
+        (B, S_q, H_q, D_v) and (B, H_q, S_q). Both are differentiable.
 
     Raises:
-        NotImplementedError: qv, a descale or attention_chunk is given.
+        NotImplementedError: qv or a descale is given.
     """
-    unserved = dict(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    refuse_unserved("flash_attn_varlen_func", attention_chunk, **unserved)
-    return attend(
-        attention_varlen,
-        q,
-        k,
-        v,
+    function = "flash_attn_varlen_func"
+    refuse_unserved(function, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    tables = dict(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
+    )
+    return forward(
+        function,
+        q,
+        k,
+        v,
+        attention_chunk=attention_chunk,
+        tables=tables,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
         softcap=softcap,
         deterministic=deterministic,
-        return_lse=return_attn_probs,
+        return_attn_probs=return_attn_probs,
     )
 
 
@@ -207,7 +218,7 @@ def flash_attn_with_kvcache(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_q: int | None = None,
-    rotary_seqlens: None = None,
+    rotary_seqlens: Tensor | None = None,
     q_descale: None = None,
     k_descale: None = None,
     v_descale: None = None,
@@ -227,25 +238,26 @@ def flash_attn_with_kvcache(
     arguments holds here, page_table being block_table. Besides:
 
     Args:
-        cu_seqlens_q: (B + 1), int32: q is ragged, (T_q, H_q, D), and so are k and v, (T_q, H_k, D) and (T_q, H_k, D_v).
-        cu_seqlens_k_new: the same tensor as cu_seqlens_q, if k is given: a sequence has as many new keys as queries.
+        cu_seqlens_q: (B + 1), int32: q is ragged, (T_q, H_q, D).
+        cu_seqlens_k_new: (B + 1), int32: k and v are ragged, (T_new, H_k, D) and (T_new, H_k, D_v). Where q is ragged
+            too and this is another tensor than cu_seqlens_q, they are appended by a call of its own.
+        rotary_seqlens: (B), int32: the position of each sequence's first query and new key, instead of the number of
+            rows held.
 
     Returns:
-        out, (B, S_q, H_q, D_v), or (T_q, H_q, D_v); with ``return_softmax_lse`` the pair (out, softmax_lse), with
-        softmax_lse (B, H_q, S_q), or (H_q, T_q).
+        out, (B, S_q, H_q, D_v), or (T_q, H_q, D_v); with ``return_softmax_lse`` (out, softmax_lse, out_accum,
+        softmax_lse_accum), with softmax_lse (B, H_q, S_q), or (H_q, T_q). The last two have no element, as in the
+        original where keys are not divided.
 
     Raises:
-        ValueError: k without cache_seqlens, or rotary_cos without k.
-        NotImplementedError: qv, a descale, attention_chunk or rotary_seqlens is given, or another cu_seqlens_k_new; or
-            rotary_cos in cases that are not served; or inputs require a gradient where gradients are enabled.
+        ValueError: k without cache_seqlens, rotary_cos without k, or on the CPU a position that rotary_cos lacks.
+        NotImplementedError: qv or a descale is given; or a gradient is asked for; or, when traced by torch.compile, an
+            input requires one.
     """
     function = "flash_attn_with_kvcache"
-    unserved = dict(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, rotary_seqlens=rotary_seqlens)
-    refuse_unserved(function, attention_chunk, **unserved)
-    if cu_seqlens_k_new is not cu_seqlens_q and not (k is None and cu_seqlens_k_new is None):
-        found = "None" if cu_seqlens_k_new is None else "another tensor than cu_seqlens_q"
-        refuse(function, "cu_seqlens_k_new", found, "None" if cu_seqlens_q is None else "cu_seqlens_q itself")
-    return attend_cache(
+    refuse_unserved(function, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    return_softmax_lse = flag(function, "return_softmax_lse", return_softmax_lse)
+    result = attend_cache(
         function,
         q,
         k_cache,
@@ -254,19 +266,23 @@ def flash_attn_with_kvcache(
         v,
         cache_seqlens=cache_seqlens,
         block_table=page_table,
-        rotary_cos=rotary_cos,
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        cu_seqlens_q=cu_seqlens_q,
-        rotary_sin=rotary_sin,
         cache_batch_idx=cache_batch_idx,
         leftpad=cache_leftpad,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
+        rotary_seqlens=rotary_seqlens,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
         num_splits=num_splits,
         return_lse=return_softmax_lse,
     )
+    return (*result, *nothing_kept(result[1])) if return_softmax_lse else result
 
 
 def flash_attn_combine(
@@ -290,15 +306,57 @@ def flash_attn_combine(
         TypeError: ``out`` has another dtype than out_dtype.
         ValueError: shapes break the rules above.
     """
-    require_tensors("flash_attn_combine", lse_partial=lse_partial)
+    function = "flash_attn_combine"
+    require_tensors(function, out_partial=out_partial, lse_partial=lse_partial)
+    if lse_partial.dim() < 2:
+        raise ValueError(f"{function}: lse_partial has shape {tuple(lse_partial.shape)}, expected (N, B, S_q, H_q)")
+    if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype.is_floating_point):
+        raise TypeError(f"{function}: out_dtype is {described(out_dtype)}, expected a floating torch.dtype")
     if out is not None:
-        require_tensors("flash_attn_combine", out=out)
-    if out is not None and out_dtype not in (None, out.dtype):
-        raise TypeError(f"flash_attn_combine: out has dtype {out.dtype}, expected {out_dtype} = out_dtype")
+        require_tensors(function, out=out)
+        if out_dtype not in (None, out.dtype):
+            raise TypeError(f"{function}: out has dtype {out.dtype}, expected {out_dtype} = out_dtype")
+        if not out.is_floating_point():
+            raise TypeError(f"{function}: out has dtype {out.dtype}, expected a floating dtype")
+        out_dtype = out.dtype
     result, lse = combine(out_partial, lse_partial.transpose(-1, -2))
+    result, lse = result.to(out_dtype or result.dtype), lse.transpose(-1, -2)
     if out is None:
-        return result.to(out_dtype or result.dtype), lse.transpose(-1, -2)
-    if out.shape != result.shape:
-        expected = f"{tuple(result.shape)} = (B, S_q, H_q, D_v)"
-        raise ValueError(f"flash_attn_combine: out has shape {tuple(out.shape)}, expected {expected}")
-    return out.copy_(result), lse.transpose(-1, -2)
+        return result, lse
+    require_like(function, "out", out, result)
+    return out.copy_(result), lse
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """Something to pass on as ``scheduler_metadata``: flashtile plans each call by itself, and nothing depends on it.
+
+    Returns:
+        (0), int32, on cache_seqlens' device.
+
+    Raises:
+        TypeError: ``cache_seqlens`` is no tensor.
+    """
+    require_tensors("get_scheduler_metadata", cache_seqlens=cache_seqlens)
+    return cache_seqlens.new_empty(0, dtype=torch.int32)

@@ -1,0 +1,268 @@
+"""``flashtile.attention_kvcache`` in flash-attn's terms."""
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from .._core import is_compiling
+from .._padding import contiguous, last_size, padded
+from ..kvcache import attention_kvcache
+from ._chunks import begins_of, length_of, parts_of
+from ._common import flag, index_within, integer, require_rank, require_table, softcap_of, window_of
+from ._ragged import dense_results, equal_lengths
+from ._rotation import angles_at, check_angles, positions_of, rotated
+
+
+def attend_cache(
+    function,
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    *,
+    cache_seqlens,
+    block_table=None,
+    cache_batch_idx=None,
+    leftpad=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    rotary_interleaved=True,
+    rotary_seqlens=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
+    causal,
+    softmax_scale,
+    window_size,
+    attention_chunk=0,
+    softcap,
+    num_splits=0,
+    alibi_slopes=None,
+    return_lse,
+):
+    """Out, or (out, lse). As in flash-attn, head dimensions need not be multiples of 8: caches are copied then, and
+    back where k is given. There is no backward, which only backward says."""
+    if cache_seqlens is None:
+        if k is not None:
+            raise ValueError(f"{function}: cache_seqlens is None, expected a tensor or an int, since k is given")
+        cache_seqlens = _rows(k_cache) * (1 if block_table is None else last_size(block_table))
+    if rotary_cos is not None and k is None:
+        raise ValueError(f"{function}: k is None, expected new keys, since rotary_cos is given")
+    if rotary_seqlens is cache_seqlens:
+        rotary_seqlens = None  # the default
+    chunk = length_of(function, attention_chunk)
+    call = dict(
+        q=contiguous(q),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        cache_seqlens=contiguous(cache_seqlens),
+        k_new=contiguous(k),
+        v_new=contiguous(v),
+        block_table=contiguous(block_table),
+        cache_batch_idx=contiguous(cache_batch_idx),
+        leftpad=contiguous(leftpad),
+        rotary_cos=contiguous(rotary_cos),
+        rotary_sin=contiguous(rotary_sin),
+        rotary_interleaved=rotary_interleaved,
+        cu_seqlens_q=contiguous(cu_seqlens_q),
+        causal=causal,
+        window=window_of(function, window_size),
+        scale=softmax_scale,
+        softcap=softcap_of(softcap),
+        num_splits=max(integer(function, "num_splits", num_splits), 0),
+        alibi_slopes=alibi_slopes,
+        return_lse=return_lse,
+    )
+    apart = chunk > 0 or (k is not None and cu_seqlens_q is not cu_seqlens_k_new)
+    turned = rotary_cos is not None and (apart or rotary_seqlens is not None or not _rotates_alike(function, call))
+    named = block_table is not None and cache_batch_idx is not None
+    odd = last_size(k_cache) % 8 != 0 or last_size(v_cache) % 8 != 0
+    inputs = _differentiated(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, alibi_slopes)
+    if not (apart or turned or named or odd or inputs):
+        return attention_kvcache(**call)
+    with torch.no_grad() if inputs else contextlib.nullcontext():
+        if named:
+            _name_rows(function, call)
+        if odd:
+            _pad(call)
+        if apart or turned:
+            result = _attend_in_steps(function, call, chunk, turned, rotary_seqlens, contiguous(cu_seqlens_k_new))
+        else:
+            result = attention_kvcache(**call)
+        if odd:
+            result = _without_padding(call, result, k_cache, v_cache, written=k is not None)
+    if not inputs:
+        return result
+    if isinstance(result, Tensor):
+        return _Undifferentiable.apply(function, result, *inputs)
+    return tuple(_Undifferentiable.apply(function, x, *inputs) for x in result)
+
+
+def _rotates_alike(function, call):
+    """flash-attn counts positions of queries, as those of new keys, from the first of these on; without a mask all have
+    that of the first. flashtile gives each that of the key which it meets on the diagonal."""
+    if call["cu_seqlens_q"] is not None:
+        return _masked(function, call)
+    queries = _rows(call["q"])
+    return queries == _rows(call["k_new"]) and (queries == 1 or _masked(function, call))
+
+
+def _masked(function, call):
+    return call["window"] is not None or flag(function, "causal", call["causal"])
+
+
+def _differentiated(*inputs):
+    """Those that require a gradient, where gradients are enabled. A graph has no backward that could refuse; there,
+    flashtile refuses them."""
+    if not torch.is_grad_enabled() or is_compiling():
+        return ()
+    return [x for x in inputs if x is not None and getattr(x, "requires_grad", False)]
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """A result of inputs that require a gradient, which there is none of."""
+
+    @staticmethod
+    def forward(ctx, function, result, *inputs):
+        ctx.function = function
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx, dresult):
+        raise NotImplementedError(
+            f"{ctx.function}: a gradient is asked for, expected none, since attention over a cache has no backward; "
+            "nearest supported: flash_attn_varlen_func of keys and values that are in no cache"
+        )
+
+
+# From here on, steps change `call`, the keyword arguments of flashtile.attention_kvcache.
+
+
+def _name_rows(function, call):
+    """cache_batch_idx names rows of block_table, which flashtile has one of for each sequence."""
+    table, index = call["block_table"], call["cache_batch_idx"]
+    require_rank(function, 2, "(B_cache, pages of a sequence)", block_table=table)
+    require_table(function, "(B)", cache_batch_idx=index)
+    rows = index_within(function, "an entry of cache_batch_idx", index, table.shape[0], "block_table")
+    call.update(block_table=table[rows], cache_batch_idx=None)
+
+
+def _pad(call):
+    """Head dimensions to multiples of 8, unless they differ, which flashtile refuses."""
+    dims = [last_size(call[name]) for name in ("k_cache", "v_cache")]
+    new = dims if call["k_new"] is None else [last_size(call[name]) for name in ("k_new", "v_new")]
+    if last_size(call["q"]) != dims[0] or new != dims:
+        return
+    if call["scale"] is None and dims[0] > 0:
+        call["scale"] = dims[0] ** -0.5
+    for name in ("q", "k_cache", "v_cache", "k_new", "v_new"):
+        call[name] = padded(call[name])
+
+
+def _without_padding(call, result, k_cache, v_cache, written):
+    for cache, copy in ((k_cache, call["k_cache"]), (v_cache, call["v_cache"])):
+        if written and copy is not cache:
+            cache.copy_(copy[..., : cache.shape[-1]])
+    head_dim_v = v_cache.shape[-1]
+    if isinstance(result, Tensor):
+        return result[..., :head_dim_v]
+    out, lse = result
+    return out[..., :head_dim_v], lse
+
+
+def _attend_in_steps(function, call, chunk, turned, rotary_seqlens, cu_seqlens_k_new):
+    """What flash-attn does by other rules is done before flashtile is called."""
+    batch = _check_queries(function, call)
+    if call["k_new"] is not None:
+        _check_new_rows(function, call, cu_seqlens_k_new, batch)
+    if not isinstance(call["cache_seqlens"], Tensor):
+        device = call["q"].device
+        call["cache_seqlens"] = torch.full((batch,), call["cache_seqlens"], dtype=torch.int32, device=device)
+    if turned:
+        first = call["cache_seqlens"] if rotary_seqlens is None else rotary_seqlens
+        require_table(function, "(B)", batch, rotary_seqlens=first)
+        _rotate(function, call, first, cu_seqlens_k_new, counted=chunk > 0 or _masked(function, call))
+    if call["k_new"] is not None and (chunk > 0 or cu_seqlens_k_new is not call["cu_seqlens_q"]):
+        _append(call, cu_seqlens_k_new)
+    if chunk == 0:
+        return attention_kvcache(**call)
+    sizes = _divide(call, chunk)
+    result = attention_kvcache(**call)
+    return result if sizes is None else dense_results(result, sizes)
+
+
+def _check_queries(function, call):
+    """Before anything is written, flashtile says what is wrong with them, for no head. Rows that leftpad hides may be
+    new ones; then it is looked at when they are appended. Returns B."""
+    q, cu_seqlens = call["q"], call["cu_seqlens_q"]
+    if cu_seqlens is None:
+        require_rank(function, 4, "(B, S_q, H_q, D)", q=q)
+    else:
+        require_rank(function, 3, "(T_q, H_q, D), since cu_seqlens_q is given", q=q)
+    nothing = dict(q=q[..., :0, :], k_new=None, v_new=None, rotary_cos=None, rotary_sin=None, alibi_slopes=None)
+    leftpad = call["leftpad"] if call["k_new"] is None else None
+    attention_kvcache(**(call | nothing | dict(leftpad=leftpad)))
+    heads, heads_k = q.shape[-2], call["k_cache"].shape[2]
+    if heads % max(heads_k, 1) != 0:
+        raise ValueError(f"{function}: q has {heads} heads, expected a multiple of H_k = {heads_k}")
+    return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def _check_new_rows(function, call, cu_seqlens, batch):
+    k, q = call["k_new"], call["q"]
+    if cu_seqlens is None:
+        require_rank(function, 4, "(B, S_new, H_k, D)", k=k)
+    else:
+        require_rank(function, 3, "(T_new, H_k, D), since cu_seqlens_k_new is given", k=k)
+        require_table(function, "(B + 1)", batch + 1, cu_seqlens_k_new=cu_seqlens)
+    if k.device != q.device:
+        raise ValueError(f"{function}: k is on {k.device}, expected {q.device}")
+
+
+def _rotate(function, call, first, cu_seqlens_k_new, counted):
+    q, k = call["q"], call["k_new"]
+    angles = {name: call.pop(name) for name in ("rotary_cos", "rotary_sin")}
+    check_angles(function, q, **angles)
+    interleaved = flag(function, "rotary_interleaved", call["rotary_interleaved"])
+    of_queries = positions_of(q, first, call["cu_seqlens_q"], counted)
+    of_keys = positions_of(k, first, cu_seqlens_k_new)
+    call["q"] = rotated(q, *angles_at(function, "q", of_queries, **angles), interleaved)
+    call["k_new"] = rotated(k, *angles_at(function, "k", of_keys, **angles), interleaved)
+
+
+def _append(call, cu_seqlens):
+    """Writes new rows behind those that the cache holds. Here the new keys are queries too, each of which looks at
+    itself, so that next to nothing is computed."""
+    k, held = call["k_new"], call["cache_seqlens"]
+    where = ("k_cache", "v_cache", "k_new", "v_new", "cache_seqlens", "leftpad", "block_table", "cache_batch_idx")
+    attention_kvcache(k, **{name: call[name] for name in where}, cu_seqlens_q=cu_seqlens, window=(0, 0))
+    added = k.shape[1] if cu_seqlens is None else cu_seqlens.diff()
+    call.update(cache_seqlens=held + added, k_new=None, v_new=None)
+
+
+def _divide(call, chunk):
+    """Into parts of sequences, which have the sequence's cache, with its first rows as padding. Returns the sizes of a
+    dense q, (B, S_q), which is ragged then."""
+    q, held, leftpad, cu_seqlens = (call[name] for name in ("q", "cache_seqlens", "leftpad", "cu_seqlens_q"))
+    sizes = None
+    if cu_seqlens is None:
+        sizes, cu_seqlens, q = q.shape[:2], equal_lengths(q), q.flatten(0, 1)
+    call.update(q=q, cu_seqlens_q=cu_seqlens)
+    if held.shape[0] == 0:
+        return sizes
+    skipped = torch.zeros_like(held) if leftpad is None else leftpad
+    sequence, (begin, _), (first, end) = parts_of(chunk, q.shape[0], cu_seqlens.diff(), held - skipped)
+    call["cu_seqlens_q"] = begins_of(sequence, begin, cu_seqlens)
+    call["leftpad"], call["cache_seqlens"] = ((skipped[sequence] + x).int() for x in (first, end))
+    index = call["cache_batch_idx"]
+    if call["block_table"] is not None:
+        call["block_table"] = call["block_table"][sequence]
+    else:
+        call["cache_batch_idx"] = sequence.int() if index is None else index[sequence]
+    return sizes
+
+
+def _rows(x):
+    """The size of dimension 1; 0 where there is none, for flashtile to say what is wrong."""
+    return x.shape[1] if isinstance(x, Tensor) and x.dim() > 1 else 0

@@ -1,0 +1,55 @@
+"""Ragged batches, where flash-attn has ones that are dense on a side, or in chunks."""
+
+import torch
+from torch import Tensor
+
+from ..varlen import attention_varlen
+from ._chunks import in_chunks
+from ._common import attend, require_rank
+
+
+def attend_ragged(
+    function,
+    q,
+    k,
+    v,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    *,
+    seqused_q=None,
+    seqused_k=None,
+    attention_chunk=0,
+    return_lse=False,
+    **options,
+):
+    """``flashtile.attention_varlen``. A side without cu_seqlens is dense, (B, S, H, D), and so are the results where it
+    is that of q; with `attention_chunk` a query sees keys of its own chunk only."""
+    dense_q = None
+    if cu_seqlens_q is None:
+        require_rank(function, 4, "(B, S_q, H_q, D), since cu_seqlens_q is None", q=q)
+        dense_q, q, cu_seqlens_q = q.shape[:2], q.flatten(0, 1), equal_lengths(q)
+    if cu_seqlens_k is None:
+        require_rank(function, 4, "(B, S_k, H_k, D), since cu_seqlens_k is None", k=k, v=v)
+        k, v, cu_seqlens_k = k.flatten(0, 1), v.flatten(0, 1), equal_lengths(k)
+    tables = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k)
+    if attention_chunk > 0:
+        require_rank(function, 3, "(T, H, D)", q=q, k=k, v=v)
+        with torch.no_grad():  # flashtile says what is wrong with these tables, for no head
+            attend(function, attention_varlen, q[..., :0, :], k[..., :1, :], v[..., :1, :], **tables, **options)
+        tables = in_chunks(attention_chunk, q.shape[0], **tables)
+    result = attend(function, attention_varlen, q, k, v, **tables, return_lse=return_lse, **options)
+    return result if dense_q is None else dense_results(result, dense_q)
+
+
+def dense_results(result, sizes):
+    """Out, or (out, lse), of (T, H, D_v) and (H, T) as (B, S, H, D_v) and (B, H, S); `sizes` are (B, S)."""
+    if isinstance(result, Tensor):
+        return result.unflatten(0, sizes)
+    out, lse = result
+    return out.unflatten(0, sizes), lse.unflatten(1, sizes).transpose(0, 1).contiguous()
+
+
+def equal_lengths(x):
+    """cu_seqlens of a dense `x`, (B, S, ...)."""
+    batch, seqlen = x.shape[:2]
+    return torch.arange(batch + 1, dtype=torch.int32, device=x.device) * seqlen
