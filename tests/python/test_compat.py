@@ -44,6 +44,23 @@ PLAN = [("qkv_dtype", BF16), ("headdim_v", None), ("cu_seqlens_q", None), ("cu_s
 PLAN += [("cache_leftpad", None), ("page_size", None), ("max_seqlen_k_new", 0), ("causal", False), UNBOUNDED]
 PLAN += [("attention_chunk", 0), ("has_softcap", False), ("num_splits", 0), ("pack_gqa", None), ("sm_margin", 0)]
 SEQUENCES = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+# Of the passes by themselves.
+SIDES = [("window_size_left", -1), ("window_size_right", -1)]
+PASS = "dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes"
+GIVEN = "dout q k v out softmax_lse"
+PLACES = "dq dk dv"
+VARLEN_PASS = [*SIDES, ("softcap", 0.0), ("alibi_slopes", None), ("return_softmax", False), ("block_table", None)]
+VARLEN_PASS += [("leftpad_k", None), ("seqused_k", None), ("zero_tensors", False), ("num_splits", 0)]
+TABLES_3 = [("cu_seqlens_q", None), ("cu_seqlens_k", None)]
+LONGEST = [("max_seqlen_q", None), ("max_seqlen_k", None)]
+PASS_3 = [("k_new", None), ("v_new", None), ("qv", None), ("out_", None), *TABLES_3, ("cu_seqlens_k_new", None)]
+PASS_3 += [("seqused_q", None), ("seqused_k", None), *LONGEST, ("page_table", None), ("kv_batch_idx", None)]
+PASS_3 += [("leftpad_k", None), *ROTARY, ("seqlens_rotary", None), *DESCALES, ("softmax_scale", None)]
+PASS_3 += [("causal", False), *SIDES, ("attention_chunk", 0), ("softcap", 0.0), ("rotary_interleaved", True)]
+PASS_3 += [("scheduler_metadata", None), ("num_splits", 1), ("pack_gqa", None), ("sm_margin", 0)]
+BACK_3 = [*TABLES_3, ("sequed_q", None), ("sequed_k", None), *LONGEST, ("dq", None), ("dk", None), ("dv", None)]
+BACK_3 += [("softmax_scale", None), ("is_causal", False), *SIDES, ("softcap", 0.0), ("deterministic", False)]
+BACK_3 += [("sm_margin", 0)]
 TURN = [("interleaved", False), ("seqlen_offsets", 0)]
 # (module, function): the parameters without a default, then those with one
 SIGNATURES = {
@@ -66,6 +83,15 @@ SIGNATURES = {
         "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens",
         PLAN,
     ),
+    (fa2, "_flash_attn_forward"): (f"q k v {PASS} return_softmax", []),
+    (fa2, "_flash_attn_varlen_forward"): (f"q k v {SEQUENCES} dropout_p softmax_scale causal", VARLEN_PASS),
+    (fa2, "_flash_attn_backward"): (f"{GIVEN} {PLACES} {PASS} deterministic", [("rng_state", None)]),
+    (fa2, "_flash_attn_varlen_backward"): (
+        f"{GIVEN} {PLACES} {SEQUENCES} {PASS} deterministic",
+        [("rng_state", None), ("zero_tensors", False)],
+    ),
+    (fa3, "_flash_attn_forward"): ("q k v", PASS_3),
+    (fa3, "_flash_attn_backward"): (GIVEN, BACK_3),
     (rotary, "apply_rotary_emb"): (
         "x cos sin",
         [("interleaved", False), ("inplace", False), TURN[1], ("cu_seqlens", None), ("max_seqlen", None)],
@@ -306,7 +332,8 @@ import flash_attn, flash_attn.bert_padding as padding, flash_attn_interface
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
 from flash_attn.flash_attn_interface import flash_attn_func as same
-from flash_attn_interface import get_scheduler_metadata
+from flash_attn.flash_attn_interface import _flash_attn_forward, _wrapped_flash_attn_backward
+from flash_attn_interface import _flash_attn_backward, get_scheduler_metadata
 import flash_attn.layers.rotary
 from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
 assert flash_attn_func is same is compat.flash_attn.flash_attn_func is flash_attn.flash_attn_interface.flash_attn_func

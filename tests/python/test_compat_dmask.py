@@ -85,6 +85,7 @@ def test_there_is_none_without_dropout_or_where_it_is_large(monkeypatch):
         lambda p: fa2.flash_attn_func(q, k, v, p, return_attn_probs=True),
         lambda p: fa2.flash_attn_kvpacked_func(q, packed(k, v), p, return_attn_probs=True),
         lambda p: fa2.flash_attn_varlen_func(q[0], k[0], v[0], begins, begins, 20, 20, p, return_attn_probs=True),
+        lambda p: fa2._flash_attn_forward(q, k, v, p, None, False, -1, -1, 0.0, None, True)[:3],
     )
     for call in calls:
         assert call(0.0)[2].shape == (0,) and call(0.5)[2].shape[2:] == (128, 128)

@@ -17,7 +17,7 @@ DESCALES = ("q_descale", "k_descale", "v_descale")
 OF_3 = ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
 
 
-@pytest.mark.parametrize("name", OF_3)
+@pytest.mark.parametrize("name", (*OF_3, "_flash_attn_forward"))
 def test_unserved_arguments(name):
     function = getattr(fa3, name)
     parameters = inspect.signature(function).parameters.values()
@@ -153,6 +153,13 @@ def calls():
     cache = dict(k_cache=k, v_cache=v, k=k[:, :3], v=v[:, :3], cache_seqlens=held)
     new_rows = dict(k=k[0, :6], v=v[0, :6], cu_seqlens_k_new=torch.tensor([0, 1, 6], dtype=torch.int32))
     asks = dict(dropout_p=0.5, return_attn_probs=True)
+    scores = dict(dropout_p=0.1, softmax_scale=0.25, causal=True, softcap=0.0, alibi_slopes=torch.rand(2))
+    scores |= dict(window_size_left=3, window_size_right=-1)
+    scores_3 = dict(window_size_left=3, window_size_right=-1, is_causal=True)
+    whole = dict(dout=q, q=q, k=k, v=v, out=q, softmax_lse=torch.zeros(2, 2, 20))
+    whole |= {f"d{x}": torch.empty_like(q) for x in "qkv"}
+    in_rows = {name: x[0] for name, x in whole.items()}
+    state = dict(rng_state=torch.zeros(2, dtype=torch.int64), deterministic=False)
     padding = torch.tensor([[1] * 20, [0] * 20])
     parts = dict(out_partial=torch.rand(2, 2, 20, 2, 16), lse_partial=torch.rand(2, 2, 20, 2))
     plan = list(inspect.signature(fa3.get_scheduler_metadata).parameters)[:6]
@@ -169,6 +176,10 @@ def calls():
         "2_ragged_qkv": (fa2.flash_attn_varlen_qkvpacked_func, dict(qkv=qkv[0], cu_seqlens=begins, max_seqlen=12)),
         "2_cache": (cached_2, dict(q=q[:, :3], causal=True, **cache, **turned)),
         "2_cache_other_positions": (cached_2, dict(q=q[:, :5], **cache, **turned)),
+        "2_forward": (fa2._flash_attn_forward, dict(q=q, k=k, v=v, return_softmax=True, **scores)),
+        "2_ragged_forward": (fa2._flash_attn_varlen_forward, rows | tables | scores),
+        "2_backward": (fa2._flash_attn_backward, whole | scores | state),
+        "2_ragged_backward": (fa2._flash_attn_varlen_backward, in_rows | tables | scores | state),
         "3_dense": (fa3.flash_attn_func, dict(q=q, k=k, v=v)),
         "3_chunks": (fa3.flash_attn_func, dict(q=q, k=k, v=v, attention_chunk=6)),
         "3_qkv": (fa3.flash_attn_qkvpacked_func, dict(qkv=torch.cat((q, k, v), 2), num_heads_q=2)),
@@ -178,6 +189,12 @@ def calls():
         "3_cache": (cached_3, dict(q=q[:, :3], **cache)),
         "3_cache_chunks": (cached_3, dict(q=q[:, :3], attention_chunk=6, **cache, **turned)),
         "3_cache_ragged": (cached_3, cache | turned | new_rows | dict(q=q[0], cu_seqlens_q=begins)),
+        "3_forward": (fa3._flash_attn_forward, dict(q=q, k=k, v=v, out_=torch.empty_like(q))),
+        "3_backward": (fa3._flash_attn_backward, whole | scores_3),
+        "3_ragged_backward": (
+            fa3._flash_attn_backward,
+            in_rows | tables | scores_3 | dict(sequed_q=used, sequed_k=used),
+        ),
         "3_combine": (fa3.flash_attn_combine, parts | dict(out=torch.empty_like(q))),
         "3_plan": (fa3.get_scheduler_metadata, dict.fromkeys(plan, 2) | dict(cache_seqlens=held)),
         "pad": (bert_padding.pad_input, dict(hidden_states=q[0], indices=torch.arange(20), batch=2, seqlen=20)),

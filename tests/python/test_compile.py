@@ -373,6 +373,22 @@ def _cached_by_their_rules(x, cu, n):
     return flash_attn_interface.flash_attn_with_kvcache(x[:5, 0], *cache, *x[:7, 1:].unbind(1), **given, **new)
 
 
+def _backward(module, x, cu, n):
+    q, k, v = x.unbind(1)
+    rows = (q, k, v, cu, cu, n, n)
+    if module is flash_attn:
+        out, lse, *_ = module._flash_attn_varlen_forward(*rows, 0.0, 0.125, True)
+        places = [torch.empty_like(y) for y in (q, k, v)]
+        scores = (0.0, 0.125, True, -1, -1, 0.0, None, False)
+        module._flash_attn_varlen_backward(q, q, k, v, out, lse, *places, cu, cu, n, n, *scores)
+        return (*places, out)
+    out, lse, *_ = module._flash_attn_forward(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True)
+    places = {name: torch.empty_like(y) for name, y in (("dq", q), ("dk", k), ("dv", v))}
+    module._flash_attn_backward(q, q, k, v, out, lse, cu, cu, is_causal=True, **places)
+    return (*places.values(), out)
+
+
+COMPAT_CALLS["passes"] = _backward
 COMPAT_CALLS_3 = {
     "their_rules": _cached_by_their_rules,
     "chunks": lambda x, cu, n: flash_attn_interface.flash_attn_func(*x[None].unbind(2), attention_chunk=n // 3),

@@ -1,11 +1,27 @@
-"""Forwards of ``flash_attn`` 2."""
+"""The passes of ``flash_attn`` 2 by themselves, which its package has under names with an underscore.
+
+ring-flash-attn, yunchang and diffusers call them. Arguments are those of :mod:`flashtile.compat.flash_attn`, with the
+two sides of a window one by one.
+
+- A forward returns (out, softmax_lse, S_dmask, rng_state). rng_state, (2) int64, holds the seed of dropout; it is on
+  the CPU, so that backward need not wait for a GPU.
+- A backward writes into dq, dk and dv, each a tensor or None. It returns softmax_d, Σ dout · out of each row, float32,
+  of softmax_lse's shape, without the rows of padding that flash-attn's has. Where weights were dropped it needs the
+  forward's rng_state.
+"""
+
+import torch
+from torch import Tensor
 
 from ..attention import attention
 from ..varlen import attention_varlen
 from ._cache import attend_cache
-from ._common import attend, described, drops, flag, new_seed, refuse, refuse_unserved, require_table
+from ._common import attend, described, drops, flag, new_seed, refuse, refuse_unserved, require_like, require_table
 from ._dmask import signed_weights
+from ._passes import run_backward
 from ._ragged import equal_lengths
+
+Forward = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def forward(function, q, k, v, *, dropout_p, return_softmax, **options):
@@ -59,3 +75,186 @@ def varlen_forward(
     if seed is None or not return_softmax:
         return out, lse, q.new_empty(0), seed
     return out, lse, signed_weights(function, q, k, *longest, dropout_p, seed, **options), seed
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> Forward:
+    """The forward pass of a dense batch. Autograd sees it too, if an input requires a gradient."""
+    *results, seed = forward(
+        "_flash_attn_forward",
+        q,
+        k,
+        v,
+        dropout_p=dropout_p,
+        return_softmax=return_softmax,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=False,
+    )
+    return *results, _state_of(seed)
+
+
+def _flash_attn_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+    num_splits: int = 0,
+) -> Forward:
+    """The forward pass of a ragged batch. leftpad_k is served with block_table alone; zero_tensors has no effect."""
+    *results, seed = varlen_forward(
+        "_flash_attn_varlen_forward",
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=dropout_p,
+        return_softmax=return_softmax,
+        block_table=block_table,
+        leftpad_k=leftpad_k,
+        seqused_k=seqused_k,
+        num_splits=num_splits,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=False,
+    )
+    return *results, _state_of(seed)
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """The backward pass of a dense batch."""
+    function = "_flash_attn_backward"
+    return run_backward(
+        function,
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dict(dq=dq, dk=dk, dv=dv),
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        dropout_p=dropout_p,
+        seed=_seed_of(function, dropout_p, rng_state),
+    )
+
+
+def _flash_attn_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Tensor:
+    """The backward pass of a ragged batch. zero_tensors has no effect."""
+    function = "_flash_attn_varlen_backward"
+    return run_backward(
+        function,
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dict(dq=dq, dk=dk, dv=dv),
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        dropout_p=dropout_p,
+        seed=_seed_of(function, dropout_p, rng_state),
+        sequences=(cu_seqlens_q, cu_seqlens_k, None, None),
+    )
+
+
+def _state_of(seed):
+    state = torch.zeros(2, dtype=torch.int64)
+    if seed is not None:
+        state[0] = seed
+    return state
+
+
+def _seed_of(function, dropout_p, rng_state):
+    if not drops(dropout_p):
+        return None
+    require_like(function, "rng_state", rng_state, torch.empty(2, dtype=torch.int64, device="meta"))
+    return rng_state[0]

@@ -39,7 +39,14 @@ from ..varlen import attention_varlen
 from . import bert_padding, layers
 from ._cache import attend_cache
 from ._common import WindowSize, attend, flag, unpacked
-from ._passes_2 import forward, varlen_forward
+from ._passes_2 import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+    forward,
+    varlen_forward,
+)
 
 # The release whose functions these are, for callers that compare versions; the local label says whose code it is.
 __version__ = "2.8.3+flashtile"
@@ -58,6 +65,12 @@ __all__ = [
 ]
 
 flash_attn_interface = sys.modules[__name__]  # the package has its functions in a module of this name
+
+# Under these names the package has the same passes as operators of PyTorch.
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 

@@ -33,6 +33,8 @@ from ._common import (
     require_tensors,
     unpacked_heads,
 )
+from ._passes_3 import _flash_attn_backward as _flash_attn_backward
+from ._passes_3 import _flash_attn_forward as _flash_attn_forward
 from ._passes_3 import forward, nothing_kept
 
 __all__ = [

@@ -1,0 +1,92 @@
+"""A backward pass by itself, as libraries ask for it that do autograd's part: those of context parallelism."""
+
+import operator
+
+import torch
+
+from .._autograd import is_traced
+from .._core import aligned, gradients
+from .._padding import contiguous, last_size, padded
+from ._common import flag, require_like, require_rank, require_tensors, softcap_of, window_of
+from ._ragged import equal_lengths
+
+
+@torch.no_grad()
+def run_backward(
+    function,
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    places,
+    *,
+    softmax_scale,
+    causal,
+    window_size,
+    softcap,
+    deterministic,
+    alibi_slopes=None,
+    dropout_p=0.0,
+    seed=None,
+    sequences=None,
+):
+    """Writes the gradients of q, k and v into `places`, each a tensor or None, and returns softmax_d: Σ dout · out of
+    each row, float32, of softmax_lse's shape. k and v may be a part of the keys that `out` and `softmax_lse` are the
+    results of; the gradients are those that this part has."""
+    require_tensors(function, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse)
+    require_rank(function, q.dim(), f"{q.dim()} dimensions, as q has", dout=dout)
+    for (name, place), x in zip(places.items(), (q, k, v), strict=True):
+        if place is not None:
+            require_like(function, name, place, x)
+    *given, lse = dout, q, k, v, out, softmax_lse
+    if sequences is not None:
+        *given, lse, sequences = _as_ragged(function, *given, lse, sequences)
+    given = [contiguous(x) for x in given]
+    if last_size(q) == last_size(k) and last_size(dout) == last_size(v) == last_size(out):
+        if softmax_scale is None and last_size(q) % 8 != 0:
+            softmax_scale = last_size(q) ** -0.5
+        given = [padded(x) for x in given]
+    scores = (alibi_slopes, None, causal, window_of(function, window_size), softmax_scale, softcap_of(softcap))
+    options = (*scores, dropout_p, seed, flag(function, "deterministic", deterministic) or None, sequences)
+    found = (_by_operator if is_traced() else _by_core)(*given, lse.contiguous(), options)
+    for place, gradient in zip(places.values(), found, strict=True):
+        if place is not None:
+            place.copy_(gradient[..., : place.shape[-1]].reshape(place.shape))
+    return (dout.float() * out).sum(-1).transpose(-1, -2)
+
+
+def _as_ragged(function, dout, q, k, v, out, lse, sequences):
+    """All of them and the tables, where a side without cu_seqlens is dense."""
+    cu_seqlens_q, cu_seqlens_k, *used = sequences
+    if cu_seqlens_q is None:
+        require_rank(function, 4, "(B, S_q, H_q, D or D_v), since cu_seqlens_q is None", q=q, out=out, dout=dout)
+        require_rank(function, 3, "(B, H_q, S_q), since cu_seqlens_q is None", softmax_lse=lse)
+        cu_seqlens_q, lse = equal_lengths(q), lse.transpose(0, 1).flatten(1)
+        dout, q, out = (x.flatten(0, 1) for x in (dout, q, out))
+    if cu_seqlens_k is None:
+        require_rank(function, 4, "(B, S_k, H_k, D or D_v), since cu_seqlens_k is None", k=k, v=v)
+        cu_seqlens_k = equal_lengths(k)
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    return dout, q, k, v, out, lse, (cu_seqlens_q, cu_seqlens_k, *used)
+
+
+_NEEDED = (True, True, True, False)  # there are no sinks
+
+
+def _by_core(dout, q, k, v, out, lse, options):
+    if q.is_cuda:
+        q, k, v, out = (aligned(x) for x in (q, k, v, out))
+    *before, seed, deterministic, sequences = options
+    seed = None if seed is None else operator.index(seed)
+    options = (*before, seed, deterministic, sequences)
+    return gradients(_NEEDED, dout, None, q, k, v, out, lse, options)[:3]
+
+
+def _by_operator(dout, q, k, v, out, lse, options):
+    alibi_slopes, sinks, causal, window, *others, sequences = options
+    seed = others[2]
+    name = f"attention{'' if sequences is None else '_varlen'}{'' if seed is None else '_dropout'}_backward"
+    options = (alibi_slopes, sinks, causal, *(window or (None, None)), *others, *(sequences or ()))
+    return getattr(torch.ops.flashtile, name)(dout, None, q, k, v, out, lse, _NEEDED, *options)[:3]
