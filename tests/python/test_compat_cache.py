@@ -149,7 +149,7 @@ def their_formula(given, dtype=torch.float64):
     queries = rows_of(given["q"], given.get("cu_seqlens_q"))
     new = {x: rows_of(given[x], given.get("cu_seqlens_k_new")) if x in given else None for x in "kv"}
     window = tuple(None if n < 0 else n for n in given["window_size"])
-    masked = given["causal"] or window != (None, None)
+    masked = given["causal"] or window != (None, None) or given.get("attention_chunk", 0) > 0
     results = []
     for b, held in enumerate(given["cache_seqlens"].tolist()):
         q, end = queries[b], held
@@ -227,6 +227,7 @@ CHUNKS = [
     Theirs("chunk_full", dtype=F32, seqlen_q=50, causal=False, chunk=30, leftpad=(3, 0, 0, 50), page_size=16),
     Theirs("chunk_window", dtype=F32, seqlen_q=50, causal=False, window=(9, 4), chunk=13, scale=0.3),
     Theirs("chunk_append", dtype=F32, seqlen_q=5, new=9, chunk=20, leftpad=(99, 0, 4, 50), **TURNED),
+    Theirs("chunk_alone_append", dtype=F32, seqlen_q=5, new=5, causal=False, chunk=20, **TURNED),
     Theirs("chunk_ragged", dtype=F32, tail=4, chunk=6, page_size=3, **RAGGED_NEW, **TURNED),
     Theirs("chunk_of_one", dtype=F32, seqlen_q=5, chunk=1),
     Theirs("chunk_of_all", dtype=F32, seqlen_q=45, chunk=2**40),

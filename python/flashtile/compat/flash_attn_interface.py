@@ -240,6 +240,7 @@ def flash_attn_with_kvcache(
     arguments holds here, page_table being block_table. Besides:
 
     Args:
+        rotary_cos: (positions, R / 2): an attention_chunk gives each row of q a position of its own, as a window_size.
         cu_seqlens_q: (B + 1), int32: q is ragged, (T_q, H_q, D).
         cu_seqlens_k_new: (B + 1), int32: k and v are ragged, (T_new, H_k, D) and (T_new, H_k, D_v). Where q is ragged
             too and this is another tensor than cu_seqlens_q, they are appended by a call of its own.
