@@ -152,35 +152,35 @@ class RotaryEmbedding(torch.nn.Module):
         self.base = float(base)
         self.interleaved = interleaved
         self.scale_base = scale_base
-        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
         scale = None if scale_base is None else (self._even(device) + 0.4 * dim) / (1.4 * dim)
         self.register_buffer("scale", scale, persistent=False)
-        self._seq_len_cached = 0
-        self._cos_cached = self._sin_cached = self._cos_k_cached = self._sin_k_cached = None
+        self._tables = {}  # the arguments cos and sin, and with scale_base cos_k and sin_k, of apply_rotary_emb_qkv_
 
     def _even(self, device):
         return torch.arange(0, self.dim, 2, dtype=torch.float32, device=device)
 
-    def _compute_inv_freq(self, device=None):
-        return 1 / self.base ** (self._even(device) / self.dim)
+    def _frequencies(self, device):
+        return self.base ** (-self._even(device) / self.dim)
 
-    def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
-        """Tables of `seqlen` positions, unless there are such; angles are float32, also in a model of another dtype."""
-        cos = self._cos_cached
-        fits = cos is not None and cos.device == device and cos.dtype == dtype
-        if fits and seqlen <= self._seq_len_cached and not (self.training and cos.is_inference()):
-            return
-        self._seq_len_cached = seqlen
-        position = torch.arange(seqlen, dtype=torch.float32, device=device)
-        whole = self.inv_freq.dtype == torch.float32
-        angles = torch.outer(position, self.inv_freq.to(device) if whole else self._compute_inv_freq(device))
-        cos, sin = angles.cos(), angles.sin()
-        if self.scale is None:
-            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
-            return
-        scale = self.scale.to(device, torch.float32) ** ((position - seqlen // 2) / self.scale_base)[:, None]
-        self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
-        self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
+    def _reach(self, positions, like):
+        """Makes tables of so many positions, of the device and dtype of `like`, unless there are such."""
+        if self._tables:
+            cos = self._tables["cos"]
+            usable = torch.is_inference_mode_enabled() or not cos.is_inference()
+            if usable and len(cos) >= positions and (cos.device, cos.dtype) == (like.device, like.dtype):
+                return
+        # Frequencies of a model that was cast to another dtype are rounded: angles would be off by whole turns.
+        rounded = self.inv_freq.dtype != torch.float32
+        frequencies = self._frequencies(like.device) if rounded else self.inv_freq.to(like.device)
+        position = torch.arange(positions, dtype=torch.float32, device=like.device)[:, None]
+        angles = position * frequencies
+        tables = dict(cos=angles.cos(), sin=angles.sin())
+        if self.scale is not None:
+            scale = self.scale.to(like.device, torch.float32) ** ((position - positions // 2) / self.scale_base)
+            of_keys = {f"{name}_k": x / scale for name, x in tables.items()}
+            tables = {name: x * scale for name, x in tables.items()} | of_keys
+        self._tables = {name: x.to(like.dtype) for name, x in tables.items()}
 
     def forward(
         self,
@@ -200,18 +200,17 @@ class RotaryEmbedding(torch.nn.Module):
         function = "RotaryEmbedding"
         require_tensors(function, qkv=qkv)
         if max_seqlen is not None:
-            self._update_cos_sin_cache(integer(function, "max_seqlen", max_seqlen, 0), qkv.device, qkv.dtype)
+            self._reach(integer(function, "max_seqlen", max_seqlen, 0), qkv)
         elif not isinstance(seqlen_offset, Tensor):
-            seqlen = qkv.shape[1] + integer(function, "seqlen_offset", seqlen_offset, 0) if qkv.dim() > 1 else 0
-            self._update_cos_sin_cache(seqlen, qkv.device, qkv.dtype)
-        elif self._cos_cached is None:
+            offset = integer(function, "seqlen_offset", seqlen_offset, 0)
+            self._reach(qkv.shape[1] + offset if qkv.dim() > 1 else 0, qkv)
+        elif not self._tables:
             raise ValueError(f"{function}: max_seqlen is None, expected an int, since seqlen_offset is a tensor")
-        of_q = dict(cos=self._cos_cached, sin=self._sin_cached)
         options = dict(interleaved=self.interleaved, seqlen_offsets=seqlen_offset)
         if kv is None:
-            of_k = dict(cos_k=self._cos_k_cached, sin_k=self._sin_k_cached)
-            return apply_rotary_emb_qkv_(qkv, **of_q, **of_k, **options, num_heads_q=num_heads_q)
-        of_k = of_q if self.scale is None else dict(cos=self._cos_k_cached, sin=self._sin_k_cached)
+            return apply_rotary_emb_qkv_(qkv, **self._tables, **options, num_heads_q=num_heads_q)
+        of_q = {name: self._tables[name] for name in ("cos", "sin")}
+        of_k = {name: self._tables.get(f"{name}_k", x) for name, x in of_q.items()}
         return apply_rotary_emb(qkv, **of_q, **options, inplace=True), apply_rotary_emb_kv_(kv, **of_k, **options)
 
 
