@@ -11,6 +11,7 @@ from ._core import DTYPES, is_compiling, under_functorch
 from ._padding import attend_padded, attend_visible, visible_first
 from .attention import attention
 
+_pytorch = F.scaled_dot_product_attention  # at import: who puts flashtile's in its place still wants fallbacks
 _PLAIN = (Tensor, torch.nn.Parameter)
 _WIDEST = 256
 _said: set[str] = set()  # what calls would have had to be, of all that fell back
@@ -65,10 +66,13 @@ def scaled_dot_product_attention(
     heads, other dtypes and devices, broadcast keys, nested tensors and subclasses, transforms of torch.func,
     forward-mode differentiation. A :class:`flashtile.sdpa.FallbackWarning` names the argument, once for each reason in
     a process; ``warnings.simplefilter("error", FallbackWarning)`` makes an error of every such call. Nothing is said
-    under torch.compile.
+    under torch.compile. The function may take the place of PyTorch's,
+    ``torch.nn.functional.scaled_dot_product_attention = flashtile.scaled_dot_product_attention``.
 
     Raises:
-        What PyTorch raises: illegal arguments go to its function.
+        ValueError: key or value do not fit query: D, S_k or leading dimensions differ, or the groups of heads are not
+            whole. PyTorch's kernels may read past the end of such tensors.
+        What PyTorch raises: other illegal arguments go to its function.
 
     Example:
         >>> import torch, flashtile
@@ -87,8 +91,9 @@ def scaled_dot_product_attention(
         return _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except (TypeError, ValueError, NotImplementedError) as refusal:
         reason = None if is_compiling() else str(refusal)
-    attn_mask = _of_full_rows(attn_mask, key)
-    out = F.scaled_dot_product_attention(
+    _refuse_misfits(query, key, value, enable_gqa)
+    attn_mask = _legible_mask(attn_mask, query, key)
+    out = _pytorch(
         query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
     if reason is None:
@@ -102,17 +107,55 @@ def scaled_dot_product_attention(
     return out
 
 
-def _of_full_rows(attn_mask, key):
-    """The mask to hand to PyTorch: where it is alike for all keys, written out for each. PyTorch 2.11 gives cuDNN one
-    of shape (S_q, 1) as it is, whose kernel then reads pairs at odd addresses, and no CUDA call works any more."""
-    plain = type(attn_mask) is Tensor and type(key) is Tensor and attn_mask.is_cuda and not key.is_nested
-    if not plain or attn_mask.dim() == 0 or key.dim() < 2 or attn_mask.shape[-1] != 1:
+def _refuse_misfits(query, key, value, enable_gqa):
+    """PyTorch 2.13 does not compare all sizes: its CPU kernels read past the end of a value that is shorter than key,
+    divide by zero heads, and give results of what cannot be multiplied where a size is 0."""
+    tensors = (query, key, value)
+    if not all(isinstance(x, Tensor) and not x.is_nested and x.dim() >= 2 for x in tensors):
+        return
+    head_dim, seqlen_k = query.shape[-1], key.shape[-2]
+    for name, x, axis, size, form in (
+        ("key", key, -1, head_dim, f"(..., H_k, S_k, {head_dim}), with D of query"),
+        ("value", value, -2, seqlen_k, f"(..., H_k, {seqlen_k}, D_v), with S_k of key"),
+    ):
+        if x.shape[axis] != size:
+            raise ValueError(f"scaled_dot_product_attention: {name} has shape {tuple(x.shape)}, expected {form}")
+    grouped = enable_gqa is True and min(x.dim() for x in tensors) >= 3
+    heads = [x.shape[-3] for x in tensors] if grouped else [1, 1, 1]
+    try:
+        torch.broadcast_shapes(*(x.shape[: -3 if grouped else -2] for x in tensors))
+        fits = 0 not in heads[1:] and heads[0] % heads[1] == 0 == heads[0] % heads[2]
+    except RuntimeError:
+        fits = False
+    if not fits:
+        found = ", ".join(str(tuple(x.shape)) for x in tensors)
+        rule = "H_q a multiple of H_k, and leading dimensions" if grouped else "leading dimensions"
+        raise ValueError(
+            f"scaled_dot_product_attention: query, key and value have shapes {found}, expected {rule} that broadcast"
+        )
+
+
+def _legible_mask(attn_mask, query, key):
+    """The mask to hand to PyTorch, in a form that its kernels read aright."""
+    if type(attn_mask) is not Tensor or type(key) is not Tensor or key.is_nested:
         return attn_mask
-    return attn_mask.expand(*attn_mask.shape[:-1], key.shape[-2]).contiguous()
+    if attn_mask.dtype is torch.float32 and query.dtype is torch.float64:
+        return attn_mask.double()  # PyTorch 2.13 takes it on the CPU, whose kernel then reads pairs as one number
+    if attn_mask.is_cuda and attn_mask.dim() > 0 and key.dim() > 1 and attn_mask.shape[-1] == 1:
+        # PyTorch 2.11 gives cuDNN one of shape (S_q, 1) as it is, whose kernel then reads pairs at odd addresses, and
+        # no CUDA call works any more.
+        return attn_mask.expand(*attn_mask.shape[:-1], key.shape[-2]).contiguous()
+    return attn_mask
 
 
 def _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
     """Out, or an exception that says "found, expected what is served"; flashtile's functions raise the same."""
+    for name, option in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(option, bool):
+            raise NotImplementedError(f"{name} is of type {type(option).__name__}, expected a bool")
+    for name, option in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
+        if not isinstance(option, (float, int)) and not _is_number(option):
+            raise NotImplementedError(f"{name} is of type {type(option).__name__}, expected a number")
     for x in (query, key, value):
         if type(x) not in _PLAIN or x.is_nested or x.layout is not torch.strided:
             kind = "nested, " if getattr(x, "is_nested", False) else ""
@@ -128,10 +171,14 @@ def _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gq
         raise NotImplementedError(f"query is on {query.device}, expected the CPU or a CUDA device")
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        query, key, value = (x if x.dtype is torch.float64 else x.to(dtype) for x in (query, key, value))
+        query, key, value = (
+            x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x for x in (query, key, value)
+        )
     if query.dtype not in DTYPES[device]:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES[device])
         raise NotImplementedError(f"query has dtype {query.dtype}, expected {names} on {device}")
+    if not query.dtype == key.dtype == value.dtype:
+        raise NotImplementedError(f"key and value have dtypes {key.dtype} and {value.dtype}, expected that of query")
     leading, seqlen_q, seqlen_k, head_dim_v = _sizes(query.shape, key.shape, value.shape, enable_gqa)
 
     batched = key.shape[0] == query.shape[0]  # of (N, S, D): heads without groups may as well be a batch
@@ -160,6 +207,15 @@ def _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gq
     out = attend_padded(attention, q, k, v, **options) if keys is None else _attend_to(keys, q, k, v, options)
     out = out.transpose(1, 2)
     return out if len(leading) == 2 else out.reshape(*leading, seqlen_q, head_dim_v)
+
+
+def _is_number(x):
+    """Whether PyTorch takes `x`, no float or int, where it asks for a float."""
+    if isinstance(x, Tensor):
+        return x.dim() == 0 and not x.requires_grad
+    numpy = sys.modules.get("numpy")
+    numbers = (torch.SymFloat, torch.SymInt, *((numpy.number, numpy.bool_) if numpy else ()))
+    return is_compiling() or isinstance(x, numbers)  # a compiler has forms of its own for numbers
 
 
 def _sizes(query, key, value, enable_gqa):
