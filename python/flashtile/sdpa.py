@@ -13,7 +13,7 @@ from .attention import attention
 
 _pytorch = F.scaled_dot_product_attention  # at import: who puts flashtile's in its place still wants fallbacks
 _PLAIN = (Tensor, torch.nn.Parameter)
-_WIDEST = 256
+WIDEST = 256
 _said: set[str] = set()  # what calls would have had to be, of all that fell back
 
 
@@ -137,7 +137,7 @@ def _refuse_misfits(query, key, value, enable_gqa):
 
 def _legible_mask(attn_mask, query, key):
     """The mask to hand to PyTorch, in a form that its kernels read aright."""
-    if type(attn_mask) is not Tensor or type(key) is not Tensor or key.is_nested:
+    if type(attn_mask) is not Tensor or type(key) is not Tensor or not isinstance(query, Tensor) or key.is_nested:
         return attn_mask
     if attn_mask.dtype is torch.float32 and query.dtype is torch.float64:
         return attn_mask.double()  # PyTorch 2.13 takes it on the CPU, whose kernel then reads pairs as one number
@@ -225,8 +225,8 @@ def _sizes(query, key, value, enable_gqa):
         *leading_k, heads_k, seqlen_k, _ = key
         *leading_v, heads_v, seqlen_v, head_dim_v = value
         for name, dim in (("query", head_dim), ("value", head_dim_v)):
-            if not 1 <= dim <= _WIDEST:
-                raise NotImplementedError(f"{name} has head dimension {dim}, expected one from 1 to {_WIDEST}")
+            if not 1 <= dim <= WIDEST:
+                raise NotImplementedError(f"{name} has head dimension {dim}, expected one from 1 to {WIDEST}")
         if leading == leading_k == leading_v and heads_k == heads_v and seqlen_k == seqlen_v:
             if enable_gqa or heads_q == heads_k:
                 return (*leading, heads_q), seqlen_q, seqlen_k, head_dim_v

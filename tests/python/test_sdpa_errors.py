@@ -21,6 +21,7 @@ sdpa = flashtile.scaled_dot_product_attention
 
 ILLEGAL = {
     "no tensor": lambda q, k, v, f: f([1.0], k, v),
+    "no tensor, with a mask": lambda q, k, v, f: f([1.0], k, v, torch.ones(5, 7)),
     "dtypes": lambda q, k, v, f: f(q.half(), k, v),
     "mask's size": lambda q, k, v, f: f(q, k, v, torch.ones(2, 1, 1, 6, dtype=torch.bool)),
     "mask's rank": lambda q, k, v, f: f(q, k, v, torch.ones(7, dtype=torch.bool)),

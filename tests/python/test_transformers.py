@@ -25,6 +25,7 @@ import flashtile
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here is to be downloaded
 transformers = pytest.importorskip("transformers", minversion="5.4", reason="needs transformers 5.4 or newer")
 integration = importlib.import_module("flashtile.integrations.transformers")
+masks = importlib.import_module("flashtile.integrations._masks")
 masking_utils = importlib.import_module("transformers.masking_utils")
 
 F64 = torch.float64
@@ -172,20 +173,48 @@ def test_prompts_in_parts(name, kind):
     assert_close(*logits)
 
 
+LENGTHS = (6, 1, 10), (9, 8)
+WAYS = {  # what is said of packed sequences besides position_ids
+    "default cache": {},
+    "no cache": {"use_cache": False},
+    "own cache": {"past_key_values": "DynamicCache"},
+    "mask of ones": {"attention_mask": torch.ones(1, 17, dtype=torch.int64)},
+    "offsets": dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 6, 7, 17]))
+    | dict.fromkeys(("max_length_q", "max_length_k"), 10),
+}
+
+
+def alone(model, row, lengths):
+    return torch.cat([model(part).logits for part in row.split(lengths, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_packed_sequences(name):
-    """Each gets what it gets alone, whether position_ids or cu_seq_lens say where it begins. gpt-oss does not tell its
-    mask function the former."""
-    model = switched(model_of(name), "flashtile")
-    row, lengths = tokens(1, 17), (6, 1, 10)
-    position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
-    offsets = torch.tensor([0, 6, 7, 17])
-    flat = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 10, "max_length_k": 10}
+def test_packed_sequences(name, way):
+    """Each gets what it gets alone, and the gradients, whether position_ids or cu_seq_lens say where it begins."""
+    model, row = model_of(name), tokens(1, 17)
+    position_ids = torch.cat([torch.arange(length) for length in LENGTHS[0]])[None]
+    options = dict(WAYS[way])
+    if "past_key_values" in options:
+        options["past_key_values"] = transformers.DynamicCache(config=model.config)
+    found = switched(model, "flashtile")(row, position_ids=position_ids, **options).logits
+    expected = alone(switched(model, "eager"), row, LENGTHS[0])
+    weights, probe = list(model.parameters()), torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
+    gradients = [torch.autograd.grad((logits * probe).sum(), weights) for logits in (found, expected)]
+    for mine, other in zip([found, *gradients[0]], [expected, *gradients[1]], strict=True):
+        assert_close(mine, other)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_packed_batches(use_cache):
+    """Rows that hold sequences of other lengths each."""
+    model, rows = model_of("mistral"), tokens(2, 17)
+    position_ids = torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in LENGTHS])
     with torch.no_grad():
-        alone = torch.cat([model(part).logits for part in row.split(lengths, dim=1)], dim=1)
-        assert_close(model(row, position_ids=position_ids, **flat).logits, alone)
-        if name != "gpt_oss":
-            assert_close(model(row, position_ids=position_ids, use_cache=False).logits, alone)
+        found = switched(model, "flashtile")(rows, position_ids=position_ids, use_cache=use_cache).logits
+        switched(model, "eager")
+        expected = [alone(model, row[None], lengths) for row, lengths in zip(rows, LENGTHS, strict=True)]
+    assert_close(found, torch.cat(expected))
 
 
 @pytest.mark.parametrize("padding", PADDING)
@@ -266,11 +295,10 @@ def test_every_mask(data):
     length = data.draw(st.integers(1, 6), "q_length")
     held = data.draw(st.integers(0, 8), "held")
     causal = data.draw(st.booleans(), "causal")
-    tail = (
-        data.draw(st.integers(0, 4), "unwritten") if causal else 0
-    )  # a static cache without causality does not happen
+    tail = data.draw(st.integers(0, 4), "unwritten") if causal else 0
     sliding_window = data.draw(st.none() | st.integers(1, 6), "window")
-    on_device = data.draw(st.booleans(), "q_offset is a tensor")
+    # A static cache without causality does not happen. There, the host has to know which key the last query meets.
+    on_device = data.draw(st.booleans(), "q_offset is a tensor") and (causal or sliding_window is None)
     dropped = data.draw(st.integers(0, held if sliding_window is not None else 0), "kv_offset")
     dropped = 0 if sliding_window is None else min(dropped, max(0, held - sliding_window + 1))
     if sliding_window is None:
@@ -304,6 +332,18 @@ def test_every_mask(data):
     expected = dense(inputs, seen, sinks, softcap).float()
     assert none is None and out.isfinite().all()
     torch.testing.assert_close(out[counts], expected[counts], rtol=1e-4, atol=1e-5)
+    told = masks.read(integration.mask(**arguments), 2, length, arguments["kv_length"])
+    if told is not None:
+        whole = masks.written_out(told, length, arguments["kv_length"], "cpu").expand(2, 1, -1, -1)
+        assert torch.equal(whole[:, 0][counts], seen.expand(2, 1, -1, -1)[:, 0][counts])
+
+
+def pack(rule, sequence):
+    """As transformers does it, where position_ids tell which sequence a row is in."""
+    compose = getattr(masking_utils, "packed_sequence_compatibility_function", None)  # later than transformers 5.4
+    if compose is None:
+        return masking_utils.and_masks(rule, masking_utils.packed_sequence_mask_function(sequence))
+    return compose(rule, torch.zeros_like(sequence), sequence)
 
 
 def test_the_host_reads_no_mask():
@@ -316,16 +356,16 @@ def test_the_host_reads_no_mask():
             torch.zeros(2, 5, dtype=torch.int64),
         )
         place = dict(q_length=5, kv_length=12, q_offset=held, attention_mask=padding, mask_function=causal)
-        assert integration.mask(2, **place).shape == (2, 1, 1, 1 + 12 + 1 + 5)
-        packed = masking_utils.and_masks(masking_utils.packed_sequence_mask_function(numbers), causal)
-        assert integration.mask(2, 5, 5, mask_function=packed).shape == (1, 1, 1, 11)
+        assert integration.mask(2, **place).shape == (2, 2, 3, 1 + 12 + 1 + 5)
+        packed = pack(causal, numbers)
+        assert integration.mask(2, 5, 5, mask_function=packed).shape == (1, 2, 1, 11)
 
 
-def test_no_mask_where_nothing_is_hidden():
-    assert integration.mask(2, 5, 5) is None
-    assert integration.mask(2, 1, 9, q_offset=8) is None
-    assert integration.mask(2, 5, 7, mask_function=masking_utils.bidirectional_mask_function) is None
-    assert integration.mask(2, 5, 9) is not None  # four places of a static cache are not yet written
+def test_an_empty_mask_where_nothing_is_hidden():
+    assert integration.mask(2, 5, 5).numel() == 0
+    assert integration.mask(2, 1, 9, q_offset=8).numel() == 0
+    assert integration.mask(2, 5, 7, mask_function=masking_utils.bidirectional_mask_function).numel() == 0
+    assert integration.mask(2, 5, 9).numel() > 0  # four places of a static cache are not yet written
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -375,7 +415,8 @@ def test_what_is_refused():
         ):
             integration.attend(layer(), *inputs, whole, **{name: value})
     with pytest.raises(
-        NotImplementedError, match=r"attention_mask has shape \(3, 1, 1, 7\), int64, with 5 queries and 5"
+        NotImplementedError,
+        match=r"attention_mask has shape .*, torch.int64, expected the one made for 5 queries and 5 k",
     ):
         integration.attend(layer(), *inputs, integration.mask(3, 1, 6, attention_mask=torch.ones(3, 6)))
 

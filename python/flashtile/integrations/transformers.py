@@ -1,18 +1,22 @@
 """``attn_implementation="flashtile"`` for models of transformers 5."""
 
 import functools
+import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.flash_attention import get_target_dtype
 from transformers.utils import logging
+from transformers.utils.import_utils import is_tracing
 
 from .._padding import attend_padded, attend_visible, gathered, visible_first
 from ..attention import attention
 from ..kvcache import attention_kvcache
-from ..sdpa import scaled_dot_product_attention
+from ..sdpa import WIDEST, scaled_dot_product_attention
 from ..varlen import attention_varlen
+from ._masks import Rule, Told, offsets_of, offsets_of_restarts, read, rule_of, write, written_out
 
 NAME = "flashtile"
 # Arguments of some models that change what attention is.
@@ -23,10 +27,11 @@ _log = logging.get_logger(__name__)
 def register() -> None:
     """Makes ``attn_implementation="flashtile"`` work in this process.
 
-    It is for models that transformers has flash attention for; others are refused with NotImplementedError. Registers
-    :func:`attend` and :func:`mask` with transformers' ``AttentionInterface`` and ``AttentionMaskInterface``. A second
-    call changes nothing. transformers takes every name with "flash" in it for a package or a kernel to download, so
-    ``PreTrainedModel._check_and_adjust_attn_implementation`` is wrapped to let this one pass.
+    It is for models that transformers has flash attention for; others are refused with NotImplementedError when they
+    are made, and so are those that choose a class by the name of the attention (GPT-J, GPT-Neo, Falcon, Bark).
+    Registers :func:`attend` and :func:`mask` with transformers' ``AttentionInterface`` and ``AttentionMaskInterface``.
+    A second call changes nothing. transformers takes every name with "flash" in it for a package or a kernel to
+    download, so ``PreTrainedModel._check_and_adjust_attn_implementation`` is wrapped to let this one pass.
 
     Example:
         >>> import flashtile.integrations.transformers
@@ -42,15 +47,25 @@ def register() -> None:
     if not hasattr(check, NAME):
 
         @functools.wraps(check)
-        def checked(self, attn_implementation, is_init_check=False, **options):
-            if attn_implementation == NAME:
-                if not self._supports_flash_attn:  # whose layers say themselves what window they have
-                    raise _refusal(f"{type(self).__name__} is no model that transformers has flash attention for")
-                return self.get_correct_attn_implementation(NAME, is_init_check)
-            return check(self, attn_implementation, is_init_check, **options)
+        def checked(self, attn_implementation, *args, **options):
+            if attn_implementation != NAME:
+                return check(self, attn_implementation, *args, **options)
+            model, nearest = type(self).__name__, "sdpa" if self._supports_sdpa else "eager"
+            if not self._supports_flash_attn:  # whose layers may ask for more than attend has arguments for
+                raise _refusal(f"{model} is no model that transformers has flash attention for", nearest)
+            if _has_table_of_classes(type(self)):
+                raise _refusal(f"{model} has a class for each attention that it knows, and takes no other", nearest)
+            return self.get_correct_attn_implementation(NAME)
 
         setattr(checked, NAME, True)
         PreTrainedModel._check_and_adjust_attn_implementation = checked
+
+
+def _has_table_of_classes(model):
+    """As models have that are older than AttentionInterface: a dict in their module, by names of implementations."""
+    modules = {base.__module__ for base in model.__mro__ if issubclass(base, PreTrainedModel)} & sys.modules.keys()
+    tables = (value for module in modules for value in vars(sys.modules[module]).values() if isinstance(value, dict))
+    return any(isinstance(table.get("flash_attention_2"), type) for table in tables)
 
 
 def attend(
@@ -67,28 +82,32 @@ def attend(
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    position_ids: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """The attention of a layer, as transformers calls it.
 
     Args:
         module: the layer. Its ``is_causal`` counts where the argument is None.
-        query: (B, H_q, S_q, D). The rules are those of :func:`flashtile.attention`, but D may be any up to 256, and
-            float32 on CUDA is cast to the dtype of the layer's weights, or to what torch.autocast asks for.
+        query: (B, H_q, S_q, D). The rules are those of :func:`flashtile.attention`, but D may be any, and float32 on
+            CUDA is cast to the dtype of the layer's weights, or to what torch.autocast asks for. With a D or D_v above
+            256 PyTorch computes, with a :class:`flashtile.sdpa.FallbackWarning`.
         key: (B, H_k, S_k, D). H_q is a multiple of H_k; heads are read by index.
         value: (B, H_k, S_k, D_v).
-        attention_mask: what :func:`mask` returned; or (B, S_k), True or 1 where a key counts; or a mask of the caller's
-            own, (B, 1 or H_q, S_q, S_k), which then says all, and goes to
-            :func:`flashtile.scaled_dot_product_attention`.
+        attention_mask: what :func:`mask` returned, which also says whether a row sees later keys and how far, whatever
+            the layer says; or (B, S_k), True or 1 where a key counts; or a mask of the caller's own, (B, 1 or H_q, S_q,
+            S_k), which then says all, and goes to :func:`flashtile.scaled_dot_product_attention`.
         dropout: the probability with which a weight is dropped.
         scaling: factor of the scores; by default 1/√D.
         sliding_window: how many keys a row sees, its own and those before it; without causality as many on both sides.
         softcap: bound of the scores.
         is_causal: whether a row sees no keys after its own.
         s_aux: (H_q), a sink for each head. Gets a gradient.
-        cu_seq_lens_q: integers, (sequences + 1): without a mask, where each sequence begins that the rows of all
-            entries hold, one behind the other, and where the last one ends.
-        cu_seq_lens_k: the same for keys.
+        cu_seq_lens_q: integers, (sequences + 1), a tensor or a list: without padding, where each sequence begins that
+            the rows of all entries hold, one behind the other, and where the last one ends.
+        cu_seq_lens_k: the same for keys. Both are given, or none.
+        position_ids: (B, S_q). Without padding and a cache that holds keys, a sequence begins where positions start
+            again, as for transformers' flash attention. The host reads them, once for all layers of a model.
 
     Returns:
         out, (B, S_q, H_q, D_v), and None: the weights are never formed. Rows of padding are 0 where a layer is
@@ -96,6 +115,7 @@ def attend(
 
     Raises:
         NotImplementedError: an argument of a model asks for what flashtile does not do.
+        ValueError: attention_mask has another shape, or one of cu_seq_lens_q and cu_seq_lens_k is missing.
     """
     for name in _NOT_SERVED:
         if kwargs.get(name) is not None:
@@ -106,60 +126,146 @@ def attend(
         dtype = get_target_dtype(query, module)  # layers in bfloat16 whose norms are in float32
         query, key, value = (x.to(dtype) for x in (query, key, value))
 
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    window = None if sliding_window is None else (sliding_window - 1, sliding_window - 1)
-    options = {"causal": causal, "window": window, "scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
-    (batch, _, seqlen_q, _), seqlen_k = query.shape, key.shape[2]
     if attention_mask is not None and attention_mask.dim() == 2:
-        visible = attention_mask[:, -seqlen_k:].bool()
-        ordered = seqlen_q > 1 and (causal or window is not None)
-        attention_mask = _table(visible, visible[:, -seqlen_q:] if ordered else None)
-
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if attention_mask is None and cu_seq_lens_q is None:
-        if _decodes(q, k, v, s_aux, dropout):
-            out = attend_padded(attention_kvcache, q, k, v, cache_seqlens=seqlen_k, **options)
-        else:
-            out = attend_padded(attention, q, k, v, dropout_p=dropout, **options)
-    elif attention_mask is None:
-        out = _attend_packed(q, k, v, cu_seq_lens_q.int(), cu_seq_lens_k.int(), dropout, options)
-    elif attention_mask.shape == (1, 1, 1, batch * seqlen_q + 1) and attention_mask.dtype is torch.int32:
-        out = _attend_packed(q, k, v, *(attention_mask.flatten(),) * 2, dropout, options)
-    elif attention_mask.shape[1:3] == (1, 1) and attention_mask.dtype is torch.int64:
-        keys, queries = _table_parts(attention_mask, seqlen_q, seqlen_k)
-        options["causal"] = causal and queries is not None
-        if queries is None and _decodes(q, k, v, s_aux, dropout):
-            k, v = gathered(k, keys[0]), gathered(v, keys[0])
-            out = attend_padded(attention_kvcache, q, k, v, cache_seqlens=keys[1], **options)
-        else:
-            out = attend_visible(q, k, v, keys, queries, dropout_p=dropout, **options)
-    else:
+        key, value = (x[:, :, : attention_mask.shape[1]] for x in (key, value))  # of a static cache what it holds
+    (batch, _, seqlen_q, _), seqlen_k = query.shape, key.shape[2]
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    word = Rule(causal, None if sliding_window is None else sliding_window - 1)
+    told = _told(module, attention_mask, word, batch, seqlen_q, seqlen_k)
+    if told is None:
         for name, given in (("softcap", softcap), ("s_aux", s_aux)):
             if given is not None:
                 shape = tuple(attention_mask.shape)
                 raise _refusal(f"{name} is given with an attention_mask of shape {shape}, expected padding (B, S_k)")
         out = scaled_dot_product_attention(
             query, key, value, attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True
-        ).transpose(1, 2)
-    return out, None
+        )
+        return out.transpose(1, 2), None
+
+    if not (cu_seq_lens_q is None and cu_seq_lens_k is None):
+        given = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        offsets = tuple(_offsets(given, name, query.device) for name in given)
+        told = Told(told.rule, offsets=offsets) if told.keys is None else told
+    elif told.offsets is None and seqlen_q == seqlen_k:
+        told = _with_documents(told, position_ids, batch, seqlen_q)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if told.offsets is not None:
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    out = _attend(q, k, v, told, dropout, scaling, softcap, s_aux)
+    return out if told.offsets is None else out.unflatten(0, (batch, seqlen_q)), None
+
+
+def _told(module, attention_mask, word, batch, seqlen_q, seqlen_k):
+    """What attention_mask says, and `word`, that of the layer, where it says nothing; None if it says all."""
+    if attention_mask is None:
+        return Told(word)
+    shape = attention_mask.shape
+    if len(shape) == 2 and shape[0] in (1, batch):
+        visible = attention_mask[:, shape[1] - seqlen_k :].bool().expand(batch, -1)
+        ordered = seqlen_q > 1 and word != Rule(False, None)
+        parts = (visible, visible[:, -seqlen_q:]) if ordered else (visible,)
+        return Told(word, *map(visible_first, parts))
+    if len(shape) != 4:
+        expected = f"padding (B, S_k) of {batch} entries, or (B, 1 or H_q, S_q, S_k)"
+        raise ValueError(f'attn_implementation="{NAME}": attention_mask has shape {tuple(shape)}, expected {expected}')
+    if attention_mask.dtype not in (torch.int32, torch.int64):
+        return None
+    told = read(attention_mask, batch, seqlen_q, seqlen_k)
+    if told is None or not _knows_of(module, word, told.rule.distance):
+        found = f"attention_mask has shape {tuple(shape)}, {attention_mask.dtype}"
+        expected = f"the one made for {seqlen_q} queries and {seqlen_k} keys, padding (B, S_k), or bool"
+        raise _refusal(f"{found}, expected {expected}")
+    return told
+
+
+def _knows_of(module, word, distance):
+    """Whether the layer or its config has such a window; some count a row itself."""
+    if distance is None or distance == word.distance:
+        return True
+    try:
+        window = getattr(module.config, "sliding_window", None)
+    except (AttributeError, RuntimeError):  # the latter where layers have configs of their own
+        window = None
+    return any(known is not None and abs(distance - known) <= 1 for known in (word.distance, window))
+
+
+def _offsets(given, name, device):
+    if given[name] is None:
+        (other,) = given.keys() - {name}
+        raise ValueError(f'attn_implementation="{NAME}": {name} is None, expected offsets, since {other} is given')
+    found, offsets = f"is a {type(given[name]).__name__}", None
+    if isinstance(given[name], Tensor | Sequence) or hasattr(given[name], "__array__"):
+        try:
+            offsets = torch.as_tensor(given[name], device=device)
+        except (TypeError, ValueError, RuntimeError):  # a list of another thing
+            pass
+    if offsets is not None and offsets.dim() == 1 and offsets.dtype in (torch.int32, torch.int64):
+        return offsets.int()
+    if offsets is not None:
+        found = f"has shape {tuple(offsets.shape)} and dtype {offsets.dtype}"
+    raise ValueError(f'attn_implementation="{NAME}": {name} {found}, expected integers, (sequences + 1)')
+
+
+def _with_documents(told, position_ids, batch, seqlen):
+    """With the sequences that position_ids tell of, where nothing is padding. transformers' flash attention looks for
+    them in batches of one, and so is a mask looked at that may hide nothing."""
+    if told.keys is not None and (batch > 1 or is_tracing(position_ids)):
+        return told
+    offsets = offsets_of_restarts(position_ids, batch, seqlen)
+    if offsets is None or (told.keys is not None and told.keys[1].item() < seqlen):
+        return told
+    return Told(told.rule, offsets=(offsets, offsets))
+
+
+def _attend(q, k, v, told, dropout, scaling, softcap, sinks):
+    """Of (B, S, H, D), or (T, H, D) where there are offsets."""
+    widest = max(q.shape[-1], v.shape[-1])
+    if widest > WIDEST:
+        for name, given in (("softcap", softcap), ("s_aux", sinks)):
+            if given is not None:
+                raise _refusal(f"{name} is given with head dimension {widest}, expected at most {WIDEST}", "eager")
+        return _attend_written_out(q, k, v, told, dropout, scaling)
+    causal, distance = told.rule
+    options = {"causal": causal, "window": None if distance is None else (distance, distance), "scale": scaling}
+    options |= {"softcap": softcap or 0.0, "sinks": sinks}
+    if told.offsets is not None:
+        cu_seqlens_q, cu_seqlens_k = told.offsets
+        options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        return attend_padded(attention_varlen, q, k, v, dropout_p=dropout, **options)
+    if told.queries is None and _decodes(q, k, v, sinks, dropout):
+        lengths = k.shape[1]
+        if told.keys is not None:
+            order, lengths = told.keys
+            k, v = gathered(k, order), gathered(v, order)
+        return attend_padded(attention_kvcache, q, k, v, cache_seqlens=lengths, **options)
+    if told.keys is None:
+        return attend_padded(attention, q, k, v, dropout_p=dropout, **options)
+    return attend_visible(q, k, v, told.keys, told.queries, dropout_p=dropout, **options)
+
+
+def _attend_written_out(q, k, v, told, dropout, scaling):
+    """By PyTorch's function, which has no bound for D: :func:`flashtile.scaled_dot_product_attention` says so."""
+    if told.offsets is not None:
+        q, k, v = (x[None] for x in (q, k, v))
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": True}
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+    if told == Told(Rule(True, None)) and seqlen_q == seqlen_k:
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+    elif told == Told(Rule(False, None)):
+        out = scaled_dot_product_attention(query, key, value, **options)
+    else:
+        seen = written_out(told, seqlen_q, seqlen_k, q.device)
+        blind = ~seen.any(dim=-1, keepdim=True)
+        out = scaled_dot_product_attention(query, key, value, seen | blind, **options).masked_fill(blind, 0)
+    out = out.transpose(1, 2)
+    return out if told.offsets is None else out[0]
 
 
 def _decodes(q, k, v, sinks, dropout):
     """Few queries, and nobody asks for gradients: attention_kvcache has keys in parts, which fill a GPU."""
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     return q.shape[1] < k.shape[1] and not wanted and not dropout and not torch.is_autocast_enabled(q.device.type)
-
-
-def _attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, dropout, options):
-    out = attend_padded(
-        attention_varlen,
-        *(x.flatten(0, 1) for x in (q, k, v)),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        dropout_p=dropout,
-        **options,
-    )
-    return out.unflatten(0, q.shape[:2])
 
 
 def mask(
@@ -172,12 +278,11 @@ def mask(
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     **kwargs,
-) -> Tensor | None:
+) -> Tensor:
     """The mask of a model's layers of one kind, as transformers asks for it, in the form that :func:`attend` takes.
 
-    A layer says itself whether it is causal and what window it has, so a mask holds what else hides keys: padding, and
-    the part of a static cache that is not yet written. It is made once for all layers, and the host reads no
-    tensor for it.
+    It says whether a row sees later keys and how far it sees, and holds what else hides keys: padding, and the part of
+    a static cache that is not yet written. It is made once for all layers, and the host reads no tensor for it.
 
     Args:
         batch_size: B.
@@ -190,12 +295,26 @@ def mask(
         device: of the mask.
 
     Returns:
-        None if nothing else hides keys; (B, 1, 1, n), int64, for padding; (1, 1, 1, n), int32, for packed sequences; a
-        dense mask (B, 1, S_q, S_k), bool, for any rule but causality, windows and packed sequences.
+        integers of four dimensions; a dense mask (B, 1, S_q, S_k), bool, for any rule but causality, windows and packed
+        sequences, and where a model asks for one because it goes on working with it.
+
+    Raises:
+        ValueError: attention_mask has another shape.
     """
-    rules = list(_rules(mask_function))
-    packed = [_closure(rule)["packed_sequence_mask"] for rule in rules if rule.__code__ is _PACKED]
-    if not all(rule.__code__ in _KNOWN for rule in rules) or (packed and attention_mask is not None):
+    if attention_mask is not None and attention_mask.dim() != 2:
+        found = f"attention_mask has shape {tuple(attention_mask.shape)}"
+        expected = "padding (B, S_k), or (B, 1 or H_q, S_q, S_k)"
+        raise ValueError(f'attn_implementation="{NAME}": {found}, expected {expected}')
+    rule, sequence = rule_of(mask_function) or (None, None)
+    plain = rule == Rule(False, None)
+    end, end_of_keys = q_offset + q_length, kv_offset + kv_length
+    needed = rule is None or (plain and kwargs.get("allow_is_bidirectional_skip") is False)
+    if not needed and rule.distance is not None:
+        # The last query has to meet the last key, and the layers have to know of the window.
+        window = getattr(kwargs.get("config"), "sliding_window", None)
+        needed = not rule.causal and not (isinstance(end, int) and end == end_of_keys)
+        needed = needed or (isinstance(window, int) and abs(window - rule.distance) > 1)
+    if needed or (sequence is not None and attention_mask is not None):
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return masking_utils.sdpa_mask(
             batch_size=batch_size,
@@ -208,14 +327,12 @@ def mask(
             device=device,
             **kwargs,
         )
-    if packed:
-        return _packed_offsets(packed[0])
+    if sequence is not None:
+        return write(rule, offsets=offsets_of(sequence.diff(dim=-1, prepend=sequence[:, :1] - 1) != 0))
 
-    causal = masking_utils.causal_mask_function in rules
-    end = q_offset + q_length
-    filled = not causal or (isinstance(end, int) and end >= kv_offset + kv_length)
+    filled = not rule.causal or (isinstance(end, int) and end >= end_of_keys)
     if attention_mask is None and filled:
-        return None
+        return write(rule, device=device)
     places = torch.arange(kv_length, device=device) + kv_offset
     visible = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
     if not filled:
@@ -223,75 +340,13 @@ def mask(
     if attention_mask is not None:
         padding = masking_utils.prepare_padding_mask(attention_mask.bool(), kv_length, kv_offset)
         visible = visible & padding[:, kv_offset : kv_offset + kv_length]
-    queries = None
-    if q_length > 1 and (causal or len(rules) > 1):
-        queries = visible.index_select(1, torch.arange(q_length, device=device) + (q_offset - kv_offset))
-    return _table(visible, queries)
+    if q_length == 1 or plain:
+        return write(rule, visible)
+    rows = torch.arange(q_length, device=device) + (q_offset - kv_offset)
+    return write(rule, visible, visible.index_select(1, rows))
 
 
-def _table(keys, queries):
-    """(B, 1, 1, n) int64 of `keys` (B, S_k) and `queries` (B, S_q) or None, which are True for rows that count: for
-    each the count and the order of :func:`visible_first`. Queries are left out where it does not matter which key they
-    meet on the diagonal. Four dimensions, because transformers hands on as it is what has so many."""
-    parts = []
-    for visible in (keys,) if queries is None else (keys, queries):
-        order, count = visible_first(visible)
-        parts += [count[:, None], order]
-    return torch.cat(parts, dim=-1)[:, None, None]
-
-
-def _table_parts(table, seqlen_q, seqlen_k):
-    """What attend_visible takes as keys and queries."""
-    sizes = [1, seqlen_k] if table.shape[-1] == 1 + seqlen_k else [1, seqlen_k, 1, seqlen_q]
-    if table.shape[-1] != sum(sizes):
-        found = f"attention_mask has shape {tuple(table.shape)}, int64, with {seqlen_q} queries and {seqlen_k} keys"
-        raise _refusal(f"{found}, expected the one that was made for them, padding (B, S_k), or bool")
-    parts = table[:, 0, 0].split(sizes, dim=-1)
-    pairs = [(order, count[:, 0].int()) for count, order in zip(parts[::2], parts[1::2], strict=True)]
-    return (*pairs, None)[:2]
-
-
-def _packed_offsets(sequence):
-    """(1, 1, 1, B·S + 1) int32, where each sequence begins, of `sequence` (B, S): which one of its entry a row belongs
-    to, never decreasing. The host need not know how many there are: those that no row belongs to are empty."""
-    begins = torch.ones_like(sequence)
-    begins[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
-    number = begins.flatten().cumsum(0) - 1
-    lengths = torch.zeros_like(number).scatter_add_(0, number, torch.ones_like(number))
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()[None, None, None]
-
-
-def _refusal(what):
-    return NotImplementedError(f'attn_implementation="{NAME}": {what}; nearest supported: attn_implementation="sdpa"')
-
-
-# transformers hands over a rule as a function of indices, made of others. Functions that one `def` has made share their
-# code, and what they were made of stands in their closures.
-
-
-def _rules(function):
-    """The functions of which `function` is the intersection, without the renumbering that packed sequences ask for."""
-    if function.__code__ is _ALL_OF:
-        for part in _closure(function)["mask_functions"]:
-            yield from _rules(part)
-    elif function.__code__ is _RENUMBERED:
-        yield from _rules(_closure(function)["mask_function"])
-    else:
-        yield function
-
-
-def _closure(function):
-    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))
-
-
-_ALL_OF = masking_utils.and_masks().__code__
-_PACKED = masking_utils.packed_sequence_mask_function(None).__code__
-_renumber = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # later than transformers 5.4
-_RENUMBERED = _renumber and _renumber(None, None).__code__
-_KNOWN = (
-    masking_utils.causal_mask_function.__code__,
-    masking_utils.bidirectional_mask_function.__code__,
-    masking_utils.sliding_window_overlay(0).__code__,
-    masking_utils.sliding_window_bidirectional_overlay(0).__code__,
-    _PACKED,
-)
+def _refusal(what, nearest="sdpa"):
+    return NotImplementedError(
+        f'attn_implementation="{NAME}": {what}; nearest supported: attn_implementation="{nearest}"'
+    )
