@@ -392,16 +392,6 @@ def test_masks_of_other_rules_go_to_pytorch(name, monkeypatch):
     assert_close(*results)
 
 
-def test_masks_of_two_dimensions():
-    inputs, padding = rows(5, 9), torch.tensor([[1] * 9, [0] * 6 + [1] * 3, [1] * 7 + [0] * 2])
-    for causal in (False, True):
-        seen = padding.bool()[:, None, None].expand(-1, 1, 5, -1)
-        seen = seen.tril(4) if causal else seen
-        out, _ = integration.attend(layer(causal), *inputs, padding)
-        counts = padding[:, 4:].bool() if causal else torch.ones(3, 5, dtype=torch.bool)
-        torch.testing.assert_close(out[counts], dense(inputs, seen).float()[counts])
-
-
 def test_what_is_refused():
     inputs, whole = rows(5, 5), torch.ones(3, 1, 5, 5, dtype=torch.bool)
     for name in integration._NOT_SERVED:

@@ -122,6 +122,29 @@ def test_masks_of_other_shapes_are_refused(shape):
             switched(model_of("llama"), "flashtile")(tokens(), attention_mask=torch.ones(shape).bool())
 
 
+def test_masks_of_two_dimensions():
+    inputs, padding = rows(5, 9), torch.tensor([[1] * 9, [0] * 6 + [1] * 3, [1] * 7 + [0] * 2])
+    for causal in (False, True):
+        seen = padding.bool()[:, None, None].expand(-1, 1, 5, -1)
+        seen = seen.tril(4) if causal else seen
+        out, _ = integration.attend(layer(causal), *inputs, padding)
+        counts = padding[:, 4:].bool() if causal else torch.ones(3, 5, dtype=torch.bool)
+        torch.testing.assert_close(out[counts], dense(inputs, seen).float()[counts])
+
+
+@pytest.mark.parametrize("width", [0, 3, 4])
+def test_masks_of_two_dimensions_narrower_than_the_queries(width):
+    """Nothing says which of the queries count. Where rows have no order, nothing has to."""
+    query, key, value = rows(5, 9)
+    message = rf'^attn_implementation="flashtile": attention_mask has shape \(3, {width}\), expected padding [^\n]*$'
+    for ordered in ({}, {"is_causal": False, "sliding_window": 2}):
+        with pytest.raises(ValueError, match=message):
+            integration.attend(layer(), query, key, value, torch.ones(3, width), **ordered)
+    out, _ = integration.attend(layer(False), query, key, value, torch.ones(3, width))
+    expected, _ = integration.attend(layer(False), query, key[:, :, :width], value[:, :, :width])
+    torch.testing.assert_close(out, expected)
+
+
 def test_masks_of_two_dimensions_shorter_than_a_cache():
     """They say what of a static cache is written."""
     inputs = rows(5, 12)
@@ -327,6 +350,26 @@ def test_wide_heads_with_what_pytorch_has_not():
     for name, value in (("softcap", 2.0), ("s_aux", torch.ones(4))):
         with pytest.raises(NotImplementedError, match=f"{name} is given with head dimension 264, expected at most 256"):
             integration.attend(layer(), *wide_rows(5, 5), **{name: value})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BloomForCausalLM",
+        "Llama4ForCausalLM",
+        "T5ForConditionalGeneration",
+        "T5Gemma2Encoder",
+        "T5Gemma2ForConditionalGeneration",
+    ],
+)
+def test_models_without_flash_attention_are_refused(name):
+    """Before any weight is made."""
+    model = getattr(transformers, name)
+    message = (
+        f'^attn_implementation="flashtile": {name} is no model that [^\n]*; nearest supported: attn_implementation='
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        model._from_config(model.config_class(), attn_implementation="flashtile")
 
 
 SMALL = dict(vocab_size=99, hidden_size=32, num_heads=4, num_layers=2)

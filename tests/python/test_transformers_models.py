@@ -6,6 +6,8 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_transformers import DECODER, PADDING, SIZES, _registered, assert_close, places, switched, tokens  # noqa: F401
 
 import flashtile
@@ -46,6 +48,7 @@ CAUSAL = {  # a model, and what its config has besides BASE
     "Starcoder2": dict(residual_dropout=0.0, embedding_dropout=0.0),
     "VaultGemma": GEMMA,
 }
+IN_PARTS = ["Cohere2", "GPT2", "Gemma2", "Gemma3Text", "Gemma", "GptOss", "Mistral", "Phi3", "Qwen2", "Qwen2Moe"]
 ENCODER = SIZES | dict(max_position_embeddings=64, initializer_range=0.3, pad_token_id=0, bos_token_id=1)
 ENCODERS = {
     "Bert": {},
@@ -55,7 +58,7 @@ ENCODERS = {
     "ModernBert": LAYERS | dict(local_attention=8),
     "NomicBert": {},
     "Roberta": {},
-    "UltraBert": LAYERS | dict(sliding_window=4, num_key_value_heads=2, head_dim=8),
+    "Ultrabert": LAYERS | dict(sliding_window=4, num_key_value_heads=2, head_dim=8),
 }
 HEADS = dict(encoder_attention_heads=4, decoder_attention_heads=4, encoder_layers=2, decoder_layers=2)
 SPECIAL = dict(bos_token_id=1, eos_token_id=None, pad_token_id=0, decoder_start_token_id=1, forced_eos_token_id=None)
@@ -117,13 +120,14 @@ def check(model, inputs, counts=None):
 
 
 def check_generation(model, inputs, **options):
+    """The tokens, and the logits that choose them, since some models like one token best wherever they are."""
+    options |= dict(do_sample=False, max_new_tokens=7, min_new_tokens=7, pad_token_id=0)
+    options |= dict(return_dict_in_generate=True, output_logits=True)
     found, expected = (
-        switched(model, implementation).generate(
-            **inputs, do_sample=False, max_new_tokens=7, min_new_tokens=7, pad_token_id=0, **options
-        )
-        for implementation in ("flashtile", "eager")
+        switched(model, implementation).generate(**inputs, **options) for implementation in ("flashtile", "eager")
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert_close(torch.stack(found.logits), torch.stack(expected.logits))
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
@@ -138,13 +142,44 @@ def test_decoders(name, padding):
     check(model, inputs, counts)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"cache_implementation": "static"}, {"num_beams": 3}], ids=["dynamic", "static", "beams"]
-)
+OPTIONS = {"dynamic": {}, "static": {"cache_implementation": "static"}, "beams": {"num_beams": 3}}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_generation(name, options):
     model = model_of(name, "ForCausalLM", "LMHeadModel")
     check_generation(model, {"input_ids": tokens(), "attention_mask": torch.tensor(PADDING["left"])}, **options)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_prompts_in_any_parts(data):
+    """Over caches of every kind, with padding of every length on either side, and parts longer than the window."""
+    model = model_of(data.draw(st.sampled_from(IN_PARTS), "name"), "ForCausalLM", "LMHeadModel")
+    batch, length = data.draw(st.integers(1, 3), "batch"), data.draw(st.integers(2, 16), "length")
+    ends = [*sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=4), "ends")), length]
+    counts = torch.ones(batch, length, dtype=torch.int64)
+    side = data.draw(st.sampled_from(["no mask", "none", "left", "right"]), "padding")
+    for row in counts if side in ("left", "right") else ():
+        hidden = data.draw(st.integers(0, length - 1), "hidden")
+        row[:hidden] = 0
+        row.copy_(row.flip(0) if side == "right" else row)
+    kind = data.draw(st.sampled_from(["DynamicCache", "StaticCache"]), "cache")
+    results = []
+    for implementation in ("flashtile", "eager"):
+        switched(model, implementation)
+        capacity = {"max_cache_len": 20} if kind == "StaticCache" else {}
+        cache, begin, parts = getattr(transformers, kind)(config=model.config, **capacity), 0, []
+        for end in ends:
+            inputs = {} if side == "no mask" else {"attention_mask": counts[:, :end]}
+            if "position_ids" in inspect.signature(model.forward).parameters:
+                inputs["position_ids"] = places(counts)[:, begin:end]
+            with torch.no_grad():
+                parts.append(model(tokens(batch, length)[:, begin:end], past_key_values=cache, **inputs).logits)
+            begin = end
+        results.append(torch.cat(parts, dim=1)[counts.bool()])
+    assert_close(*results)
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
@@ -163,13 +198,20 @@ def test_encoders(name, padding):
     check(model_of(name, "ForMaskedLM"), {"input_ids": tokens(), "attention_mask": counts}, counts)
 
 
-@pytest.mark.parametrize("padding", ["none", "right"])
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("name", SEQ2SEQ)
 def test_encoders_with_decoders(name, padding):
     inputs, counts = {"input_ids": tokens(), "decoder_input_ids": tokens(3, 13, 2)}, None
     if padding != "none":
         counts = inputs["attention_mask"] = inputs["decoder_attention_mask"] = torch.tensor(PADDING[padding])
     check(model_of(name, "ForConditionalGeneration"), inputs, counts)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", SEQ2SEQ)
+def test_generation_of_encoders_with_decoders(name, options):
+    model = model_of(name, "ForConditionalGeneration")
+    check_generation(model, {"input_ids": tokens(), "attention_mask": torch.tensor(PADDING["right"])}, **options)
 
 
 @pytest.mark.parametrize("padding", ["none", "right"])

@@ -115,7 +115,8 @@ def attend(
 
     Raises:
         NotImplementedError: an argument of a model asks for what flashtile does not do.
-        ValueError: attention_mask has another shape, or one of cu_seq_lens_q and cu_seq_lens_k is missing.
+        ValueError: attention_mask has another shape, or is padding of fewer keys than queries where a layer is causal
+            or has a window; one of cu_seq_lens_q and cu_seq_lens_k is missing.
     """
     for name in _NOT_SERVED:
         if kwargs.get(name) is not None:
@@ -163,6 +164,11 @@ def _told(module, attention_mask, word, batch, seqlen_q, seqlen_k):
     if len(shape) == 2 and shape[0] in (1, batch):
         visible = attention_mask[:, shape[1] - seqlen_k :].bool().expand(batch, -1)
         ordered = seqlen_q > 1 and word != Rule(False, None)
+        if ordered and seqlen_k < seqlen_q:  # it would have to say which queries count, too
+            expected = f"padding (B, S_k) of at least {seqlen_q} keys, one for each query"
+            raise ValueError(
+                f'attn_implementation="{NAME}": attention_mask has shape {tuple(shape)}, expected {expected}'
+            )
         parts = (visible, visible[:, -seqlen_q:]) if ordered else (visible,)
         return Told(word, *map(visible_first, parts))
     if len(shape) != 4:
