@@ -105,7 +105,7 @@ Size batch_of(const Operand& begins) {
 void check_alibi_slopes(const char* function, const TensorView& slopes, const Problem& p) {
   const Operand operand{function, "alibi_slopes", slopes.rank == 2 ? "(B, H_q)" : "(H_q)", slopes};
   slopes.rank == 2 ? operand.has_shape({p.batch, p.heads_q}) : operand.has_shape({p.heads_q});
-  operand.has_dtype(DType::kFloat32).is_on(p.device).has_contiguous_last_dimension();
+  operand.has_dtype(DType::kFloat32).is_on(p.device).has_contiguous_last_dimension<Unreadable>();
 }
 
 void check_per_head(const char* function, const char* name, const TensorView& values, const Problem& p) {
@@ -113,7 +113,7 @@ void check_per_head(const char* function, const char* name, const TensorView& va
       .has_shape({p.heads_q})
       .has_dtype(DType::kFloat32)
       .is_on(p.device)
-      .has_contiguous_last_dimension();
+      .has_contiguous_last_dimension<Unreadable>();
 }
 
 void check_lse(const char* function, const char* name, const TensorView& lse, const Problem& p) {

@@ -59,10 +59,11 @@ struct Operand {
   }
 
   /// Strides of sizes up to 1 mean nothing.
+  template <class Error = InvalidArgument>
   const Operand& has_contiguous_last_dimension() const {
     const int last = view.rank - 1;
     if (view.shape[last] > 1 && view.strides[last] != 1 && !view.empty())
-      refuse("has stride " + std::to_string(view.strides[last]) + " in its last dimension", "1");
+      refuse<Error>("has stride " + std::to_string(view.strides[last]) + " in its last dimension", "1");
     return *this;
   }
 
@@ -75,10 +76,10 @@ struct Operand {
   const Operand& is_aligned() const {
     if (view.device.type != DeviceType::kCuda || view.empty()) return *this;
     if (reinterpret_cast<std::uintptr_t>(view.data) % kAlignment != 0)
-      refuse<Misaligned>("is at an address that is not a multiple of 16 bytes", "one on CUDA");
+      refuse<Unreadable>("is at an address that is not a multiple of 16 bytes", "one on CUDA");
     for (int i = 0; i < view.rank - 1; ++i)
       if (view.shape[i] > 1 && view.strides[i] * bytes_of(view.dtype) % kAlignment != 0)
-        refuse<Misaligned>("has strides " + shape_string(view.strides.data(), view.rank),
+        refuse<Unreadable>("has strides " + shape_string(view.strides.data(), view.rank),
                            "multiples of 16 bytes on CUDA");
     return *this;
   }

@@ -22,9 +22,9 @@ struct Unsupported : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// Legal, but the kernel reads 16 bytes at a time and an operand is not aligned for that. The Python layer
-/// answers with a copy of that operand, so users never see it.
-struct Misaligned : Unsupported {
+/// Legal, but no kernel can read an operand as it lies in memory; a contiguous copy of it could be read. The Python
+/// layer answers with that copy, so users see this of caches alone, which are written where they are.
+struct Unreadable : Unsupported {
   using Unsupported::Unsupported;
 };
 

@@ -9,6 +9,7 @@ namespace nb = nanobind;
 
 void bind_errors(nb::module_& module);     // errors.cpp
 void bind_tensor(nb::module_& module);     // tensor.cpp
+void bind_options(nb::module_& module);    // options.cpp
 void bind_attention(nb::module_& module);  // attention.cpp
 void bind_kvcache(nb::module_& module);    // kvcache.cpp
 void bind_explain(nb::module_& module);    // explain.cpp

@@ -6,7 +6,7 @@
 namespace flashtile::bindings {
 namespace {
 
-PyObject* misaligned_type = nullptr;  // lives as long as the process
+PyObject* unreadable_type = nullptr;  // lives as long as the process
 
 void translate(const std::exception_ptr& error, void*) {
   try {
@@ -15,8 +15,8 @@ void translate(const std::exception_ptr& error, void*) {
     PyErr_SetString(PyExc_ValueError, e.what());
   } catch (const InvalidType& e) {
     PyErr_SetString(PyExc_TypeError, e.what());
-  } catch (const Misaligned& e) {  // before its base, Unsupported
-    PyErr_SetString(misaligned_type, e.what());
+  } catch (const Unreadable& e) {  // before its base, Unsupported
+    PyErr_SetString(unreadable_type, e.what());
   } catch (const Unsupported& e) {
     PyErr_SetString(PyExc_NotImplementedError, e.what());
   } catch (const CudaError& e) {
@@ -27,9 +27,9 @@ void translate(const std::exception_ptr& error, void*) {
 }  // namespace
 
 void bind_errors(nb::module_& module) {
-  misaligned_type = PyErr_NewException("flashtile._C.Misaligned", PyExc_NotImplementedError, nullptr);
-  if (!misaligned_type) throw nb::python_error();
-  module.attr("Misaligned") = nb::handle(misaligned_type);
+  unreadable_type = PyErr_NewException("flashtile._C.Unreadable", PyExc_NotImplementedError, nullptr);
+  if (!unreadable_type) throw nb::python_error();
+  module.attr("Unreadable") = nb::handle(unreadable_type);
   nb::register_exception_translator(translate);
 }
 

@@ -57,8 +57,9 @@ nb::tuple kvcache(handle q, handle k_cache, handle v_cache, const nb::tuple& giv
   KvcacheTensors tensors = to_tensors(q, k_cache, v_cache, given, options);
   const KvcachePlan plan =
       plan_kvcache(kFunction, tensors, to_cache_options(kFunction, options), device_for(kFunction, tensors.q.device));
+  const bool with_lse = returns_lse(kFunction, options);
   if (explaining()) throw Explained{to_string(plan)};
-  const nb::object lse = returns_lse(kFunction, options) ? new_lse(q, plan.problem) : nb::none();
+  const nb::object lse = with_lse ? new_lse(q, plan.problem) : nb::none();
   const nb::object out = new_out(q, tensors.q, plan.problem);
   tensors.out = tensor_view(kFunction, "out", out);
   tensors.lse = optional_view(kFunction, "lse", lse);

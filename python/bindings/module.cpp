@@ -3,6 +3,7 @@
 NB_MODULE(_C, module) {
   flashtile::bindings::bind_errors(module);
   flashtile::bindings::bind_tensor(module);
+  flashtile::bindings::bind_options(module);
   flashtile::bindings::bind_attention(module);
   flashtile::bindings::bind_kvcache(module);
   flashtile::bindings::bind_explain(module);

@@ -3,6 +3,7 @@
 #include <limits>
 #include <string>
 
+#include "call.h"
 #include "flashtile/error.h"
 
 namespace flashtile::bindings {
@@ -10,7 +11,7 @@ namespace {
 
 [[noreturn]] void wrong_type(const char* function, const char* name, nb::handle found, const char* expected) {
   PyErr_Clear();
-  throw InvalidType(std::string(function) + ": " + name + " is " + nb::repr(found).c_str() + ", expected " + expected);
+  throw InvalidType(std::string(function) + ": " + name + " is " + described(found) + ", expected " + expected);
 }
 
 bool to_bool(const char* function, const char* name, nb::handle object, const char* expected) {
@@ -71,7 +72,25 @@ Options to_score_options(const char* function, const nb::tuple& given) {
   return options;
 }
 
+/// `object` as Python writes it, in one line.
+nb::str written(nb::handle object) {
+  return nb::borrow<nb::str>(nb::str(" ").attr("join")(nb::repr(object).attr("split")()));
+}
+
 }  // namespace
+
+std::string described(nb::handle object) try {
+  constexpr Py_ssize_t kLength = 80;
+  const nb::object shape = nb::getattr(object, "shape", nb::none());
+  const std::string sizes = nb::isinstance<nb::tuple>(shape) ? nb::repr(nb::tuple(shape)).c_str() : "()";
+  if (nb::isinstance(object, nb::module_::import_("torch").attr("Tensor"))) return "a tensor of shape " + sizes;
+  if (sizes != "()") return std::string("of type ") + nb::type_name(object.type()).c_str() + " and shape " + sizes;
+  const nb::str text = written(object);
+  if (PyUnicode_GetLength(text.ptr()) <= kLength) return text.c_str();
+  return std::string(nb::str(text[nb::slice(kLength)]).c_str()) + "...";
+} catch (const nb::python_error&) {
+  return std::string("of type ") + nb::type_name(object.type()).c_str();
+}
 
 Options to_options(const char* function, const nb::tuple& given) {
   const auto at = [&](Option option) { return option_of(given, option); };
@@ -97,6 +116,27 @@ KvcacheOptions to_cache_options(const char* function, const nb::tuple& given) {
 
 bool returns_lse(const char* function, const nb::tuple& given) {
   return to_bool(function, "return_lse", option_of(given, kReturnLse), "True or False");
+}
+
+void bind_options(nb::module_& module) {
+  module.def(
+      "described", [](nb::handle object) { return nb::str(described(object).c_str()); }, nb::arg("object").none());
+  // For callers whose options go another way than through a call of this module.
+  module.def(
+      "check_options",
+      [](const char* function, const nb::tuple& options) {
+        check_count(function, options, kOptionCount, "options");
+        to_options(function, options);
+      },
+      nb::arg("function"), nb::arg("options"));
+  module.def(
+      "check_cache_options",
+      [](const char* function, const nb::tuple& options) {
+        check_count(function, options, kCacheOptionCount, "options");
+        to_cache_options(function, options);
+        returns_lse(function, options);
+      },
+      nb::arg("function"), nb::arg("options"));
 }
 
 }  // namespace flashtile::bindings

@@ -1,6 +1,8 @@
 // Options of a call, from the tuple that Python hands over.
 #pragma once
 
+#include <string>
+
 #include "bindings.h"
 #include "flashtile/kvcache.h"
 
@@ -31,6 +33,9 @@ enum Option : std::size_t {
 inline nb::handle option_of(const nb::tuple& options, Option option) {
   return PyTuple_GetItem(options.ptr(), static_cast<Py_ssize_t>(option));
 }
+
+/// What messages say of any Python object, in a few words: as it is written, or the type and shape of an array.
+std::string described(nb::handle object);
 
 /// Those that are scalars. Throws InvalidType naming the option that is not of its type.
 Options to_options(const char* function, const nb::tuple& options);

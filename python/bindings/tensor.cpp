@@ -9,6 +9,7 @@
 #include "call.h"
 #include "dlpack.h"
 #include "flashtile/error.h"
+#include "negation.h"
 
 namespace flashtile::bindings {
 namespace {
@@ -40,6 +41,12 @@ dlpack::ManagedTensor* held_by(PyObject* hidden_memory) {
                         ", expected at most " + std::to_string(kMaxRank) + " dimensions");
 }
 
+[[noreturn]] void negated(const char* function, const char* name) {
+  throw Unreadable(std::string(function) + ": " + name +
+                   " is negated lazily (is_neg()), expected a tensor whose memory holds its numbers, as resolve_neg() "
+                   "returns it");
+}
+
 /// What a TensorView can say and the core can read.
 TensorView readable(const char* function, const char* name, nb::handle object, const char* dtypes,
                     const TensorView& view) {
@@ -67,20 +74,29 @@ const dlpack::Exchange* find_exchange(nb::handle type) {
   return exchange && exchange->tensor_from_object ? exchange : nullptr;
 }
 
-/// The table of the object's type, or null where it has none. Remembers a few types: Tensor, Parameter.
-const dlpack::Exchange* exchange_of(nb::handle object) {
-  if (!exchange_enabled) return nullptr;
-  static std::pair<nb::handle, const dlpack::Exchange*> known[4];
+/// How tensors of a type come over.
+struct Source {
+  nb::handle type;
+  const dlpack::Exchange* exchange = nullptr;  // null: by attributes
+  NegativeBit negative_bit;
+};
+
+/// That of the object's type. Remembers a few types: Tensor, Parameter.
+const Source& source_of(nb::handle object) {
+  static const Source by_attributes;
+  if (!exchange_enabled) return by_attributes;
+  static Source known[4];
   static unsigned next = 0;
   const nb::handle type = object.type();
-  for (const auto& [known_type, exchange] : known)
-    if (known_type.is(type)) return exchange;
-  auto& entry = known[next++ % std::size(known)];
-  const dlpack::Exchange* exchange = find_exchange(type);
+  for (const Source& source : known)
+    if (source.type.is(type)) return source;
+  Source source{.type = type, .exchange = find_exchange(type)};
+  if (source.exchange) source.negative_bit = NegativeBit::of(type, *source.exchange);
+  Source& entry = known[next++ % std::size(known)];
   type.inc_ref();  // a remembered type stays alive, so that no other can take its address
-  entry.first.dec_ref();
-  entry = {type, exchange};
-  return exchange;
+  entry.type.dec_ref();
+  entry = source;
+  return entry;
 }
 
 void release(dlpack::ManagedTensor* memory) {
@@ -117,11 +133,11 @@ TensorView to_view(const dlpack::Tensor& tensor) {
   return view;
 }
 
-TensorView view_by_exchange(const char* function, const char* name, nb::handle object,
-                            const dlpack::Exchange& exchange) {
+TensorView view_by_exchange(const char* function, const char* name, nb::handle object, const Source& source) {
   dlpack::Tensor tensor;
-  if (exchange.tensor_from_object(object.ptr(), &tensor) != 0) not_viewable(function, name);
+  if (source.exchange->tensor_from_object(object.ptr(), &tensor) != 0) not_viewable(function, name);
   if (tensor.rank > kMaxRank) rank_too_high(function, name, tensor.shape, tensor.rank);
+  if (source.negative_bit.may_be_set(tensor) && is_negated(object)) negated(function, name);
   return to_view(tensor);
 }
 
@@ -163,6 +179,7 @@ TensorView view_by_attributes(const char* function, const char* name, nb::handle
     view.dtype = dtype_by_attribute(object.attr("dtype"));
     view.device = device_by_attribute(object.attr("device"));
     view.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(object.attr("data_ptr")()));
+    if (is_negated(object)) negated(function, name);
   } catch (nb::python_error& error) {
     error.restore();
     not_viewable(function, name);
@@ -186,14 +203,14 @@ TensorView tensor_view(const char* function, const char* name, nb::handle object
   if (PyCapsule_IsValid(object.ptr(), kHiddenMemory)) return to_view(held_by(object.ptr())->tensor);
   if (const DeviceInfo* planned = planned_device())
     return readable(function, name, object, dtypes, view_for_plan(function, name, object, *planned));
-  const dlpack::Exchange* exchange = exchange_of(object);
+  const Source& source = source_of(object);
   return readable(
       function, name, object, dtypes,
-      exchange ? view_by_exchange(function, name, object, *exchange) : view_by_attributes(function, name, object));
+      source.exchange ? view_by_exchange(function, name, object, source) : view_by_attributes(function, name, object));
 }
 
 nb::object hidden_memory(nb::handle like, Device device, std::initializer_list<std::int64_t> shape) {
-  const dlpack::Exchange* exchange = exchange_of(like);
+  const dlpack::Exchange* exchange = source_of(like).exchange;
   if (!exchange || !exchange->allocate) return nb::none();
   dlpack::Tensor prototype{};
   prototype.device = {device.type == DeviceType::kCuda ? dlpack::kCuda : dlpack::kCpu, device.index};
@@ -213,7 +230,7 @@ nb::object hidden_memory(nb::handle like, Device device, std::initializer_list<s
 
 Stream current_stream(nb::handle tensor, Device device) {
   if (device.type != DeviceType::kCuda) return nullptr;
-  if (const dlpack::Exchange* exchange = exchange_of(tensor)) {
+  if (const dlpack::Exchange* exchange = source_of(tensor).exchange) {
     void* stream = nullptr;
     if (exchange->current_stream(dlpack::kCuda, device.index, &stream) != 0) throw nb::python_error();
     return stream;
@@ -223,6 +240,9 @@ Stream current_stream(nb::handle tensor, Device device) {
 }
 
 void bind_tensor(nb::module_& module) {
+  using namespace nb::literals;
+  // Now, when no mode of PyTorch alters what tensors are.
+  source_of(nb::module_::import_("torch").attr("empty")(0, "device"_a = "cpu"));
   // For tests of the attribute path on a PyTorch that has the exchange table.
   module.def("_enable_exchange", [](bool enabled) { exchange_enabled = enabled; }, nb::arg("enabled"));
 }

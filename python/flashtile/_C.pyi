@@ -44,8 +44,8 @@ _CacheOptions = tuple[
     bool,  # return_lse
 ]
 
-class Misaligned(NotImplementedError):
-    """A CUDA kernel reads 16 bytes at a time, and an operand's address or stride is no multiple of 16 bytes."""
+class Unreadable(NotImplementedError):
+    """No kernel can read an operand as it lies in memory, but a contiguous copy of it."""
 
 class Explained(BaseException):
     """Ends a call within `explain`, and says how it would be computed."""
@@ -73,6 +73,9 @@ def backward(
 def kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: _CacheTensors, options: _CacheOptions
 ) -> tuple[Tensor, Tensor | None]: ...
+def described(object: object) -> str: ...  # for messages: in one line, of 80 characters or so
+def check_options(function: str, options: _Options) -> None: ...  # raises what the call would
+def check_cache_options(function: str, options: _CacheOptions) -> None: ...
 
 # device: None for that of the tensors. Returns None where no kernel was called.
 def explain(function: Callable[..., object], device: str | None, *args: Any, **kwargs: Any) -> str | None: ...

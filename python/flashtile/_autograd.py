@@ -1,36 +1,49 @@
 """What every attention function has in common: the compiled core, behind autograd where an input asks for it; or, where
 PyTorch traces, the operator that stands for both."""
 
-import operator
-
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.autograd.function import once_differentiable
 
 from . import _C
-from ._core import DTYPES, aligned, as_float32, gradients, is_compiling, under_functorch
-from ._ops import attend_operator
+from ._core import (
+    DTYPES,
+    as_float32,
+    gradients,
+    is_compiling,
+    readable,
+    readable_options,
+    recorded,
+    refuse_nested,
+    require_tensors,
+    under_functorch,
+)
+from ._ops import attend_operator, gradient_operator
 
 _count_of_modes = torch._C._len_torch_dispatch_stack
 _is_jit_tracing = torch._C._is_tracing
 _no_dispatch = Tensor.__torch_dispatch__
-_ALIBI_SLOPES, _SINKS, _DROPOUT_P, _SEED = 0, 1, 6, 7  # places in `options`, which _C.pyi lists
+_is_vmapped = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched, not by torch.func
+_SINKS, _SEED = 1, 7  # places in `options`, which _C.pyi lists
 
 
-def attend(function, q, k, v, options, return_lse):
-    """Out, or with `return_lse` (out, lse), of the options as the caller gave them; messages name `function`."""
-    sinks = options[_SINKS]
+def attend(function, q, k, v, options, return_lse, is_recorded=False):
+    """Out, or with `return_lse` (out, lse), of the options as the caller gave them; messages name `function`, and a
+    profiler records a call by that name, once."""
+    if return_lse is not False and return_lse is not True:
+        raise TypeError(f"{function}: return_lse is {_C.described(return_lse)}, expected True or False")
+    alibi_slopes, sinks, _, _, _, _, dropout_p, seed, _, _ = options
     if forward_ad._current_level >= 0:
         refuse_tangents(function, q=q, k=k, v=v, sinks=sinks)
-    if options[_ALIBI_SLOPES] is not None:
-        _refuse_gradient(function, options[_ALIBI_SLOPES])
+    if alibi_slopes is not None:
+        _refuse_gradient(function, alibi_slopes)
     if sinks is not None:
         sinks = as_float32(sinks)
         options = _replaced(options, _SINKS, sinks)
     traced = is_compiling() or _count_of_modes() > 0 or _is_jit_tracing()  # is_traced(), 0.05 µs sooner
     try:
-        draws = options[_DROPOUT_P] and options[_SEED] is None
+        draws = dropout_p and seed is None
     except (RuntimeError, ValueError):
         draws = False  # of several numbers, which the module refuses
     if draws:
@@ -39,6 +52,9 @@ def attend(function, q, k, v, options, return_lse):
         options = _replaced(options, _SEED, seed if traced else int(seed))
     if traced:
         return _attend_traced(function, q, k, v, options, return_lse)
+    if profiler._is_profiler_enabled and not is_recorded:
+        with recorded(function, q, k, v):
+            return attend(function, q, k, v, options, return_lse, True)
     try:
         differentiable = is_grad_enabled() and (
             q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
@@ -51,16 +67,17 @@ def attend(function, q, k, v, options, return_lse):
             # Autograd takes time for each argument, even if it is None.
             return apply(q, k, v, options) if sinks is None else apply(q, k, v, options, sinks)
         return _C.forward_with_lse(q, k, v, options) if return_lse else _C.forward(q, k, v, options)
-    except _C.Misaligned:
-        readable = aligned
+    except _C.Unreadable:
+        q, k, v, options = readable(q), readable(k), readable(v), readable_options(options)
     except (TypeError, RuntimeError):
+        refuse_nested(function, q=q, k=k, v=v)
         if takes_operators(q, k, v):
             return _attend_traced(function, q, k, v, options, return_lse)
         dtype = _autocast_dtype(q, k, v)
         if dtype is None:
             raise
-        readable = operator.methodcaller("to", dtype)
-    return attend(function, readable(q), readable(k), readable(v), options, return_lse)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    return attend(function, q, k, v, options, return_lse, True)
 
 
 def is_traced():
@@ -71,6 +88,7 @@ def is_traced():
 
 def _attend_traced(function, q, k, v, options, return_lse):
     """Casts as eager calls do, who ask the module what it serves."""
+    require_tensors(function, q=q, k=k, v=v)
     dtype = _autocast_dtype(q, k, v)
     if dtype is not None and (not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES[q.device.type]):
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -126,7 +144,21 @@ for _function in (_Attention, _AttentionWithLse):
 def _gradients(ctx, dout, dlse, state, options, q, k, v, alibi_slopes, out, sinks=None, *sequences):
     needed = (*ctx.needs_input_grad[:3], sinks is not None and ctx.needs_input_grad[4])
     options = (alibi_slopes, sinks, *options[2:-1], sequences or None)
-    *found, dsinks = gradients(needed, dout, dlse, q, k, v, out, state, options)
+    function = "attention_varlen" if sequences else "attention"
+    given = (needed, dout, dlse, q, k, v, out)
+    try:
+        if profiler._is_profiler_enabled:
+            with recorded(f"{function}_backward", dout, q, k, v):
+                *found, dsinks = gradients(*given, state, options)
+        else:
+            *found, dsinks = gradients(*given, state, options)
+    except (TypeError, RuntimeError):
+        # Of many incoming gradients each has a call of the operator.
+        if not takes_operators(dout, dlse) and not any(x is not None and _is_vmapped(x) for x in (dout, dlse)):
+            raise
+        if not isinstance(state, Tensor):  # but memory that no operator takes
+            _, _, state = _C.forward_with_state(q, k, v, options)
+        *found, dsinks = gradient_operator(function, *given, state, options)
     return (*found, None) if sinks is None else (*found, None, dsinks)
 
 
@@ -152,7 +184,7 @@ def refuse_tangents(function, **tensors):
 
 def _autocast_dtype(*tensors):
     """What torch.autocast asks for, where it is active and not all tensors are of that dtype; else None."""
-    if not all(isinstance(x, Tensor) for x in tensors):
+    if not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
         return None
     device_type = tensors[0].device.type
     if device_type not in DTYPES or not torch.is_autocast_enabled(device_type):

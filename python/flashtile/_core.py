@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch._C._profiler import _RecordFunctionFast
 
 from . import _C
 
@@ -11,10 +12,21 @@ _CONTIGUOUS = torch.contiguous_format
 DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16), "cuda": (torch.float16, torch.bfloat16)}
 
 
-def gradients(needed, dout, dlse, q, k, v, out, rows, options):
-    """[dq, dk, dv, dsinks], None where not `needed`; `dout` or `dlse` may be None. `rows` is what the forward
+_FLAT = {  # what takes the parts of a jagged nested tensor
+    "attention": "attention_varlen of values(), with offsets().int() as cu_seqlens_q and cu_seqlens_k",
+    "attention_varlen": "values(), with offsets().int() as cu_seqlens_q and cu_seqlens_k",
+    "attention_kvcache": "values() as q, with offsets().int() as cu_seqlens_q",
+    "combine": "values()",
+}
+
+
+def gradients(needed, dout, dlse, q, k, v, out, state, options):
+    """[dq, dk, dv, dsinks], None where not `needed`; `dout` or `dlse` may be None. `state` is what the forward
     left of its softmax, or an lse, whose one float32 does not say enough where scores are large."""
-    dout = torch.zeros_like(out) if dout is None else _dense(dout)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    elif dout.stride(-1) != 1:  # autograd expands gradients of sums with stride 0
+        dout = dout.contiguous()
     if dlse is not None:
         dlse = dlse.contiguous()
     alibi_slopes, sinks, *scalars, deterministic, sequences = options
@@ -25,8 +37,17 @@ def gradients(needed, dout, dlse, q, k, v, out, rows, options):
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = (alibi_slopes, sinks, *scalars, deterministic, sequences)
-    _C.backward(dout, dlse, q, k, v, out, rows, *found, options)
+    operands = (dout, dlse, q, k, v, out, state)
+    try:
+        _C.backward(*operands, *found, options)
+    except _C.Unreadable:
+        _C.backward(*map(readable, operands), *found, readable_options(options))
     return found
+
+
+def recorded(name, *operands):
+    """The scope in which a profiler that is active sees an operator of this name."""
+    return _RecordFunctionFast(f"flashtile::{name}", [x for x in operands if isinstance(x, Tensor)])
 
 
 def as_float32(sinks):
@@ -34,16 +55,52 @@ def as_float32(sinks):
     return sinks.float() if isinstance(sinks, Tensor) and sinks.is_floating_point() else sinks
 
 
-def aligned(x):
-    """`x`, or a contiguous copy if its address or a stride is no multiple of 16 bytes."""
-    size = x.element_size()
-    if x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:-1]):
+def readable(x, written=()):
+    """`x`, or a contiguous copy of what no kernel can read as it lies in memory: lazily negated, with gaps in the last
+    dimension, on CUDA not at multiples of 16 bytes, or where the caches `written` lie."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
         return x
-    return x.clone(memory_format=_CONTIGUOUS)
+    strides, size = x.stride(), x.element_size()
+    scattered = strides[-1:] not in ((), (1,)) or x.is_neg()
+    misaligned = x.is_cuda and (x.data_ptr() % 16 != 0 or any(stride * size % 16 != 0 for stride in strides[:-1]))
+    if scattered or misaligned or any(_meet(x, cache) for cache in written):
+        return x.clone(memory_format=_CONTIGUOUS)
+    return x
 
 
-def _dense(x):
-    """`x` as a kernel can read it: autograd expands gradients of sums with stride 0, and slices those of parts."""
-    if x.stride(-1) != 1:
-        return x.contiguous()
-    return aligned(x) if x.is_cuda else x
+def readable_options(options):
+    """The same with slopes, sinks and, of ragged sequences, tables that a kernel can read."""
+    sequences = options[-1]
+    tables = tuple(map(readable, sequences)) if isinstance(sequences, tuple) else sequences
+    return (*map(readable, options[:2]), *options[2:-1], tables)
+
+
+def require_tensors(function, **operands):
+    """What the module says of operands that an operator cannot take."""
+    for name, x in operands.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{function}: {name} is of type {type(x).__name__}, expected a torch.Tensor")
+    refuse_nested(function, **operands)
+    for name, x in operands.items():
+        if x.layout is not torch.strided:
+            raise TypeError(f"{function}: {name} is not a dense strided tensor (its layout is {x.layout})")
+
+
+def refuse_nested(function, **operands):
+    for name, x in operands.items():
+        if getattr(x, "is_nested", False):
+            raise NotImplementedError(
+                f"{function}: {name} is a nested tensor, expected a dense one; nearest supported: {_FLAT[function]}"
+            ) from None  # no need to say what else is wrong with it
+
+
+def _meet(x, y):
+    """Whether the stretches of memory meet that reach from the first to the last byte of each."""
+    (begin, end), (other_begin, other_end) = map(_stretch, (x, y))
+    return begin < other_end and other_begin < end
+
+
+def _stretch(x):
+    begin = x.data_ptr()
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return begin, begin + elements * x.element_size()

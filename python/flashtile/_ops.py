@@ -14,15 +14,18 @@ from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
 from . import _C
-from ._core import aligned, gradients, is_compiling, under_functorch
+from ._core import gradients, is_compiling, readable, readable_options, require_tensors, under_functorch
 from ._flops import append_flops, backward_flops, count_flops, forward_flops, kvcache_flops
+from ._options import of_attention, of_cache
 
 _SCORES = "Tensor? alibi_slopes, Tensor? sinks, bool causal, SymInt? window_left, SymInt? window_right, Scalar? scale"
 _OPTIONS = f"{_SCORES}, Scalar softcap, float dropout_p, Tensor? seed, bool? deterministic"
+_DENSE_OPTIONS = _OPTIONS.count(", ") + 1
 _SEQUENCES = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k"
 _CACHE_TABLES = "Tensor cache_seqlens, Tensor? block_table, Tensor? cache_batch_idx, Tensor? leftpad"
 _CACHE_REST = f"""Tensor? rotary_cos, Tensor? rotary_sin, {_CACHE_TABLES}, Tensor? cu_seqlens_q,
     {_SCORES}, Scalar softcap, bool rotary_interleaved, SymInt num_splits, bool batch_invariant"""
+_FUNCTION = "attention_kvcache"  # to which the operators of caches belong
 _RESULTS = "(Tensor out, Tensor lse)"
 _RESULTS_AND_STATE = "(Tensor out, Tensor lse, Tensor state)"
 _INCOMING = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor state, bool[4] needed"
@@ -36,8 +39,8 @@ def _forward(q, k, v, *options):
     options = _for_core(*options)
     try:
         return _C.forward_with_state(q, k, v, options)
-    except _C.Misaligned:
-        return _C.forward_with_state(aligned(q), aligned(k), aligned(v), options)
+    except _C.Unreadable:
+        return _C.forward_with_state(readable(q), readable(k), readable(v), readable_options(options))
 
 
 def _new_results(q, k, v, *_):
@@ -51,8 +54,6 @@ def _new_results_and_state(q, k, v, *_):
 
 
 def _backward(dout, dlse, q, k, v, out, state, needed, *options):
-    if q.is_cuda:
-        q, k, v = aligned(q), aligned(k), aligned(v)
     found = gradients(needed, dout, dlse, q, k, v, out, state, _for_core(*options))
     return tuple(q.new_empty(0) if x is None else x for x in found)
 
@@ -101,12 +102,17 @@ def _save_nothing(ctx, inputs, output):
     pass
 
 
-def _one_by_one(call):
-    """The rule by which vmap computes `call`: for each entry of its own."""
+def _one_by_one(call, function="attention", written=()):
+    """The rule by which vmap computes `call`: for each entry of its own, to which arguments that it writes belong."""
 
     def entries(info, in_dims, *arguments):
         if info.batch_size == 0:
-            raise NotImplementedError("attention: vmap has 0 entries, expected at least one: it is a call for each")
+            raise NotImplementedError(f"{function}: vmap has 0 entries, expected at least one: it is a call for each")
+        for place, name in written:
+            if in_dims[place] is None:
+                raise NotImplementedError(
+                    f"{function}: {name} is one for all entries of vmap, expected one for each, as k_new is given"
+                )
 
         def entry(i):
             pairs = zip(arguments, in_dims, strict=True)
@@ -136,32 +142,24 @@ def _differentiable(call, save, differentiate):
 
 def attend_operator(function, q, k, v, options, return_lse):
     """What `_autograd.attend` returns, by way of an operator; a seed may be a tensor here."""
-    alibi_slopes, sinks, causal, window, scale, softcap, dropout_p, seed, deterministic, sequences = options
-    left, right = (None, None) if window is None else window
-    left, right, scale, softcap, dropout_p = map(_number, (left, right, scale, softcap, dropout_p))
-    if seed is not None and not isinstance(seed, Tensor):
-        seed = _seed_tensor(function, seed)
-    scores = (alibi_slopes, sinks, causal, left, right, scale, softcap, dropout_p, seed, deterministic)
-    call = _attentions[sequences is not None, seed is not None]
+    given = of_attention(function, options)
+    call = _attention_for(given)
     if not is_compiling() and under_functorch():
         call = _differentiable_calls[call]  # operators have no autograd there, and Dynamo cannot trace these functions
-    out, lse, _ = call(q, k, v, *scores, *(sequences or ()))
+    out, lse, _ = call(q, k, v, *given)
     return (out, lse) if return_lse else out
 
 
-def _number(x):
-    """A number of NumPy's, or a tensor that holds one, as Python's, which is all that operators take."""
-    return x.item() if not isinstance(x, (int, float)) and hasattr(x, "item") else x
+def gradient_operator(function, needed, dout, dlse, q, k, v, out, state, options):
+    """What `_core.gradients` returns, by way of an operator."""
+    given = of_attention(function, options)
+    found = _backwards[_attention_for(given)](dout, dlse, q, k, v, out, state, list(needed), *given)
+    return [x if wanted else None for x, wanted in zip(found, needed, strict=True)]
 
 
-def _seed_tensor(function, seed):
-    """As an int64, for which the upper half of seeds becomes negative numbers."""
-    seed = seed if isinstance(seed, int) else operator.index(seed)
-    if not 0 <= seed < 2**64:
-        raise TypeError(f"{function}: seed is {seed!r}, expected an int from 0 to 2^64 - 1 or None")
-    if seed >= 2**63:
-        seed = operator.index(seed) - 2**64  # a number even where it was a symbol, which cannot be that large
-    return torch.full((), seed, dtype=torch.int64, device="cpu")
+def _attention_for(options):
+    *_, seed, _ = options[:_DENSE_OPTIONS]
+    return _attentions[len(options) > _DENSE_OPTIONS, seed is not None]
 
 
 # ---- a cache of keys and values
@@ -177,14 +175,19 @@ def _append(q, k_cache, v_cache, k_new, v_new, rotary_cos, rotary_sin, *others):
     return call_kvcache(k_cache, v_cache, (q, k_new, v_new, rotary_cos, rotary_sin), tables, options)
 
 
-def call_kvcache(k_cache, v_cache, readable, tables, options):
-    """(out, lse or None). `readable` are the operands that may be copied: q, k_new, v_new, rotary_cos, rotary_sin."""
-    q, *optional = readable
+def call_kvcache(k_cache, v_cache, operands, tables, options):
+    """(out, lse or None). `operands` may be copied: q, k_new, v_new, rotary_cos, rotary_sin."""
+    q, *optional = operands
     try:
         results = _C.kvcache(q, k_cache, v_cache, (*optional, *tables), options)
-    except _C.Misaligned:  # of a cache: raised again
-        q, *optional = (None if x is None else aligned(x) for x in readable)
-        results = _C.kvcache(q, k_cache, v_cache, (*optional, *tables), options)
+    except _C.Unreadable:
+        written = () if optional[0] is None else (k_cache, v_cache)
+        q, *optional = (readable(x, written) for x in operands)
+        tensors = (*optional, *map(readable, tables))
+        try:
+            results = _C.kvcache(q, k_cache, v_cache, tensors, readable_options(options))
+        except _C.Unreadable as refusal:  # of a cache, which is written where it lies
+            raise NotImplementedError(str(refusal)) from None
     if optional[0] is not None:  # autograd notices when a cache has changed that it keeps
         increment_version(k_cache)
         increment_version(v_cache)
@@ -195,24 +198,25 @@ def _new_cache_results(q, k_cache, v_cache, *_):
     return _new_results(q, k_cache, v_cache)
 
 
-def kvcache_operator(k_cache, v_cache, readable, tables, options):
+def kvcache_operator(k_cache, v_cache, operands, tables, options):
     """What `call_kvcache` returns, by way of an operator: one that declares that it writes, or one that does not."""
-    q, k_new, v_new, *rotary = readable
-    alibi_slopes, sinks, causal, window, scale, softcap, interleaved, num_splits, invariant, return_lse = options
-    left, right = (None, None) if window is None else window
-    left, right, scale, softcap, num_splits = map(_number, (left, right, scale, softcap, num_splits))
-    scores = (alibi_slopes, sinks, causal, left, right, scale, softcap)
-    given = (*rotary, *tables, *scores, interleaved, num_splits, invariant)
+    q, k_new, v_new, rotary_cos, rotary_sin = operands
+    require_tensors(_FUNCTION, q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=tables[0])
+    optional = dict(k_new=k_new, v_new=v_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    optional.update(zip(("block_table", "cache_batch_idx", "leftpad", "cu_seqlens_q"), tables[1:], strict=True))
+    require_tensors(_FUNCTION, **{name: x for name, x in optional.items() if x is not None})
+    given = (rotary_cos, rotary_sin, *tables, *of_cache(_FUNCTION, options))
     if k_new is None and v_new is None:
         out, lse = _attention_kvcache(q, k_cache, v_cache, *given)
     else:
         out, lse = _attention_kvcache_append(q, k_cache, v_cache, k_new, v_new, *given)
-    return out, lse if return_lse else None
+    return out, lse if options[-1] else None
 
 
 # ---- their definitions
 
 _differentiable_calls = {}  # by operator: the function that it stands for
+_backwards = {}  # by operator: the one that computes its gradients
 _library = torch.library.Library("flashtile", "DEF")
 
 
@@ -242,6 +246,7 @@ def _define_attention(name, options, *tags):
     count_flops(forward, forward_flops)
     count_flops(backward, backward_flops)
     _differentiable_calls[whole] = differentiable
+    _backwards[whole] = backward
     return whole
 
 
@@ -267,5 +272,9 @@ _attention_kvcache_append = _define(
     _append,
     _new_cache_results,
 )
-count_flops(_attention_kvcache, kvcache_flops)
-count_flops(_attention_kvcache_append, append_flops)
+for call, written, formula in (
+    (_attention_kvcache, (), kvcache_flops),
+    (_attention_kvcache_append, ((1, "k_cache"), (2, "v_cache")), append_flops),
+):
+    torch.library.register_vmap(call, _one_by_one(call, _FUNCTION, written), lib=_library)
+    count_flops(call, formula)

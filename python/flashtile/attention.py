@@ -98,15 +98,16 @@ def attention(
         k: (B, S_k, H_k, D), of q's dtype and device. H_q is a multiple of H_k.
         v: (B, S_k, H_k, D_v). D_v obeys the rule for D and may differ from it.
             q, k and v take any strides with a contiguous last dimension. CUDA kernels read 16 bytes at a time: an
-            operand whose address or strides are no multiples of 16 bytes is copied first. Under torch.autocast, q, k
-            and v of several dtypes, or of one that no kernel serves, are cast to the dtype that it asks for.
+            operand whose address or strides are no multiples of 16 bytes is copied first, and so is one that PyTorch
+            negates lazily. Under torch.autocast, q, k and v of several floating dtypes, or of one that no kernel
+            serves, are cast to the dtype that it asks for.
         causal: hide columns right of the diagonal.
         window: (left, right), inclusive distances from the diagonal, in tokens; None on a side: unbounded.
         scale: factor of the scores, any finite number; by default 1/√D.
         softcap: bound of the scores, in units of scaled scores; 0: none.
-        alibi_slopes: float32, (H_q) or (B, H_q). Gets no gradient.
-        sinks: (H_q), any floating dtype, summed in float32: a logit for each query head that no value belongs to. It
-            takes weight from the columns, and gets a gradient.
+        alibi_slopes: float32, (H_q) or (B, H_q), of any strides. Gets no gradient.
+        sinks: (H_q), any floating dtype and stride, summed in float32: a logit for each query head that no value
+            belongs to. It takes weight from the columns, and gets a gradient.
         dropout_p: the probability, at least 0 and below 1, with which a weight is dropped; 0: none. Also in backward,
             where the same weights are dropped. Pass 0 in evaluation.
         seed: of dropout, an int from 0 to 2^64 - 1. A weight is dropped by its place (b, h, i, j) and the seed alone,
@@ -129,7 +130,7 @@ def attention(
             :func:`scaled_dot_product_attention` takes.
         ValueError: shapes, strides, devices or option values break the rules above.
         NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, slopes that
-            require a gradient, forward-mode differentiation).
+            require a gradient, nested tensors, forward-mode differentiation).
         RuntimeError: the CUDA runtime failed.
 
     Example:

@@ -5,10 +5,11 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
+from . import _C
 from ._autograd import is_traced, refuse_tangents, takes_operators
-from ._core import as_float32, is_compiling
+from ._core import as_float32, is_compiling, recorded, refuse_nested
 from ._misnamed import hides_misnamed, refuse_misnamed
 from ._ops import call_kvcache, kvcache_operator
 from .attention import Window
@@ -143,8 +144,10 @@ def attention_kvcache(
             multiple of H_k.
         v_cache: (B_cache, S_cache, H_k, D_v), or (pages, page_size, H_k, D_v). D_v may differ from D.
             q, the caches, k_new and v_new take any strides with a contiguous last dimension. CUDA kernels read 16 bytes
-            at a time: operands whose addresses or strides are no multiples of 16 bytes are copied first; but caches,
-            which are written in place, are refused then. Nothing is cast under torch.autocast.
+            at a time: operands whose addresses or strides are no multiples of 16 bytes are copied first, and so is what
+            PyTorch negates lazily; but caches, which are written in place, are refused then. Nothing is cast under
+            torch.autocast. Where k_new is given, no element of one cache may be one of the other; q, k_new and v_new
+            may lie in the caches, and are copied first.
         cache_seqlens: (B), int32, contiguous, on q's device: how many rows of each sequence the cache holds before
             k_new. An int is the same for all.
         k_new: (B, S_new, H_k, D), of q's dtype and device: keys to append. S_new need not be S_q. Where q is
@@ -152,8 +155,8 @@ def attention_kvcache(
             written and do not count.
         v_new: (B, S_new, H_k, D_v), or (T_q, H_k, D_v): their values. Given if and only if k_new is.
         block_table: (B, pages of a sequence), int32, last dimension contiguous, on q's device: row r of sequence b lies
-            in page block_table[b, r // page_size], in row r % page_size of it. Sequences may share pages that
-            nothing is appended to. Entries behind a sequence's last row are not looked at.
+            in page block_table[b, r // page_size], in row r % page_size of it. Sequences may share pages, but for
+            rows that are written. Entries behind a sequence's last row are not looked at.
         cache_batch_idx: (B), int32, contiguous, on q's device: the entry of a contiguous cache that each sequence has,
             instead of b. Not with block_table.
         leftpad: (B), int32, contiguous, on q's device: rows at the beginning of each sequence that do not count, but
@@ -172,8 +175,9 @@ def attention_kvcache(
         window: (left, right), inclusive distances from the diagonal, in tokens; None on a side: unbounded.
         scale: factor of the scores, any finite number; by default 1/√D.
         softcap: bound of the scores, in units of scaled scores; 0: none.
-        alibi_slopes: float32, (H_q) or (B, H_q).
-        sinks: (H_q), any floating dtype, summed in float32: a logit for each query head that no value belongs to.
+        alibi_slopes: float32, (H_q) or (B, H_q), of any strides.
+        sinks: (H_q), any floating dtype and stride, summed in float32: a logit for each query head that no value
+            belongs to.
         num_splits: parts that the keys of a sequence are divided into, which may be computed at the same time; 0: as
             many as fill the GPU. Results differ in their last bits. Nothing depends on it on the CPU.
         batch_invariant: a row's result depends, to the bit, on its query and its sequence's keys alone: not on the
@@ -192,12 +196,15 @@ def attention_kvcache(
             which :func:`scaled_dot_product_attention` takes.
         ValueError: shapes, strides, devices or option values break the rules above; on the CPU also what the tables
             hold (cache_seqlens, block_table where it is needed, cache_batch_idx, which must not name an entry twice
-            where k_new is given, leftpad, cu_seqlens_q), rows that find no room, and positions that rotary_cos lacks.
+            where k_new is given, leftpad, cu_seqlens_q), rows that find no room, rows of shared pages that are written,
+            and positions that rotary_cos lacks.
             On CUDA the host does not read them, so that it need not wait and calls can be captured in a graph, whose
             replays go by what the tables hold then: values that break the rules are taken as the nearest ones that do
-            not, and nothing outside the tensors is read or written.
-        NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, misaligned caches
-            on CUDA), or an input requires a gradient where gradients are enabled.
+            not, nothing outside the tensors is read or written, and it is unspecified what a row holds that is written
+            for one sequence and used by another.
+        NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, caches that are
+            misaligned on CUDA or negated lazily, nested tensors), or an input requires a gradient where gradients are
+            enabled.
         RuntimeError: the CUDA runtime failed.
 
     Example:
@@ -234,16 +241,21 @@ def attention_kvcache(
     if sinks is not None:
         sinks = as_float32(sinks)
     tables = (cache_seqlens, block_table, cache_batch_idx, leftpad, cu_seqlens_q)
-    readable = (q, k_new, v_new, rotary_cos, rotary_sin)
+    operands = (q, k_new, v_new, rotary_cos, rotary_sin)
     scores = (alibi_slopes, sinks, causal, window, scale, softcap)
     options = (*scores, rotary_interleaved, num_splits, batch_invariant, return_lse)
-    given = (k_cache, v_cache, readable, tables, options)
+    given = (k_cache, v_cache, operands, tables, options)
     if is_traced():
         out, lse = kvcache_operator(*given)
     else:
         try:
-            out, lse = call_kvcache(*given)
+            if profiler._is_profiler_enabled:
+                with recorded("attention_kvcache", q, k_cache, v_cache):
+                    out, lse = call_kvcache(*given)
+            else:
+                out, lse = call_kvcache(*given)
         except (TypeError, RuntimeError):
+            refuse_nested("attention_kvcache", q=q, k_cache=k_cache, v_cache=v_cache)
             if not takes_operators(q, k_cache, v_cache):
                 raise
             out, lse = kvcache_operator(*given)
@@ -254,8 +266,8 @@ def _for_all_sequences(length, q, cu_seqlens_q):
     """cache_seqlens, of an int."""
     if not (is_compiling() and isinstance(length, int)):  # where a look at the value would tie the graph to it
         length = _checked_length(length)
-    if not isinstance(q, Tensor):
-        return length  # the module says what is wrong with q
+    if not isinstance(q, Tensor) or q.is_nested or q.layout is not torch.strided:
+        return length  # what is wrong with q is said later
     count = _rows(q) if cu_seqlens_q is None else max(_rows(cu_seqlens_q) - 1, 0)
     return q.new_full((count,), length, dtype=torch.int32)
 
@@ -264,10 +276,12 @@ def _checked_length(length):
     try:
         length = operator.index(length)
     except TypeError:
-        message = f"attention_kvcache: cache_seqlens is {length!r}, expected a torch.Tensor or an int"
+        found = _C.described(length)
+        message = f"attention_kvcache: cache_seqlens is {found}, expected a torch.Tensor or an int"
         raise TypeError(message) from None
     if not 0 <= length < 2**31:
-        raise ValueError(f"attention_kvcache: cache_seqlens is {length}, expected an int from 0 to 2^31 - 1")
+        found = _C.described(length)
+        raise ValueError(f"attention_kvcache: cache_seqlens is {found}, expected an int from 0 to 2^31 - 1")
     return length
 
 

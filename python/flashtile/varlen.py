@@ -6,6 +6,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from . import _C
 from ._autograd import attend
 from ._core import is_compiling
 from ._misnamed import hides_misnamed, refuse_misnamed
@@ -123,8 +124,9 @@ def attention_varlen(
         k: (T_k, H_k, D), of q's dtype and device. H_q is a multiple of H_k.
         v: (T_k, H_k, D_v). D_v obeys the rule for D and may differ from it.
             q, k and v take any strides with a contiguous last dimension. CUDA kernels read 16 bytes at a time: an
-            operand whose address or strides are no multiples of 16 bytes is copied first. Under torch.autocast, q, k
-            and v of several dtypes, or of one that no kernel serves, are cast to the dtype that it asks for.
+            operand whose address or strides are no multiples of 16 bytes is copied first, and so is one that PyTorch
+            negates lazily. Under torch.autocast, q, k and v of several floating dtypes, or of one that no kernel
+            serves, are cast to the dtype that it asks for.
         cu_seqlens_q: (B + 1), int32, contiguous, on q's device: where each sequence of queries begins, and where the
             last one ends. Starts at 0, never decreases, ends at T_q or before. Sequences may be empty, B may be 0.
         cu_seqlens_k: (B + 1), the same for keys and values.
@@ -138,9 +140,9 @@ def attention_varlen(
         window: (left, right), inclusive distances from the diagonal, in tokens; None on a side: unbounded.
         scale: factor of the scores, any finite number; by default 1/√D.
         softcap: bound of the scores, in units of scaled scores; 0: none.
-        alibi_slopes: float32, (H_q) or (B, H_q). Gets no gradient.
-        sinks: (H_q), any floating dtype, summed in float32: a logit for each query head that no value belongs to. It
-            takes weight from the columns, and gets a gradient.
+        alibi_slopes: float32, (H_q) or (B, H_q), of any strides. Gets no gradient.
+        sinks: (H_q), any floating dtype and stride, summed in float32: a logit for each query head that no value
+            belongs to. It takes weight from the columns, and gets a gradient.
         dropout_p: the probability, at least 0 and below 1, with which a weight is dropped; 0: none. Also in backward,
             where the same weights are dropped. Pass 0 in evaluation.
         seed: of dropout, an int from 0 to 2^64 - 1. A weight is dropped by its place (b, h, i, j), where b counts
@@ -163,7 +165,7 @@ def attention_varlen(
             captured in a graph: values that break the rules give unspecified results there, but nothing outside the
             tensors is read or written.
         NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, slopes that
-            require a gradient, forward-mode differentiation).
+            require a gradient, nested tensors, forward-mode differentiation).
         RuntimeError: the CUDA runtime failed.
 
     Example:
@@ -199,11 +201,11 @@ def _check_length(name, length):
         if length.dtype not in _INTEGERS:
             raise TypeError(f"attention_varlen: {name} has dtype {length.dtype}, expected {expected}")
         return
-    if is_compiling():
+    if is_compiling() and (isinstance(length, int) or hasattr(length, "item")):
         return  # a look at the value would tie the graph to it
     try:
         negative = operator.index(length) < 0
     except TypeError:
-        raise TypeError(f"attention_varlen: {name} is {length!r}, expected {expected}") from None
+        raise TypeError(f"attention_varlen: {name} is {_C.described(length)}, expected {expected}") from None
     if negative:
-        raise ValueError(f"attention_varlen: {name} is {length}, expected {expected}")
+        raise ValueError(f"attention_varlen: {name} is {_C.described(length)}, expected {expected}")

@@ -82,8 +82,8 @@ std::string check(const std::function<void(Call&)>& change, KvcacheProblem* prob
     return std::string("InvalidType: ") + error.what();
   } catch (const InvalidArgument& error) {
     return error.what();
-  } catch (const Misaligned& error) {
-    return std::string("Misaligned: ") + error.what();
+  } catch (const Unreadable& error) {
+    return std::string("Unreadable: ") + error.what();
   }
   return "accepted";
 }

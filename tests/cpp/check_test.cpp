@@ -62,8 +62,8 @@ std::string kind_and_message(Check&& check) {
     return std::string("InvalidType: ") + error.what();
   } catch (const InvalidArgument& error) {
     return std::string("InvalidArgument: ") + error.what();
-  } catch (const Misaligned& error) {
-    return std::string("Misaligned: ") + error.what();
+  } catch (const Unreadable& error) {
+    return std::string("Unreadable: ") + error.what();
   } catch (const Unsupported& error) {
     return std::string("Unsupported: ") + error.what();
   }
@@ -277,7 +277,7 @@ TEST(Check, Sinks) {
             "InvalidArgument: attention: sinks is on cpu, expected cuda:0, as q");
   TensorView strided = tensor({8}, DType::kFloat32);
   strided.strides[0] = 2;
-  EXPECT_EQ(with_sinks(strided), "InvalidArgument: attention: sinks has stride 2 in its last dimension, expected 1");
+  EXPECT_EQ(with_sinks(strided), "Unreadable: attention: sinks has stride 2 in its last dimension, expected 1");
   EXPECT_TRUE(accepted([](Call& c) { c.forward.sinks = tensor({8}, DType::kFloat32); }).sinks);
   EXPECT_FALSE(accepted([](Call&) {}).sinks);
 }
@@ -495,11 +495,11 @@ TEST(Check, AlignmentOnCudaAlone) {
   const auto shift = [](Call& c) { c.forward.k.data = memory + 2; };
   EXPECT_EQ(forward(shift), "accepted");
   EXPECT_EQ(forward(shift, kGpu),
-            "Misaligned: attention: k is at an address that is not a multiple of 16 bytes, expected one on CUDA");
+            "Unreadable: attention: k is at an address that is not a multiple of 16 bytes, expected one on CUDA");
   EXPECT_EQ(forward([](Call& c) { c.forward.q.strides[1] = 516; }, kGpu),
-            "Misaligned: attention: q has strides (46080, 516, 64, 1), expected multiples of 16 bytes on CUDA");
+            "Unreadable: attention: q has strides (46080, 516, 64, 1), expected multiples of 16 bytes on CUDA");
   EXPECT_EQ(backward([](Call& c) { c.tensors.dv.strides[0] += 1; }, kGpu),
-            "Misaligned: attention: dv has strides (12801, 128, 32, 1), expected multiples of 16 bytes on CUDA");
+            "Unreadable: attention: dv has strides (12801, 128, 32, 1), expected multiples of 16 bytes on CUDA");
 }
 
 TEST(Check, StridesOfOneElementNeedNoAlignment) {

@@ -205,3 +205,93 @@ def test_forward_mode_is_refused():
         with pytest.raises(NotImplementedError, match=r"^attention: sinks carries a forward-mode tangent"):
             flashtile.attention(q, k, v, sinks=sinks)
         flashtile.attention(q, k, v)
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_slopes_and_sinks_may_have_gaps(device):
+    """They are few numbers, of which a copy is taken; float32 or not, eager or compiled."""
+    case = Case("gaps", dtype=BF16, heads_q=4, heads_k=2, alibi="per batch and head", sinks=0.0)
+    inputs, options = case.tensors(device, requires_grad=True), case.options(device)
+    spread = {name: options[name].repeat_interleave(3, dim=-1)[..., ::3] for name in ("alibi_slopes", "sinks")}
+    assert not any(x.is_contiguous() for x in spread.values())
+
+    def results(options, function=flashtile.attention):
+        sinks = options["sinks"].requires_grad_()
+        out, lse = function(*inputs, **{**options, "sinks": sinks}, return_lse=True, deterministic=True)
+        return out, lse, *torch.autograd.grad([out, lse], [*inputs, sinks], case.incoming(out, lse))
+
+    expected = results(options)
+    for function in (flashtile.attention, torch.compile(flashtile.attention, backend="aot_eager")):
+        for a, b in zip(results({**options, **spread}, function), expected, strict=True):
+            assert_bitwise(a, b)
+    halves = {**options, "sinks": options["sinks"].detach().to(BF16)}
+    expected = flashtile.attention(*inputs, **halves)
+    halves["sinks"] = spread["sinks"].detach().to(BF16).repeat_interleave(2)[::2]
+    assert_bitwise(flashtile.attention(*inputs, **halves), expected)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.complex64])
+def test_autocast_casts_floats_alone(name, dtype):
+    """As in PyTorch's attention, which has the same error with autocast as without."""
+    given = dict(zip("qkv", Case("autocast", dtype=F32).tensors(), strict=True))
+    given[name] = given[name].to(dtype)
+    message = rf"^attention: {name} has dtype (torch\.)?{str(dtype).removeprefix('torch.')}, expected"
+    compiled = torch.compile(flashtile.attention, backend="aot_eager")
+    for function in (flashtile.attention, flashtile.explain, compiled):
+        with torch.autocast("cpu", dtype=BF16), pytest.raises(TypeError, match=message):
+            function(**given)
+
+
+@pytest.mark.parametrize("case, device", on_devices([*CASES, Case("dropout", dtype=F32, dropout_p=0.3)]))
+def test_many_incoming_gradients_at_a_time(case, device):
+    """By is_grads_batched, as torch.autograd.functional.jacobian(vectorize=True) does it, and by torch.vmap."""
+    inputs = case.tensors(device, requires_grad=True)
+    options = case.options(device) | dict(deterministic=True)
+    if case.sinks is not None:
+        options["sinks"].requires_grad_()
+        inputs.append(options["sinks"])
+    out, lse = flashtile.attention(*inputs[:3], return_lse=True, **options)
+    alone = flashtile.attention(*inputs[:3], **options)
+    douts, dlses = (torch.stack(x) for x in zip(case.incoming(out, lse), [3 * out.detach(), lse.detach()], strict=True))
+    for results, incoming in (([out, lse], [douts, dlses]), ([alone], [douts]), ([lse], [dlses])):
+
+        def gradients(*incoming, results=results):
+            return torch.autograd.grad(results, inputs, incoming, retain_graph=True)
+
+        expected = [torch.stack(x) for x in zip(*(gradients(*one) for one in zip(*incoming, strict=True)), strict=True)]
+        batched = torch.autograd.grad(results, inputs, incoming, retain_graph=True, is_grads_batched=True)
+        for found in (batched, torch.vmap(gradients)(*incoming)):
+            for a, b in zip(found, expected, strict=True):
+                assert_bitwise(a, b)
+
+
+def test_a_jacobian():
+    q, k, v = (x[:1, :3, :1, :8].contiguous() for x in Case("jacobian", dtype=F32).tensors())
+    jacobian = torch.autograd.functional.jacobian
+    found = jacobian(lambda q: flashtile.attention(q, k, v), q, vectorize=True)
+    assert_bitwise(found, jacobian(lambda q: flashtile.attention(q, k, v), q))
+
+
+def test_the_parts_of_a_nested_tensor_are_a_ragged_batch():
+    """As the message says that refuses nested tensors, with gradients too."""
+    sequences = [torch.randn(length, 2, 16) for length in (5, 0, 9)]
+    x = torch.nested.nested_tensor(sequences, layout=torch.jagged, requires_grad=True)
+    begins = x.offsets().int()
+    tables = dict(cu_seqlens_q=begins, cu_seqlens_k=begins)
+    for function in (flashtile.attention_varlen, torch.compile(flashtile.attention_varlen, backend="aot_eager")):
+        for i in range(3):
+            given = [x.values().detach()] * 3
+            given[i] = x
+            with pytest.raises(
+                NotImplementedError, match=rf"^attention_varlen: {'qkv'[i]} is a nested tensor, .* values"
+            ):
+                function(*given, **tables)
+    with pytest.raises(NotImplementedError, match=r"^attention_kvcache: q is a nested tensor, .* values\(\) as q"):
+        cache = torch.zeros(3, 20, 2, 16)
+        flashtile.attention_kvcache(x.detach(), cache, cache, cache_seqlens=3)
+    out = flashtile.attention_varlen(x.values(), x.values(), x.values(), **tables)
+    for found, y in zip(out.split([5, 0, 9]), sequences, strict=True):
+        assert_bitwise(found, flashtile.attention(y[None], y[None], y[None])[0])
+    out.sum().backward()
+    assert x.grad.is_nested

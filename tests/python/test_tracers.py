@@ -207,3 +207,28 @@ def test_dropout_under_vmap(randomness):
     function = torch.vmap(lambda *x: flashtile.attention(*x, dropout_p=0.5), randomness=randomness)
     first, *others = function(q, k, v)
     assert all(torch.equal(x, first) == (randomness == "same") for x in others)
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_vmap_over_caches(device):
+    """An entry each, which is written where it lies; a cache that several entries would write is refused."""
+    options = dict(dtype=BF16, device=device)
+    q, new = torch.randn(3, 2, 1, 4, 16, **options), torch.randn(3, 2, 1, 2, 16, **options)
+    caches, held = torch.randn(2, 3, 2, 9, 2, 16, **options), ints([3, 4], device)
+    expected_caches = caches.clone()
+
+    def step(q, k_cache, v_cache, new):
+        return flashtile.attention_kvcache(q, k_cache, v_cache, cache_seqlens=held, k_new=new, v_new=new)
+
+    found = torch.vmap(step)(q, *caches, new)
+    assert_all_bitwise(found, [step(*given) for given in zip(q, *expected_caches, new, strict=True)])
+    assert_bitwise(caches, expected_caches)
+    with pytest.raises(NotImplementedError, match=r"^attention_kvcache: k_cache is one for all entries of vmap"):
+        torch.vmap(step, in_dims=(0, None, None, 0))(q, *caches[:, 0], new)
+    assert_bitwise(caches, expected_caches)
+
+    def read(q, k_cache):
+        return flashtile.attention_kvcache(q, k_cache, caches[1, 0], cache_seqlens=held)
+
+    found = torch.vmap(read)(q, caches[0])
+    assert_all_bitwise(found, [read(*given) for given in zip(q, caches[0], strict=True)])
