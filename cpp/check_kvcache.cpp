@@ -1,8 +1,10 @@
 // Is a call on a cache legal? The rules that it has of its own; those of every attention are in check.cpp.
+#include <algorithm>
 #include <vector>
 
 #include "flashtile/kvcache.h"
 #include "operand.h"
+#include "overlap.h"
 
 namespace flashtile {
 namespace {
@@ -65,6 +67,35 @@ void check_writable(const Operand& cache) {
       cache.refuse("has stride 0 in dimension " + std::to_string(i), "a cache of its own memory, as k_new is given");
 }
 
+bool same_memory(const TensorView& a, const TensorView& b) {
+  return a.data == b.data && a.shape == b.shape && a.strides == b.strides;
+}
+
+/// New values must not end up where keys are. One tensor may be both caches, where what is written is both too.
+void check_apart(const Operand& k, const Operand& v, const KvcacheTensors& t, const KvcacheProblem& cache) {
+  if (!share_elements(k.view, v.view)) return;
+  if (same_memory(k.view, v.view) && same_memory(t.k_new, t.v_new) && cache.rotary_dim == 0) return;
+  v.refuse("shares memory with k_cache", "a cache of its own memory, as k_new is given");
+}
+
+/// What is read while new rows are written must not be what they are written to.
+void check_written(const Operand& k, const Operand& v, const KvcacheTensors& t, const KvcacheProblem& cache) {
+  check_writable(k);
+  check_writable(v);
+  const Stretch keys = stretch_of(k.view), values = stretch_of(v.view);
+  if (keys.meets(values)) check_apart(k, v, t, cache);
+  const auto check_outside = [&](const char* name, const TensorView& read) {
+    const Stretch stretch = stretch_of(read);
+    if (stretch.meets(keys) || stretch.meets(values))
+      refuse<Unreadable>(k.function, name, "lies in the memory of a cache", "memory of its own, as k_new is given");
+  };
+  check_outside("q", t.q);
+  check_outside("k_new", t.k_new);
+  check_outside("v_new", t.v_new);
+  check_outside("rotary_cos", t.rotary_cos);
+  check_outside("rotary_sin", t.rotary_sin);
+}
+
 void check_rotary(const Operand& cos, const Operand& sin, const TensorView& q, KvcacheProblem& cache) {
   if (!cos.view.given() && !sin.view.given()) return;
   if (!sin.view.given()) sin.refuse("is missing", "a tensor, as rotary_cos is given");
@@ -92,6 +123,7 @@ class Values {
       if (t_.block_table.given()) check_pages(b);
       if (cache_.rotary_dim > 0) check_positions(b);
     }
+    if (t_.block_table.given() && cache_.appends) check_written_pages();
     if (t_.cache_batch_idx.given()) check_entries();
   }
 
@@ -120,18 +152,59 @@ class Values {
           .refuse(at_index(skipped, b), "from 0 to the sequence's length " + std::to_string(held + added));
   }
 
-  /// Those that hold rows that count, or that are written.
-  void check_pages(int b) const {
-    const CachedRows::Rows rows = rows_.at(b);
+  /// Rows of a page, from `first` to before `end`, which stands at `index` in the table of sequence `b`.
+  struct Piece {
+    int page, b, index, first, end;
+  };
+
+  /// Visits the pieces of which rows from `first` to before `end` of a sequence consist.
+  template <class Visit>
+  void for_pieces(int b, int first, int end, Visit&& visit) const {
     const int* const table = data_of(t_.block_table) + b * t_.block_table.strides[0];
-    const int first = std::min(rows.begin, rows.held);
-    if (rows.end == first) return;
-    for (int i = first / cache_.page_size; i <= (rows.end - 1) / cache_.page_size; ++i)
-      if (table[i] < 0 || table[i] >= cache_.pages)
-        operand("block_table", t_.block_table)
-            .refuse(
-                "has " + std::to_string(table[i]) + " at index (" + std::to_string(b) + ", " + std::to_string(i) + ")",
-                "from 0 to " + std::to_string(cache_.pages - 1) + ", a page of k_cache");
+    const int size = cache_.page_size;
+    for (int row = first; row < end; row = (row / size + 1) * size) {
+      const int index = row / size, begin = index * size;
+      visit(Piece{table[index], b, index, row - begin, std::min(end - begin, size)});
+    }
+  }
+
+  /// Those that count, or that are written.
+  template <class Visit>
+  void for_used_pieces(int b, Visit&& visit) const {
+    const CachedRows::Rows rows = rows_.at(b);
+    for_pieces(b, std::min(rows.begin, rows.held), rows.end, visit);
+  }
+
+  [[noreturn]] void refuse_page(const Piece& piece, const std::string& expected) const {
+    const std::string place = "(" + std::to_string(piece.b) + ", " + std::to_string(piece.index) + ")";
+    operand("block_table", t_.block_table).refuse("has " + std::to_string(piece.page) + " at index " + place, expected);
+  }
+
+  void check_pages(int b) const {
+    for_used_pieces(b, [&](const Piece& piece) {
+      if (piece.page < 0 || piece.page >= cache_.pages)
+        refuse_page(piece, "from 0 to " + std::to_string(cache_.pages - 1) + ", a page of k_cache");
+    });
+  }
+
+  /// A row that is written belongs to one sequence, in one place; pages may be shared otherwise.
+  void check_written_pages() const {
+    std::vector<Piece> written;
+    for (int b = 0; b < cache_.problem.batch; ++b)
+      for_pieces(b, rows_.at(b).held, rows_.at(b).end, [&](const Piece& piece) { written.push_back(piece); });
+    const auto by_page = [](const Piece& x, const Piece& y) { return x.page < y.page; };
+    std::sort(written.begin(), written.end(), by_page);
+    for (int b = 0; b < cache_.problem.batch; ++b)
+      for_used_pieces(b, [&](const Piece& piece) {
+        const auto [first, last] = std::equal_range(written.begin(), written.end(), piece, by_page);
+        for (auto other = first; other != last; ++other) {
+          const bool itself = other->b == piece.b && other->index == piece.index;
+          const int row = std::max(piece.first, other->first);
+          if (!itself && row < std::min(piece.end, other->end))
+            refuse_page(piece, "another page, as k_new is written to its row " + std::to_string(row) +
+                                   " for the sequence at index " + std::to_string(other->b));
+        }
+      });
   }
 
   /// Of rows that are rotated the last is the sequence's last. A query before its first sees no key under a causal
@@ -210,12 +283,9 @@ KvcacheProblem check_kvcache(const char* function, const KvcacheTensors& t, cons
       !t.leftpad.given() && stands_in_line(t.k_cache) && stands_in_line(t.v_cache) && (p.ragged || stands_in_line(t.q));
   check_new_rows({function, "k_new", p.ragged ? "(T_q, H_k, D)" : "(B, S_new, H_k, D)", t.k_new},
                  {function, "v_new", p.ragged ? "(T_q, H_k, D_v)" : "(B, S_new, H_k, D_v)", t.v_new}, t.q, cache);
-  if (cache.appends) {
-    check_writable(k);
-    check_writable(v);
-  }
   check_rotary({function, "rotary_cos", "(positions, R / 2)", t.rotary_cos},
                {function, "rotary_sin", "(positions, R / 2)", t.rotary_sin}, t.q, cache);
+  if (cache.appends) check_written(k, v, t, cache);
   check_table({function, "cache_seqlens", "(B)", t.cache_seqlens}, p.batch, p.device);
   if (t.leftpad.given()) check_table({function, "leftpad", "(B)", t.leftpad}, p.batch, p.device);
   if (p.ragged) {

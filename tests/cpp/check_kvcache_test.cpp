@@ -10,7 +10,8 @@
 namespace flashtile {
 namespace {
 
-alignas(16) char memory[64];  // never read: check looks at addresses only
+alignas(16) char memory[1 << 20];                        // never read: check looks at addresses only
+constexpr int kKCacheAt = 1 << 18, kVCacheAt = 1 << 19;  // bytes; the other tensors are before both
 constexpr Device kGpu{DeviceType::kCuda, 0};
 
 TensorView tensor(std::initializer_list<std::int64_t> shape, DType dtype = DType::kFloat16, void* data = memory) {
@@ -33,8 +34,8 @@ struct Call {
   Call() {
     KvcacheTensors& t = tensors;
     t.q = tensor({2, 3, 8, 64});
-    t.k_cache = tensor({7, 4, 4, 64});
-    t.v_cache = tensor({7, 4, 4, 32});
+    t.k_cache = tensor({7, 4, 4, 64}, DType::kFloat16, memory + kKCacheAt);
+    t.v_cache = tensor({7, 4, 4, 32}, DType::kFloat16, memory + kVCacheAt);
     t.out = tensor({2, 3, 8, 32});
     t.lse = tensor({2, 8, 3}, DType::kFloat32);
     t.k_new = tensor({2, 3, 4, 64});
@@ -48,8 +49,8 @@ struct Call {
   Call& operator=(const Call&) = delete;
 
   void make_contiguous() {
-    tensors.k_cache = tensor({7, 12, 4, 64});
-    tensors.v_cache = tensor({7, 12, 4, 32});
+    tensors.k_cache = tensor({7, 12, 4, 64}, DType::kFloat16, memory + kKCacheAt);
+    tensors.v_cache = tensor({7, 12, 4, 32}, DType::kFloat16, memory + kVCacheAt);
     tensors.block_table = {};
   }
   void make_indexed() {
@@ -280,6 +281,72 @@ TEST(CheckKvcache, NewRowsNeedMemoryOfTheirOwn) {
               c.tensors.k_new = c.tensors.v_new = {};
             }),
             "accepted");
+}
+
+TEST(CheckKvcache, CachesLieApart) {
+  const std::string refused =
+      "attention_kvcache: v_cache shares memory with k_cache, expected a cache of its own memory, as k_new is given";
+  const auto share = [](Call& c) { c.tensors.v_cache.data = c.tensors.k_cache.data; };
+  EXPECT_EQ(check(share), refused);
+  EXPECT_EQ(check([&](Call& c) { share(c), c.move_to_gpu(); }), refused);
+  EXPECT_EQ(check([&](Call& c) { share(c), c.tensors.k_new = c.tensors.v_new = {}; }), "accepted");
+  // Keys that are values too are written twice, the same way.
+  const auto be_one = [](Call& c) {
+    c.tensors.v_cache = c.tensors.k_cache;
+    c.tensors.v_new = c.tensors.k_new;
+    c.tensors.out = c.tensors.q;
+    c.tensors.rotary_cos = c.tensors.rotary_sin = {};
+  };
+  EXPECT_EQ(check(be_one), "accepted");
+  EXPECT_EQ(check([&](Call& c) { be_one(c), c.tensors.v_new.data = memory + 4096; }), refused);
+  EXPECT_EQ(check([&](Call& c) { be_one(c), c.tensors.rotary_cos = c.tensors.rotary_sin = tensor({20, 16}); }),
+            refused);
+}
+
+TEST(CheckKvcache, WhatIsReadLiesOutsideOfWhatIsWritten) {
+  const std::string refused = " lies in the memory of a cache, expected memory of its own, as k_new is given";
+  const auto move = [](TensorView KvcacheTensors::* operand, int to) {
+    return [=](Call& c) { (c.tensors.*operand).data = memory + to; };
+  };
+  const std::string name = "Unreadable: attention_kvcache: ";
+  EXPECT_EQ(check(move(&KvcacheTensors::k_new, kKCacheAt + 64)), name + "k_new" + refused);
+  EXPECT_EQ(check(move(&KvcacheTensors::v_new, kKCacheAt - 64)), name + "v_new" + refused);
+  EXPECT_EQ(check(move(&KvcacheTensors::q, kVCacheAt)), name + "q" + refused);
+  EXPECT_EQ(check(move(&KvcacheTensors::rotary_sin, kVCacheAt)), name + "rotary_sin" + refused);
+  EXPECT_EQ(check([&](Call& c) {
+              move(&KvcacheTensors::q, kVCacheAt)(c);
+              c.tensors.k_new = c.tensors.v_new = {};
+            }),
+            "accepted");
+}
+
+TEST(CheckKvcache, PagesThatAreWritten) {
+  const std::string name = "attention_kvcache: block_table has ";
+  // Rows 9 to 11 and 0 to 2 are written, in the last page of the first sequence and the first of the second one.
+  EXPECT_EQ(check([](Call& c) { c.pages[3] = 5; }),
+            name +
+                "5 at index (0, 2), expected another page, as k_new is written to its row 0 for the sequence at "
+                "index 1");
+  EXPECT_EQ(check([](Call& c) { c.pages[3] = 0; }),
+            name +
+                "0 at index (0, 1), expected another page, as k_new is written to its row 0 for the sequence at "
+                "index 1");
+  EXPECT_EQ(check([](Call& c) { c.pages[1] = 5, c.pads[0] = 0; }),
+            name +
+                "5 at index (0, 1), expected another page, as k_new is written to its row 1 for the sequence at "
+                "index 0");
+  EXPECT_EQ(check([](Call& c) { c.pages[4] = 5; }), "accepted");  // its rows do not count
+  // Below what is written a page may be shared, and anywhere if nothing is.
+  EXPECT_EQ(
+      check([](Call& c) { c.lengths = {8, 1}, c.pages[3] = c.pages[2] = 5, c.make_ragged(), c.begins = {0, 1, 2}; }),
+      name +
+          "5 at index (1, 0), expected another page, as k_new is written to its row 0 for the sequence at "
+          "index 0");
+  EXPECT_EQ(
+      check([](Call& c) { c.lengths = {9, 1}, c.pages[3] = c.pages[2] = 5, c.make_ragged(), c.begins = {0, 1, 1}; }),
+      "accepted");
+  EXPECT_EQ(check([](Call& c) { c.pages[3] = 5, c.tensors.k_new = c.tensors.v_new = {}; }), "accepted");
+  EXPECT_EQ(check([](Call& c) { c.pages[3] = 5, c.move_to_gpu(); }), "accepted");  // nothing is read there
 }
 
 TEST(CheckKvcache, Splits) {

@@ -380,9 +380,11 @@ TEST(SelectKvcache, PlacesAreNoMoreThanFullCachesTake) {
 
 TEST(SelectKvcache, TablesOnAGpuAreNotRead) {
   constexpr int kBatch = 4, kCapacity = 5000, kRows = 9;
-  const auto tensor = [](DType dtype, std::initializer_list<std::int64_t> shape) {
+  std::uintptr_t address = 64;  // nowhere
+  const auto tensor = [&](DType dtype, std::initializer_list<std::int64_t> shape) {
     TensorView view;
-    view.data = reinterpret_cast<void*>(64);  // nowhere
+    view.data = reinterpret_cast<void*>(address);
+    address += 1 << 30;
     view.dtype = dtype;
     view.device = kH100.device;
     view.rank = static_cast<int>(shape.size());
@@ -394,7 +396,8 @@ TEST(SelectKvcache, TablesOnAGpuAreNotRead) {
   KvcacheTensors t;
   t.q = t.out = tensor(DType::kBFloat16, {kRows, 8, 128});
   t.k_new = t.v_new = tensor(DType::kBFloat16, {kRows, 2, 128});
-  t.k_cache = t.v_cache = tensor(DType::kBFloat16, {kBatch, kCapacity, 2, 128});
+  t.k_cache = tensor(DType::kBFloat16, {kBatch, kCapacity, 2, 128});
+  t.v_cache = tensor(DType::kBFloat16, {kBatch, kCapacity, 2, 128});
   t.rotary_cos = t.rotary_sin = tensor(DType::kBFloat16, {kCapacity, 32});
   t.cache_seqlens = t.leftpad = t.cache_batch_idx = tensor(DType::kInt32, {kBatch});
   t.cu_seqlens_q = tensor(DType::kInt32, {kBatch + 1});

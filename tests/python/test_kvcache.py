@@ -491,3 +491,65 @@ def test_new_rows_may_overlap_with_their_place():
     flashtile.attention_kvcache(torch.randn(1, 1, 1, 64), k_cache, v_cache, cache_seqlens=5, k_new=k_new, v_new=v_new)
     assert torch.equal(k_cache[:, 5:6], expected[0])
     assert torch.equal(v_cache[:, 5:6], expected[1])
+
+
+def held_rows(x, name, first):
+    """Views of rows of the caches, as a caller has them who keeps everything in one place."""
+    return x[name][:, first : first + 3]
+
+
+PLACES = {
+    "their destination": dict(k_new=("k_cache", 5), v_new=("v_cache", 5)),
+    "a row before": dict(k_new=("k_cache", 4), v_new=("v_cache", 4)),
+    "a row behind": dict(k_new=("k_cache", 6), v_new=("v_cache", 6)),
+    "each other's destination": dict(k_new=("v_cache", 5), v_new=("k_cache", 5)),
+    "queries": dict(q=("k_cache", 6)),
+}
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_operands_may_lie_in_the_caches(place, rotary, device):
+    """They are what they were before the call."""
+    shapes = dict(
+        q=(2, 3, 2, 64), k_cache=(2, 20, 2, 64), v_cache=(2, 20, 2, 64), k_new=(2, 3, 2, 64), v_new=(2, 3, 2, 64)
+    )
+    given = {name: torch.randn(shape).to(device, BF16) for name, shape in shapes.items()}
+    given |= dict(cache_seqlens=torch.tensor([5, 5], dtype=torch.int32, device=device))
+    if rotary:
+        given |= {name: torch.randn(30, 16).to(device, BF16) for name in ("rotary_cos", "rotary_sin")}
+    given |= {name: held_rows(given, *where) for name, where in PLACES[place].items()}
+    expected = results(given)  # whose caches are copies
+    out, lse = flashtile.attention_kvcache(**given, return_lse=True)
+    assert_same(dict(out=out, lse=lse, k_cache=given["k_cache"], v_cache=given["v_cache"]), expected)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_caches_may_lie_between_each_other(paged, device):
+    """(pages, 2, page_size, H, D) and (pages, page_size, H, D + D_v)."""
+    case = Cached("interleaved", dtype=BF16, new=2, seqlen_q=2, page_size=16 if paged else None)
+    given = case.arguments(device)
+    expected = results(given)
+    caches = [given["k_cache"], given["v_cache"]]
+    stacked = torch.stack(caches, 1).unbind(1)
+    packed = torch.cat(caches, -1).split([x.shape[-1] for x in caches], -1)
+    for k_cache, v_cache in (stacked, packed):
+        found = given | dict(k_cache=k_cache, v_cache=v_cache)
+        out, lse = flashtile.attention_kvcache(**found, return_lse=True)
+        assert_same(dict(out=out, lse=lse, k_cache=k_cache, v_cache=v_cache), expected)
+
+
+def test_one_cache_may_be_both_where_new_rows_are_too():
+    given = Cached("both", dtype=F32, new=2, seqlen_q=2).arguments()
+    cache, new = given["k_cache"].clone(), given["k_new"]
+    expected = results(given | dict(v_cache=given["k_cache"].clone(), v_new=new.clone()))
+    out = flashtile.attention_kvcache(**{**given, "k_cache": cache, "v_cache": cache, "v_new": new})
+    assert_same(
+        dict(out=out, k_cache=cache, v_cache=cache), {name: expected[name] for name in ("out", "k_cache", "v_cache")}
+    )
+    read = {name: x for name, x in given.items() if not name.endswith("_new")} | dict(k_cache=cache, v_cache=cache)
+    assert_bitwise(
+        flashtile.attention_kvcache(**read), flashtile.attention_kvcache(**{**read, "v_cache": cache.clone()})
+    )

@@ -30,10 +30,11 @@ def arguments(base, changes, device):
     if base == "ragged":
         given["cu_seqlens_q"] = ints([0, 2, 6], device)
     given |= {name: x(given.get(name, given["q"])) if callable(x) else x for name, x in changes.items()}
+    given |= {"v_cache": given["k_cache"]} if changes.get("v_cache") is SHARED else {}
     return {name: x for name, x in given.items() if x is not REMOVED}
 
 
-REMOVED = object()
+REMOVED, SHARED = object(), object()
 
 
 def numbers(*values):
@@ -311,6 +312,18 @@ BAD = {
         ValueError,
         "rotary_cos has shape .*, expected at least one position",
     ),
+    "one cache for both": (
+        "dense",
+        dict(v_cache=SHARED),
+        ValueError,
+        "v_cache shares memory with k_cache, expected a cache of its own memory, as k_new is given",
+    ),
+    "pages for both": (
+        "paged",
+        dict(v_cache=SHARED),
+        ValueError,
+        "v_cache shares memory with k_cache, expected a cache",
+    ),
     "interleaved of an int": (
         "dense",
         dict(rotary_interleaved=1),
@@ -425,6 +438,21 @@ BAD_VALUES = {
         "paged",
         dict(cache_seqlens=numbers(20, 30), block_table=lambda x: x.where(x != 8, 12)),
         r"block_table has 12 at index \(1, 3\), expected from 0 to 11",
+    ),
+    "a page that two sequences write to": (
+        "paged",
+        dict(cache_seqlens=numbers(20, 32), block_table=lambda x: x.where(x != 8, 2)),
+        r"block_table has 2 at index \(0, 2\), expected another page, as k_new is written to its row 2 for .* index 1",
+    ),
+    "a page that one writes and another reads": (
+        "paged",
+        dict(block_table=lambda x: x.where(x != 7, 2)),
+        r"block_table has 2 at index \(1, 2\), expected another page, as k_new is written to its row 0 for .* index 0",
+    ),
+    "a page in two places of a sequence": (
+        "paged",
+        dict(block_table=lambda x: x.where(x != 2, 1)),
+        r"block_table has 1 at index \(0, 1\), expected another page, as k_new is written to its row 0",
     ),
     "no such entry": (
         "indexed",
@@ -541,4 +569,4 @@ def test_float32_on_cuda():
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
 def test_misaligned_caches_are_refused(name, more):
     message = f"{name} (is at an address|has strides).*16 bytes"
-    assert_refused("dense", dict.fromkeys((name, *more), misaligned), _C.Misaligned, message, "cuda")
+    assert_refused("dense", dict.fromkeys((name, *more), misaligned), NotImplementedError, message, "cuda")
