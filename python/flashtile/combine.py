@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ._core import require_tensors
+
 
 def combine(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Attention over all keys, from the results over N parts of them that share none.
@@ -28,8 +30,8 @@ def combine(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) ->
     shift. Sinks belong to one part alone.
 
     Raises:
-        TypeError: an argument holds something else than floating tensors.
-        ValueError: shapes break the rules above.
+        TypeError: an argument holds something else than dense floating tensors.
+        ValueError: shapes break the rules above, or tensors are on several devices.
 
     Example:
         >>> import torch, flashtile
@@ -45,6 +47,8 @@ def combine(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) ->
     et al. 2023).
     """
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
+    if lses.device != outs.device:
+        raise ValueError(f"combine: lses is on {lses.device}, expected {outs.device}, as outs")
     if outs.dim() not in (4, 5) or len(outs) == 0:
         _refuse_shape("outs", outs, "(N, B, S_q, H_q, D_v) or (N, T_q, H_q, D_v) with N of at least 1")
     parts, *batch, rows, heads, _ = outs.shape
@@ -69,17 +73,27 @@ def combine(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) ->
 
 
 def _stacked(name, parts):
-    if not isinstance(parts, Tensor):
-        parts = tuple(parts) if isinstance(parts, Iterable) else (parts,)
-        if not parts or not all(isinstance(x, Tensor) for x in parts):
-            raise TypeError(f"combine: {name} is {parts!r}, expected a tensor, or a sequence of at least one")
-        for x in parts[1:]:
-            if x.shape != parts[0].shape:
-                _refuse_shape(f"one of {name}", x, f"{tuple(parts[0].shape)}, as the first one")
-        parts = torch.stack(parts)
-    if not parts.is_floating_point():
-        raise TypeError(f"combine: {name} has dtype {parts.dtype}, expected a floating dtype")
-    return parts
+    if isinstance(parts, Tensor):
+        _check(name, parts)
+        return parts
+    if not isinstance(parts, Iterable):
+        require_tensors("combine", **{name: parts})
+    parts = tuple(parts)
+    if not parts:
+        raise TypeError(f"combine: {name} is an empty sequence, expected at least one tensor")
+    for i, x in enumerate(parts):
+        _check(f"{name}[{i}]", x)
+        if x.shape != parts[0].shape:
+            _refuse_shape(f"{name}[{i}]", x, f"{tuple(parts[0].shape)}, as {name}[0]")
+        if x.device != parts[0].device:
+            raise ValueError(f"combine: {name}[{i}] is on {x.device}, expected {parts[0].device}, as {name}[0]")
+    return torch.stack(parts)
+
+
+def _check(name, x):
+    require_tensors("combine", **{name: x})
+    if not x.is_floating_point():
+        raise TypeError(f"combine: {name} has dtype {x.dtype}, expected a floating dtype")
 
 
 def _refuse_shape(name, x, expected):

@@ -113,8 +113,33 @@ BAD = {
         ValueError,
         r"outs has shape \(0, 2, 5, 4, 8\), expected \(N, B, S_q",
     ),
-    "an empty list": (lambda x: [], None, TypeError, r"outs is \(\), expected a tensor, or a sequence of at least one"),
-    "a list of numbers": (None, lambda x: [1.0], TypeError, r"lses is \(1.0,\), expected a tensor"),
+    "an empty list": (lambda x: [], None, TypeError, "outs is an empty sequence, expected at least one tensor"),
+    "a list of numbers": (None, lambda x: [1.0], TypeError, r"lses\[0\] is of type float, expected a torch.Tensor"),
+    "lists": (lambda x: [list(y) for y in x], None, TypeError, r"outs\[0\] is of type list, expected a torch.Tensor"),
+    "numbers in a list": (torch.Tensor.tolist, None, TypeError, r"outs\[0\] is of type list, expected a torch.Tensor"),
+    "an array": (torch.Tensor.numpy, None, TypeError, r"outs\[0\] is of type ndarray, expected a torch.Tensor"),
+    "an array among tensors": (
+        None,
+        lambda x: [x[0], x[1].numpy(), x[2]],
+        TypeError,
+        r"lses\[1\] is of type ndarray, expected a torch.Tensor",
+    ),
+    "sparse": (None, torch.Tensor.to_sparse, TypeError, "lses is not a dense strided tensor"),
+    "a sparse part": (lambda x: [x[0], x[1].to_sparse()], None, TypeError, r"outs\[1\] is not a dense strided tensor"),
+    "nested": (
+        lambda x: torch.nested.nested_tensor(list(x[:, 0]), layout=torch.jagged),
+        None,
+        NotImplementedError,
+        "outs is a nested tensor, expected a dense one",
+    ),
+    "mixed devices": (None, lambda x: x.to("meta"), ValueError, "lses is on meta, expected cpu, as outs"),
+    "parts on mixed devices": (
+        lambda x: [x[0], x[1].to("meta")],
+        None,
+        ValueError,
+        r"outs\[1\] is on meta, expected cpu, as outs\[0\]",
+    ),
+    "a part of integers": (lambda x: [x[0], x[1].int()], None, TypeError, r"outs\[1\] has dtype torch.int32, expected"),
     "rank 3": (lambda x: x[0, 0], None, ValueError, r"outs has shape \(5, 4, 8\), expected \(N, B, S_q"),
     "other rows": (
         None,
@@ -130,12 +155,12 @@ BAD = {
         r"lses has shape \(3, 2, 4, 5\), expected \(3, 4, 5\) = \(N, H_q, T_q\)",
     ),
     "integers": (lambda x: x.int(), None, TypeError, "outs has dtype torch.int32, expected a floating dtype"),
-    "nothing": (lambda x: None, None, TypeError, r"outs is \(None,\), expected a tensor, or a sequence"),
+    "nothing": (lambda x: None, None, TypeError, "outs is of type NoneType, expected a torch.Tensor"),
     "unlike parts": (
         lambda x: [x[0], x[1, :1]],
         None,
         ValueError,
-        r"one of outs has shape \(1, 5, 4, 8\), expected \(2, 5, 4, 8\), as the first one",
+        r"outs\[1\] has shape \(1, 5, 4, 8\), expected \(2, 5, 4, 8\), as outs\[0\]",
     ),
 }
 
@@ -147,3 +172,4 @@ def test_bad_input(name):
     with pytest.raises(exception, match=f"^combine: {message}") as raised:
         flashtile.combine(of_outs(outs) if of_outs else outs, of_lses(lses) if of_lses else lses)
     assert raised.type is exception
+    assert len(str(raised.value)) < 200 and "\n" not in str(raised.value)
