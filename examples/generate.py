@@ -103,18 +103,19 @@ def rotary_tables(config, positions, device, dtype):
 class PagedCache:
     """Keys and values in pages that any slot may own, attended by flashtile.
 
-    A slot owns as many pages as its request will ever need, so nobody who runs is ever short of one. Page 0 is
-    nobody's: slots without a request go through the decode step too, and that is where they write.
+    A slot owns as many pages as its request will ever need, so nobody who runs is ever short of one. The first pages
+    are for slots without a request, one for each: these go through the decode step too, and that is where they write.
     """
 
     def __init__(self, config, slots, longest, pages, page_size, device, dtype):
-        shape = (config.layers, pages + 1, page_size, config.kv_heads, config.head_dim)
+        shape = (config.layers, slots + pages, page_size, config.kv_heads, config.head_dim)
         self.k, self.v = torch.zeros(2, *shape, device=device, dtype=dtype)
         self.cos, self.sin = rotary_tables(config, longest, device, dtype)
         self.page_size = page_size
-        self.free_pages = list(range(1, pages + 1))
+        self.free_pages = list(range(slots, slots + pages))
         self.owned_pages = {}
-        self.block_table = torch.zeros(slots, -(-longest // page_size), dtype=torch.int32, device=device)
+        first = torch.arange(slots, dtype=torch.int32, device=device)
+        self.block_table = first[:, None].repeat(1, -(-longest // page_size))
         self.held = torch.zeros(slots, dtype=torch.int32, device=device)  # rows that the cache has of each slot
 
     def admit(self, slot, length):
@@ -128,7 +129,7 @@ class PagedCache:
 
     def release(self, slot):
         self.free_pages += self.owned_pages.pop(slot)
-        self.block_table[slot] = 0
+        self.block_table[slot] = slot
         self.held[slot] = 0
 
     def prefill(self, slots, lengths):

@@ -103,7 +103,7 @@ def _save_nothing(ctx, inputs, output):
 
 
 def _one_by_one(call, function="attention", written=()):
-    """The rule by which vmap computes `call`: for each entry of its own, to which arguments that it writes belong."""
+    """The rule by which vmap computes `call`: for each entry of its own, which needs what it writes for itself."""
 
     def entries(info, in_dims, *arguments):
         if info.batch_size == 0:
@@ -142,7 +142,7 @@ def _differentiable(call, save, differentiate):
 
 def attend_operator(function, q, k, v, options, return_lse):
     """What `_autograd.attend` returns, by way of an operator; a seed may be a tensor here."""
-    given = of_attention(function, options)
+    given = of_attention(function, q, options)
     call = _attention_for(given)
     if not is_compiling() and under_functorch():
         call = _differentiable_calls[call]  # operators have no autograd there, and Dynamo cannot trace these functions
@@ -152,7 +152,7 @@ def attend_operator(function, q, k, v, options, return_lse):
 
 def gradient_operator(function, needed, dout, dlse, q, k, v, out, state, options):
     """What `_core.gradients` returns, by way of an operator."""
-    given = of_attention(function, options)
+    given = of_attention(function, q, options)
     found = _backwards[_attention_for(given)](dout, dlse, q, k, v, out, state, list(needed), *given)
     return [x if wanted else None for x, wanted in zip(found, needed, strict=True)]
 
@@ -250,6 +250,13 @@ def _define_attention(name, options, *tags):
     return whole
 
 
+def _define_cache(name, arguments, kernel, flops, written=()):
+    call = _define(name, arguments, _RESULTS, kernel, _new_cache_results)
+    torch.library.register_vmap(call, _one_by_one(call, _FUNCTION, written), lib=_library)
+    count_flops(call, flops)
+    return call
+
+
 # A CUDA graph would keep the seed of its capture.
 _EAGER = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 _attentions = {  # by whether sequences are ragged, and whether there is a seed
@@ -258,23 +265,13 @@ _attentions = {  # by whether sequences are ragged, and whether there is a seed
     (True, False): _define_attention("attention_varlen", f"{_OPTIONS}, {_SEQUENCES}"),
     (True, True): _define_attention("attention_varlen_dropout", f"{_OPTIONS}, {_SEQUENCES}", *_EAGER),
 }
-_attention_kvcache = _define(
-    "attention_kvcache",
-    f"Tensor q, Tensor k_cache, Tensor v_cache, {_CACHE_REST}",
-    _RESULTS,
-    _kvcache,
-    _new_cache_results,
+_attention_kvcache = _define_cache(
+    "attention_kvcache", f"Tensor q, Tensor k_cache, Tensor v_cache, {_CACHE_REST}", _kvcache, kvcache_flops
 )
-_attention_kvcache_append = _define(
+_attention_kvcache_append = _define_cache(
     "attention_kvcache_append",
     f"Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_new, Tensor? v_new, {_CACHE_REST}",
-    _RESULTS,
     _append,
-    _new_cache_results,
+    append_flops,
+    written=((1, "k_cache"), (2, "v_cache")),
 )
-for call, written, formula in (
-    (_attention_kvcache, (), kvcache_flops),
-    (_attention_kvcache_append, ((1, "k_cache"), (2, "v_cache")), append_flops),
-):
-    torch.library.register_vmap(call, _one_by_one(call, _FUNCTION, written), lib=_library)
-    count_flops(call, formula)

@@ -18,8 +18,8 @@ _REALS = (int, float, torch.SymInt, torch.SymFloat)
 _INT64 = -(2**63), 2**63 - 1
 
 
-def of_attention(function, options):
-    """`options` of `_C.forward`, in the order of the operators, a seed as a tensor."""
+def of_attention(function, q, options):
+    """`options` of `_C.forward`, in the order of the operators, a seed as a tensor of q's kind: fake where q is."""
     alibi_slopes, sinks, causal, window, scale, softcap, dropout_p, seed, deterministic, sequences = options
     _require_given(function, alibi_slopes=alibi_slopes, sinks=sinks)
     if sequences is not None:
@@ -37,7 +37,7 @@ def of_attention(function, options):
         fits=_are_bool(flags) and _is_seed(seed),
     )
     scores = (alibi_slopes, sinks, causal, left, right, scale, softcap)
-    return (*scores, dropout_p, _seed_tensor(seed), deterministic, *(sequences or ()))
+    return (*scores, dropout_p, _seed_tensor(seed, q), deterministic, *(sequences or ()))
 
 
 def of_cache(function, options):
@@ -66,16 +66,13 @@ def _are_bool(flags):
 def _numbers(check, window, scale, *, reals, integers=(), fits):
     """(left, right, scale, *reals, *integers). Unless `fits` and all of them are plain numbers, `check` refuses the
     call, or takes what is left for numbers too."""
-    left = right = None
-    if window is not None:
-        fits = fits and isinstance(window, tuple) and len(window) == 2
-        left, right = window if fits else (None, None)
-    left, right, *integers = map(_item, (left, right, *integers))
+    is_pair = isinstance(window, tuple) and len(window) == 2
+    left, right, *integers = map(_item, (*(window if is_pair else (None, None)), *integers))
     scale, *reals = map(_item, (scale, *reals))
-    distances = [x for x in (left, right) if x is not None]
-    factors = [] if scale is None else [scale]
-    fits = fits and all(_is_plain(x, _INTEGERS) for x in (*distances, *integers))
-    fits = fits and all(_is_plain(x, _REALS) for x in (*factors, *reals))
+    fits = fits and (is_pair or window is None)
+    fits = fits and all(x is None or _is_plain(x, _INTEGERS) for x in (left, right))
+    fits = fits and (scale is None or _is_plain(scale, _REALS))
+    fits = fits and all(_is_plain(x, _INTEGERS) for x in integers) and all(_is_plain(x, _REALS) for x in reals)
     if not fits:
         check()
         left, right, *integers = map(_as_integer, (left, right, *integers))
@@ -96,11 +93,11 @@ def _is_plain(x, types):
 
 def _as_integer(x):
     """Beyond 64 bits the nearest one, as in the module."""
-    return None if x is None else min(max(operator.index(x), _INT64[0]), _INT64[1])
+    return x if x is None or _is_plain(x, _INTEGERS) else min(max(operator.index(x), _INT64[0]), _INT64[1])
 
 
 def _as_real(x):
-    return None if x is None else float(x)
+    return x if x is None or _is_plain(x, _REALS) else float(x)
 
 
 def _is_seed(seed):
@@ -109,11 +106,11 @@ def _is_seed(seed):
     return seed is None or (isinstance(seed, _INTEGERS) and 0 <= seed < 2**64)
 
 
-def _seed_tensor(seed):
+def _seed_tensor(seed, q):
     """As an int64, for which the upper half of seeds becomes negative numbers."""
     if seed is None or isinstance(seed, Tensor):
         return seed
     seed = operator.index(seed) if not isinstance(seed, _INTEGERS) else seed
     if seed >= 2**63:
         seed = operator.index(seed) - 2**64  # a number even where it was a symbol, which cannot be that large
-    return torch.full((), seed, dtype=torch.int64, device="cpu")
+    return q.new_full((), seed, dtype=torch.int64, device="cpu")

@@ -201,7 +201,7 @@ def _check_length(name, length):
         if length.dtype not in _INTEGERS:
             raise TypeError(f"attention_varlen: {name} has dtype {length.dtype}, expected {expected}")
         return
-    if is_compiling() and (isinstance(length, int) or hasattr(length, "item")):
+    if is_compiling() and (isinstance(length, int) or getattr(length, "shape", None) == ()):
         return  # a look at the value would tie the graph to it
     try:
         negative = operator.index(length) < 0

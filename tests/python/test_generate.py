@@ -45,18 +45,18 @@ def test_the_text_depends_on_neither_pages_nor_neighbours(model, pages, page_siz
     expected = [texts(model, paged(1, 64, slots=1), requests(size), slots=1)[0] for size in SIZES]
     assert found == expected
     assert found == texts(model, generate.PaddedCache(SMALL, 3, 64, CPU, torch.float32), requests(*SIZES))
-    assert sorted(cache.free_pages) == list(range(1, pages + 1)) and not cache.owned_pages
-    assert not cache.block_table.any() and not cache.held.any()
+    assert sorted(cache.free_pages) == list(range(3, 3 + pages)) and not cache.owned_pages
+    assert (cache.block_table == torch.arange(3)[:, None]).all() and not cache.held.any()
 
 
-def test_nobody_owns_the_page_of_another_or_page_0(model):
+def test_nobody_owns_the_page_of_another_or_of_slots_without_a_request(model):
     cache, seen = paged(7), set()
     admit = cache.admit
 
     def watched(slot, length):
         admitted = admit(slot, length)
         owned = [page for pages in cache.owned_pages.values() for page in pages]
-        assert sorted(owned + cache.free_pages) == list(range(1, 8))
+        assert sorted(owned + cache.free_pages) == list(range(3, 10))
         seen.add((admitted, len(cache.owned_pages)))
         return admitted
 

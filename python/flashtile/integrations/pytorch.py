@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .. import _C
 from .._autograd import attend
-from .._core import aligned
+from .._core import readable
 from .._padding import contiguous
 
 NAME = "flashtile"
@@ -131,7 +131,7 @@ def _backward(
     seed = rng_state if dropout_p else None
     sequences = None if cum_seq_q is None else (cum_seq_q, cum_seq_k, None, None)
     options = _options(is_causal, window_size_left, window_size_right, scale, dropout_p, seed, sequences)
-    q, k, v, out, dout = (aligned(contiguous(x)) for x in (query, key, value, out, grad_out))
+    q, k, v, out, dout = (readable(contiguous(x)) for x in (query, key, value, out, grad_out))
     gradients = [torch.empty_like(x) for x in (q, k, v)]
     _C.backward(dout, None, q, k, v, out, logsumexp, *gradients, None, options)
     return tuple(gradients)
