@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
       if (finished.steep(unit_log2)) {
         lse_log2 = BackwardWorkspace::kSteepRow;
         workspace.reference(params.memory)[row] = finished.reference;
-        workspace.rest(params.memory)[row] = finished.log2_sum / unit_log2;
+        workspace.rest(params.memory)[row] = quotient(finished.log2_sum, unit_log2);
         workspace.steep(params.memory)[tile.batch] = params.mark;
       }
       workspace.lse_log2(params.memory)[row] = lse_log2;

@@ -33,11 +33,12 @@ struct ScoreMap {
   bool stretched = false;
 
   static ScoreMap of(float scale, float softcap, bool alibi) {
-    // No float32 score comes near a bound of 2^122, and below it scale / softcap keeps its precision.
+    // No float32 score comes near a bound of 2^122, and below it scale / softcap keeps its precision. Units stay within
+    // what quotient() divides by.
     ScoreMap map{.capped = softcap > 0 && softcap < 0x1p122f};
     const float factor = map.capped ? softcap : scale;
     map.inner = map.capped ? std::clamp(scale / softcap, -kLargest, kLargest) : 0;
-    map.stretched = alibi || !(factor > 0) || factor > kLargest / kLog2e;
+    map.stretched = alibi || !(factor > 0) || factor > 0x1p124f;
     map.outer = map.stretched ? factor : 1;
     map.unit = map.stretched ? 1 : factor;
     map.unit_log2 = map.unit * kLog2e;

@@ -15,6 +15,15 @@ FLASHTILE_HOST_DEVICE float reciprocal(float x) {
 #endif
 }
 
+/// x / y for |y| ≤ 2^126, on a GPU without the subroutine that rounds it correctly: callers work out the remainder.
+FLASHTILE_HOST_DEVICE float quotient(float x, float y) {
+#ifdef __CUDA_ARCH__
+  return __fdividef(x, y);
+#else
+  return x / y;
+#endif
+}
+
 FLASHTILE_HOST_DEVICE float finite(float x) {
   return fminf(fmaxf(x, -kLargest), kLargest);
 }
@@ -40,7 +49,7 @@ struct FinishedRow {
   /// What one float32 can say of it: an lse, natural. Less exact than the row that had it.
   FLASHTILE_HOST_DEVICE static FinishedRow of_lse(float lse, float unit) {
     if (lse == -kInfinity) return {};
-    const float reference = finite(lse / unit);
+    const float reference = finite(quotient(lse, unit));
     return {reference, finite(less_product(lse, reference, unit) * kLog2e)};
   }
 

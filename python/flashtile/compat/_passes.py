@@ -5,7 +5,8 @@ import operator
 import torch
 
 from .._autograd import is_traced
-from .._core import aligned, gradients
+from .._core import gradients
+from .._ops import gradient_operator
 from .._padding import contiguous, last_size, padded
 from ._common import flag, require_like, require_rank, require_tensors, softcap_of, window_of
 from ._ragged import equal_lengths
@@ -50,8 +51,13 @@ def run_backward(
         given = [padded(x) for x in given]
     scores = (alibi_slopes, None, causal, window_of(function, window_size), softmax_scale, softcap_of(softcap))
     options = (*scores, dropout_p, seed, flag(function, "deterministic", deterministic) or None, sequences)
-    found = (_by_operator if is_traced() else _by_core)(*given, lse.contiguous(), options)
-    for place, gradient in zip(places.values(), found, strict=True):
+    needed = (True, True, True, False)  # there are no sinks
+    given = (needed, given[0], None, *given[1:], lse.contiguous())
+    if is_traced():
+        found = gradient_operator(function, *given, options)
+    else:
+        found = gradients(*given, _with_number(options))
+    for place, gradient in zip(places.values(), found[:3], strict=True):
         if place is not None:
             place.copy_(gradient[..., : place.shape[-1]].reshape(place.shape))
     return (dout.float() * out).sum(-1).transpose(-1, -2)
@@ -72,21 +78,7 @@ def _as_ragged(function, dout, q, k, v, out, lse, sequences):
     return dout, q, k, v, out, lse, (cu_seqlens_q, cu_seqlens_k, *used)
 
 
-_NEEDED = (True, True, True, False)  # there are no sinks
-
-
-def _by_core(dout, q, k, v, out, lse, options):
-    if q.is_cuda:
-        q, k, v, out = (aligned(x) for x in (q, k, v, out))
+def _with_number(options):
+    """A seed may be a tensor, as operators want it."""
     *before, seed, deterministic, sequences = options
-    seed = None if seed is None else operator.index(seed)
-    options = (*before, seed, deterministic, sequences)
-    return gradients(_NEEDED, dout, None, q, k, v, out, lse, options)[:3]
-
-
-def _by_operator(dout, q, k, v, out, lse, options):
-    alibi_slopes, sinks, causal, window, *others, sequences = options
-    seed = others[2]
-    name = f"attention{'' if sequences is None else '_varlen'}{'' if seed is None else '_dropout'}_backward"
-    options = (alibi_slopes, sinks, causal, *(window or (None, None)), *others, *(sequences or ()))
-    return getattr(torch.ops.flashtile, name)(dout, None, q, k, v, out, lse, _NEEDED, *options)[:3]
+    return (*before, None if seed is None else operator.index(seed), deterministic, sequences)
