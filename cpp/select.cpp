@@ -166,13 +166,13 @@ bool asks_for_more(const KvcacheRow& row, const Problem& p) {
   return row.variant.arch == Arch::kSm90 && p.sinks;
 }
 
-/// Whether a problem is beyond all rows of an architecture. Hopper's backward finds the slope of a cap by the score,
-/// which has to be the tanh itself, and so small that no row is steep: 512 · log2 e, and that of the keys' number.
+/// Whether a problem is beyond all rows of an architecture: on Hopper an unusual softcap; there a backward finds the
+/// slope of a cap by the score, which has to be the tanh itself, of a row that is not steep, as none is by a usual cap.
 template <class Row>
 bool is_beyond(const Row& row, const Problem& p) {
-  if constexpr (!std::is_same_v<Row, BackwardRow>) return false;
   const ScoreMap map = p.score_map();
-  return row.variant.arch == Arch::kSm90 && map.capped && (map.stretched || p.softcap > 512);
+  if (row.variant.arch != Arch::kSm90 || !map.capped) return false;
+  return p.softcap > kUsualSoftcap || (std::is_same_v<Row, BackwardRow> && map.stretched);
 }
 
 template <class Row>

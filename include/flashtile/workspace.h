@@ -15,8 +15,7 @@ namespace flashtile {
 ///   lse_log2   a float a row: the forward's lse in log2 units; −0 where the row is steep; +inf for rows that see
 ///              nothing or do not exist, so that their weights come out as 0
 ///   delta      a float a row: Σ dO∘O − dlse; 0 for those rows
-///   reference  a float a row, of steep rows alone: what their scores are relative to, FinishedRow's reference ...
-///   rest       ... and then the log2 of the sum, both in the unit of scores
+///   steep_rows a SteepRow a row, of steep rows alone
 ///   dq         tile_m · head_dim floats a tile, where the gradients of all key blocks add up, before the scale; their
 ///              order within a tile is the kernel's own. None where a pass of its own forms dQ
 ///   state      an int for each part of a tile of dq: how far its sum is, see SumOfDq. None where blocks of keys add to
@@ -28,6 +27,13 @@ namespace flashtile {
 ///   ragged     of a ragged batch, whose tiles have the places of Spans, head by head: the lists of the blocks of
 ///              queries and of keys, see RaggedTiles
 struct BackwardWorkspace {
+  /// What the scores of a steep row are relative to: FinishedRow's reference, and then the log2 of its sum, both in the
+  /// unit of scores.
+  struct alignas(8) SteepRow {
+    float reference;
+    float rest;
+  };
+
   std::int64_t tiles = 0;
   int m_blocks = 0;  // of one head of a dense batch; of a ragged one, places of one head of all sequences
   int tile_m = 0;
@@ -58,9 +64,10 @@ struct BackwardWorkspace {
   FLASHTILE_HOST_DEVICE std::int64_t rows() const { return tiles * tile_m; }
   FLASHTILE_HOST_DEVICE float* lse_log2(void* base) const { return static_cast<float*>(base); }
   FLASHTILE_HOST_DEVICE float* delta(void* base) const { return lse_log2(base) + rows(); }
-  FLASHTILE_HOST_DEVICE float* reference(void* base) const { return delta(base) + rows(); }
-  FLASHTILE_HOST_DEVICE float* rest(void* base) const { return reference(base) + rows(); }
-  FLASHTILE_HOST_DEVICE float* dq(void* base) const { return rest(base) + rows(); }
+  FLASHTILE_HOST_DEVICE SteepRow* steep_rows(void* base) const {
+    return reinterpret_cast<SteepRow*>(delta(base) + rows());
+  }
+  FLASHTILE_HOST_DEVICE float* dq(void* base) const { return delta(base) + 3 * rows(); }
   FLASHTILE_HOST_DEVICE int* state(void* base) const { return reinterpret_cast<int*>(dq(base) + rows() * head_dim); }
   FLASHTILE_HOST_DEVICE bool counts() const { return !ragged && (parts > 0 || head_dim == 0); }
   FLASHTILE_HOST_DEVICE int* taken(void* base) const { return state(base) + tiles * parts; }

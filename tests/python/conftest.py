@@ -27,6 +27,10 @@ def pytest_configure(config):
     # The cases are small: waking threads costs more than they save, several times more where other work runs beside.
     # test_threads.py covers the rest.
     torch.set_num_threads(1)
+    # PyTorch keeps the graphs that it has compiled for other processes, where operators of another version of flashtile
+    # are in them too.
+    os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = "0"
+    os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
     # Triton reads this as it is imported, which PyTorch may do at any time.
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"

@@ -28,10 +28,10 @@ def test_the_formula_by_hand(hopper, monkeypatch):
     rows, out = 2 * 4 * 24, 2 * 4 * 24 * 32 * 2
     gradients = 2 * (4 * 24 * 64 + 2 * 40 * 64 + 2 * 40 * 32) * 2
     assert memory.formula_bytes(case_of(Work.FORWARD)) == out
-    assert memory.formula_bytes(case_of(Work.FORWARD_WITH_GRAD)) == out + 4 * rows
-    assert memory.formula_bytes(case_of(Work.BACKWARD)) == gradients + 4 * (64 + 2) * rows
+    assert memory.formula_bytes(case_of(Work.FORWARD_WITH_GRAD)) == out + 8 * rows
+    assert memory.formula_bytes(case_of(Work.BACKWARD)) == gradients + 4 * (64 + 4) * rows
     wide = Case.square(1, 10, 3, 256, work=Work.BACKWARD)
-    assert memory.formula_bytes(wide) == 3 * 30 * 256 * 2 + 30 * (8 if hopper else 4 * 258)
+    assert memory.formula_bytes(wide) == 3 * 30 * 256 * 2 + 30 * (16 if hopper else 4 * 260)
 
 
 def fake_peaks(monkeypatch, **bytes_of):

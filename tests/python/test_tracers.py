@@ -154,8 +154,8 @@ def test_a_selective_checkpoint_may_keep_attention(device, monkeypatch):
         calls.append(arguments)
         return kernel(*arguments)
 
-    kernel = _C.forward_with_lse
-    monkeypatch.setattr(_C, "forward_with_lse", forward)
+    kernel = _C.forward_with_state
+    monkeypatch.setattr(_C, "forward_with_state", forward)
     inputs = Case("kept", dtype=BF16).tensors(device, requires_grad=True)
 
     def policy(context, op, *args, **kwargs):

@@ -182,7 +182,7 @@ def ones_like_results(case, count):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [1, 6, 16, 140])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_more_tiles_than_thread_blocks(head_dim, heads, causal):
+def test_more_tiles_than_thread_blocks(head_dim, heads, causal, much_memory):
     """Whether sequences are listed whole or in parts, every tile is found."""
     lengths = (0, 1, 700, 0, 128, 129, 3, 300) * {1: 40, 6: 10, 16: 4, 140: 1}[heads]
     shape = dict(heads_q=heads, heads_k=heads, head_dim=head_dim, lengths_q=lengths, lengths_k=lengths[::-1], tail=200)

@@ -114,8 +114,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
       float lse_log2 = finished.saw_nothing() ? kInfinity : finished.lse_log2(unit_log2) + 0.0f;  // −0 becomes 0
       if (finished.steep(unit_log2)) {
         lse_log2 = BackwardWorkspace::kSteepRow;
-        workspace.reference(params.memory)[row] = finished.reference;
-        workspace.rest(params.memory)[row] = quotient(finished.log2_sum, unit_log2);
+        workspace.steep_rows(params.memory)[row] = {finished.reference, quotient(finished.log2_sum, unit_log2)};
         workspace.steep(params.memory)[tile.batch] = params.mark;
       }
       workspace.lse_log2(params.memory)[row] = lse_log2;

@@ -33,11 +33,11 @@ struct KvcacheScores {
   /// Of a column among the group's keys: which it is among those of all groups.
   CUTE_DEVICE int column(int first_column) const { return first_column * kGroups + group * kN; }
 
-  template <class Scores, class Coord>
+  template <Softcaps kSoftcaps, class Scores, class Coord>
   CUTE_DEVICE void map(Scores& scores, Coord const& coord, int first_column) const {
     using namespace cute;
     KvcacheParams const& params = tile.params;
-    if (params.score_map.capped) tile.cap(scores);
+    if (params.score_map.capped) tile.template cap<kSoftcaps>(scores);
     if (!params.score_map.stretched) return;
     const float* slopes = params.alibi_slopes;
     if (slopes != nullptr)

@@ -189,7 +189,8 @@ struct BackwardKeysSm90 {
           if (edge) score_tile.mask(scores, tScS, m_block * kM);
         }
         if (steep) [[unlikely]]
-          relate_steep_rows(params, scores, tScS, workspace_row(params, work, head, m_block));
+          relate_steep_rows(params, scores, tScS, tiles.statistics[stage][0],
+                            workspace_row(params, work, head, m_block));
         const auto weigh = [&](auto&& slope) __attribute__((always_inline)) {
           for_column_pairs(tScS, tiles.statistics[stage][0], [&](int c, float2 lse) {
             CUTE_UNROLL

@@ -418,7 +418,8 @@ struct BackwardOnePassSm90 {
             }
           }
           if (steep) [[unlikely]]
-            relate_steep_rows(backward, scores, tScS, std::int64_t(work.workspace_tile(backward, head, m_block)) * kM);
+            relate_steep_rows(backward, scores, tScS, shared.statistics[stage][0],
+                              std::int64_t(work.workspace_tile(backward, head, m_block)) * kM);
           // Exponents to weights, rounded for dV, and to what dP is multiplied with: the same, or under a cap its slope
           // too.
           auto weights = recast<std::uint32_t>(tVrP);

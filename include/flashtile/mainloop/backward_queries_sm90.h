@@ -173,18 +173,13 @@ struct BackwardQueriesSm90 {
       const int first_row = work.tile.m_block * kM;
       const ScoreTile<Work> score_tile{work, work.coord(), first_row, work.lengths(params)};
       float lse_log2[2], delta[2];
-      // Registers are few: what steep rows alone have is in local memory.
-      volatile float reference[2], rest[2];
       bool steep = false;
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         const std::int64_t row = work.tile.place * kM + get<0>(tScS(r, 0));
         lse_log2[r] = params.workspace.lse_log2(params.memory)[row];
         delta[r] = params.workspace.delta(params.memory)[row];
-        if (!BackwardWorkspace::says_steep(lse_log2[r])) continue;
-        reference[r] = params.workspace.reference(params.memory)[row];
-        rest[r] = params.workspace.rest(params.memory)[row];
-        steep = true;
+        steep |= BackwardWorkspace::says_steep(lse_log2[r]);
       }
       steep = __any_sync(0xffffffff, steep);
       auto opening = SM90::GMMA::ScaleOut::Zero;
@@ -207,7 +202,9 @@ struct BackwardQueriesSm90 {
         if (steep) [[unlikely]] {
           CUTE_UNROLL
           for (int r = 0; r < 2; ++r) {
-            if (BackwardWorkspace::says_steep(lse_log2[r])) relate_steep_row(scores(r, _), reference[r], rest[r]);
+            if (!BackwardWorkspace::says_steep(lse_log2[r])) continue;
+            const std::int64_t row = work.tile.place * kM + get<0>(tScS(r, 0));
+            relate_steep_row(scores(r, _), params.workspace.steep_rows(params.memory)[row]);
           }
         }
         const auto weigh = [&](auto&& slope) __attribute__((always_inline)) {

@@ -264,7 +264,7 @@ struct BackwardMainloopSm80 {
         params, {work.batch, step.head, work.n_block}, key, work.sequence.lengths().transposed()};
     if (params.score_map.maps()) {
       if (params.score_map.capped) {
-        score_tile.cap(scores);
+        score_tile.template cap<Softcaps::kAny>(scores);
         Tensor slopes = make_fragment_like(acc);
         CUTE_UNROLL
         for (int i = 0; i < size(acc); ++i) slopes(i) = 1.0f - acc(i) * acc(i);
@@ -282,7 +282,7 @@ struct BackwardMainloopSm80 {
       }
     }
     if (steep) [[unlikely]]
-      relate_steep_rows(params, scores, coord, tile_of(step) * kM);
+      relate_steep_rows<8 * kSharers>(params, scores, coord, lse_log2, tile_of(step) * kM);
     const float unit_log2 = params.score_map.unit_log2;
     for_column_pairs(coord, lse_log2, [&](int c, float2 lse) {
       CUTE_UNROLL

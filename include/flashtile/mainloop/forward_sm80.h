@@ -183,7 +183,7 @@ struct ForwardMainloopSm80 {
         Lengths lengths = keys.lengths;
         asm volatile("" : "+r"(lengths.q));
         const auto score_tile = source.scores(lengths);
-        if (maps) score_tile.map(scores, tScS, n_block * kN);
+        if (maps) score_tile.template map<Softcaps::kAny>(scores, tScS, n_block * kN);
         if (edge) score_tile.mask(scores, tScS, n_block * kN);
       }
       float factor[kRowsPerThread];

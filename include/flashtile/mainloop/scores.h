@@ -18,6 +18,9 @@ CUTE_DEVICE void for_column_pairs(Coord const& coord, const float* of_columns, V
     visit(c, *reinterpret_cast<const float2*>(of_columns + get<1>(coord(0, c))));
 }
 
+/// Which softcaps a kernel serves: all, or those up to kUsualSoftcap.
+enum class Softcaps { kAny, kUsual };
+
 /// The scores of the rows from `first_row` on. Tensors of scores are (row, column) of one thread, and `coord` holds
 /// the place of each in the tile; the tile's columns begin at `first_column` of `lengths`.
 template <class Params>
@@ -27,52 +30,55 @@ struct ScoreTile {
   int first_row;
   Lengths lengths;
 
-  /// Of small arguments, which a softcap far above the scores gives, a polynomial that keeps their precision; of others
-  /// 1 − 2 / (1 + e^2x), whose error is absolute: relative errors 3e-8 and, at the least such argument, 2e-6.
+  /// 1 − 2 / (1 + e^2x), with an absolute error. Small arguments, which a softcap far above the scores gives, lose their
+  /// precision by that: of these, kAny takes a polynomial. Relative errors are 3e-8 then, and 2e-6 at the least others.
+  template <Softcaps kSoftcaps>
   CUTE_DEVICE static float tanh_of(float x) {
+    const float large = 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2 * kLog2e * x));
+    if constexpr (kSoftcaps == Softcaps::kUsual) return large;
     const float z = x * x;
     const float small = fmaf(x * z, fmaf(z, 2.0f / 15, -1.0f / 3), x);
-    const float large = 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2 * kLog2e * x));
     return z < 0x1p-7f ? small : large;
   }
 
   /// Raw scores to scores.
-  template <class Scores, class Coord>
+  template <Softcaps kSoftcaps, class Scores, class Coord>
   CUTE_DEVICE void map(Scores& scores, Coord const& coord, int first_column) const {
-    if (params.score_map.capped) cap(scores);
+    if (params.score_map.capped) cap<kSoftcaps>(scores);
     if (params.score_map.stretched) stretch(scores, coord, first_column);
   }
 
-  /// The same where scores are not both capped and stretched: fewer ways through the code take fewer registers.
+  /// The same for usual softcaps, where scores are not both capped and stretched: fewer ways through the code take
+  /// fewer registers.
   template <class Scores, class Coord>
   CUTE_DEVICE void cap_or_stretch(Scores& scores, Coord const& coord, int first_column) const {
     if (params.score_map.capped)
-      cap(scores);
+      cap<Softcaps::kUsual>(scores);
     else
       stretch(scores, coord, first_column);
   }
 
   /// The first half of map(): the tanh of softcap.
-  template <class Scores>
+  template <Softcaps kSoftcaps, class Scores>
   CUTE_DEVICE void cap(Scores& scores) const {
     using namespace cute;
     CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) scores(i) = tanh_of(params.score_map.inner * scores(i));
+    for (int i = 0; i < size(scores); ++i) scores(i) = tanh_of<kSoftcaps>(params.score_map.inner * scores(i));
   }
 
-  /// The second half: the scale, and ALiBi; select packs no heads where there are
-  /// slopes.
+  /// The second half: the scale, and ALiBi; select packs no heads where there are slopes.
   template <class Scores, class Coord>
   CUTE_DEVICE void stretch(Scores& scores, Coord const& coord, int first_column) const {
     using namespace cute;
     const float outer = params.score_map.outer, slope = this->slope();
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
-      const int to_diagonal = first_column - lengths.diagonal(first_row + get<0>(coord(r, 0)));
+      const int first = first_column + get<1>(coord(r, 0));
+      const auto to_diagonal = static_cast<float>(first - lengths.diagonal(first_row + get<0>(coord(r, 0))));
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c) {
-        const float distance = fabsf(float(to_diagonal + get<1>(coord(r, c))));
-        scores(r, c) = outer * scores(r, c) - slope * distance;
+        const auto further = static_cast<float>(get<1>(coord(r, c)) - get<1>(coord(r, 0)));  // known when compiled
+        scores(r, c) = outer * scores(r, c) - slope * fabsf(to_diagonal + further);
       }
     }
   }
@@ -121,27 +127,25 @@ struct ScoreTile {
 /// differences, from which the workspace's lse_log2 takes nothing. However a product Q·K is rounded this time, no
 /// weight of the row is above 1.
 template <class Scores>
-CUTE_DEVICE void relate_steep_row(Scores&& scores, float reference, float rest) {
+CUTE_DEVICE void relate_steep_row(Scores&& scores, BackwardWorkspace::SteepRow row) {
   CUTE_UNROLL
-  for (int i = 0; i < cute::size(scores); ++i) {
-    const float difference = (scores(i) - reference) - rest;
-    scores(i) = difference > 0 ? 0.0f : difference;
-  }
+  for (int i = 0; i < cute::size(scores); ++i) scores(i) = min_or_nan((scores(i) - row.reference) - row.rest, 0.0f);
 }
 
-/// The same for those among the queries of a tile (key, query), the workspace's rows from `first_row` on; the scores of
-/// others stay as they are.
-template <class Scores, class Coord>
+/// The same for those among the queries of a tile (key, query), the workspace's rows from `first_row` on, whose
+/// lse_log2 is at hand; the scores of others stay as they are. A thread holds two columns of every kColumnStep.
+template <int kColumnStep = 8, class Scores, class Coord>
 CUTE_DEVICE void relate_steep_rows(BackwardParams const& params, Scores& scores, Coord const& coord,
-                                   std::int64_t first_row) {
+                                   const float* lse_log2, std::int64_t first_row) {
   using namespace cute;
-  const BackwardWorkspace workspace = params.workspace;
-  CUTE_UNROLL
-  for (int c = 0; c < size<1>(scores); ++c) {
-    const std::int64_t row = first_row + get<1>(coord(0, c));
-    if (BackwardWorkspace::says_steep(workspace.lse_log2(params.memory)[row]))
-      relate_steep_row(scores(_, c), workspace.reference(params.memory)[row], workspace.rest(params.memory)[row]);
-  }
+  for_column_pairs_in_turn(scores, [&](int c) {
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int row = get<1>(coord(0, 0)) + c / 2 * kColumnStep + i;
+      if (BackwardWorkspace::says_steep(lse_log2[row]))
+        relate_steep_row(scores(_, i), params.workspace.steep_rows(params.memory)[first_row + row]);
+    }
+  });
 }
 
 }  // namespace flashtile

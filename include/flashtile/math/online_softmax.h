@@ -14,6 +14,13 @@ CUTE_DEVICE float exp2_approx(float x) {
   return y;
 }
 
+/// The smaller one; NaN if one is NaN.
+CUTE_DEVICE float min_or_nan(float x, float y) {
+  float smaller;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(x), "f"(y));
+  return smaller;
+}
+
 /// An accumulator, (value, m, n), seen as (row, column) of one thread: two rows of each m16 (mma.sync) or m64 (wgmma).
 template <class Accumulator>
 CUTE_DEVICE auto rows_and_columns(Accumulator&& acc) {
@@ -37,6 +44,27 @@ CUTE_DEVICE void scale_rows(Rows&& rows, Factors const& factor) {
   for (int r = 0; r < size<0>(rows); ++r) {
     CUTE_UNROLL
     for (int c = 0; c < size<1>(rows); ++c) rows(r, c) *= factor[r];
+  }
+}
+
+/// Calls `visit(c)` for every second column of `scores` (row, column), to change columns c and c + 1: which take their
+/// turns in columns 0 and 1, since registers have no index at run time. It is for what few inputs need: unrolled, such
+/// code fills the instruction cache in the midst of what all inputs need.
+template <class Scores, class Visit>
+CUTE_DEVICE void for_column_pairs_in_turn(Scores& scores, Visit&& visit) {
+  using namespace cute;
+  constexpr int kColumns = size<1>(decltype(scores.layout()){});
+  CUTE_NO_UNROLL
+  for (int c = 0; c < kColumns; c += 2) {
+    visit(c);
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(scores); ++r) {
+      const float first = scores(r, 0), second = scores(r, 1);
+      CUTE_UNROLL
+      for (int i = 0; i + 2 < kColumns; ++i) scores(r, i) = scores(r, i + 2);
+      scores(r, kColumns - 2) = first;
+      scores(r, kColumns - 1) = second;
+    }
   }
 }
 
@@ -74,9 +102,9 @@ struct OnlineSoftmax {
     find_steep();
   }
 
-  /// Raises the references of rows that `scores` (row, column) outgrow, and takes the scores of steep rows relative to
-  /// theirs. Where any row is raised or steep, sets the factors of everything accumulated so far and returns true, in
-  /// all threads of the warp. What becomes of a row depends on that row alone.
+  /// Raises the references of rows that `scores` (row, column) outgrow, of steep ones at once, and takes the scores of
+  /// steep rows relative to theirs. Where any row is raised or steep, sets the factors of everything accumulated so far
+  /// and returns true, in all threads of the warp. What becomes of a row depends on that row alone.
   template <class Scores>
   CUTE_DEVICE bool fit(Scores& scores, float (&factor)[kRows]) {
     using namespace cute;
@@ -92,7 +120,7 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const float reference = reference_for(top_of_quad(top[r]));
-      const bool raised = (reference - row[r].reference) * unit_log2 > kSlack;
+      const bool raised = (reference - row[r].reference) * unit_log2 > (is_steep(r) ? 0.0f : kSlack);
       factor[r] = raised ? row[r].rebase(reference, unit_log2) : 1.0f;
     }
     find_steep();
@@ -109,21 +137,26 @@ struct OnlineSoftmax {
     find_steep();
   }
 
-  /// Takes the scores of steep rows, none of which is above the row's reference by more than kSlack, relative to it. A
-  /// score of +inf, which Q·K has beyond float32's range, counts as the largest one.
+  /// Takes the scores of steep rows, none of which is above the row's reference, relative to it. A score of +inf, which
+  /// Q·K has beyond float32's range, counts as the largest one.
   template <class Scores>
   CUTE_DEVICE void relate(Scores&& scores) const {
     using namespace cute;
-    if (!steep) return;
+    if (!steep) [[likely]]
+      return;
+    float reference[kRows], largest[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      if (!is_steep(r)) continue;
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) {
-        const float difference = scores(r, c) - row[r].reference;
-        scores(r, c) = difference == kInfinity ? 0.0f : difference;
-      }
+      reference[r] = is_steep(r) ? row[r].reference : 0.0f;
+      largest[r] = is_steep(r) ? 0.0f : kInfinity;
     }
+    for_column_pairs_in_turn(scores, [&](int) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        CUTE_UNROLL
+        for (int c = 0; c < 2; ++c) scores(r, c) = min_or_nan(scores(r, c) - reference[r], largest[r]);
+      }
+    });
   }
 
   /// scores, as fit() has left them, ← weights, added to the row sums. Takes few columns at a time: their sum is added
@@ -143,17 +176,17 @@ struct OnlineSoftmax {
     }
   }
 
-  /// `weights` ← those of the scores, which relate() has seen if kRelated, rounded, and `added` ← their sums by row,
+  /// `weights` ← those of the scores, which relate() has seen if `related`, rounded, and `added` ← their sums by row,
   /// before rounding. `scores` are wgmma accumulators ((2, 2, n / 8), 1, 1) and stay as they are; `weights` stand in
   /// the same order.
-  template <bool kRelated, class Scores, class Weights>
-  CUTE_DEVICE void weigh(Scores const& scores, Weights&& weights, float (&added)[kRows]) const {
+  template <class Scores, class Weights>
+  CUTE_DEVICE void weigh(Scores const& scores, Weights&& weights, float (&added)[kRows], bool related) const {
     using namespace cute;
     using Element = typename std::decay_t<Weights>::value_type;
     static_assert(kRows == 2);
     float offset[2];
     CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) offset[r] = kRelated ? offset_of_related(r) : offset_of_plain(r);
+    for (int r = 0; r < 2; ++r) offset[r] = related ? offset_of_related(r) : offset_of_plain(r);
     auto words = recast<std::uint32_t>(weights);
     CUTE_UNROLL
     for (int i = 0; i < size(words); ++i) {

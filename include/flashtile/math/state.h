@@ -82,20 +82,23 @@ struct RowState {
 
   /// All scores are counted. `sink` is one logit more, that no value belongs to: −inf for none.
   FLASHTILE_HOST_DEVICE FinishedRow finish(float sink, float unit) const {
-    if (sink == -kInfinity) {
-      if (sum == 0) return {};
-      return {reference, log2f(sum), reciprocal(sum)};
+    FinishedRow row{.reference = reference, .log2_sum = 0, .normaliser = 1};
+    float total = sum;
+    if (sink != -kInfinity) {
+      const float above = sum == 0 ? kInfinity : less_product(sink, reference, unit) * kLog2e;
+      if (above <= 0) {
+        total += exp2f(above);
+      } else {
+        // The sink is the greatest logit: weights are taken relative to it, or what of it the unit of scores can say.
+        row = FinishedRow::of_lse(sink, unit);
+        row.normaliser = exp2f(-above);
+        total = total * row.normaliser + 1;
+      }
     }
-    const float above = sum == 0 ? kInfinity : less_product(sink, reference, unit) * kLog2e;
-    if (above <= 0) {
-      const float total = sum + exp2f(above);
-      return {reference, log2f(total), reciprocal(total)};
-    }
-    // The sink is the greatest logit: weights are taken relative to it, or what of it the unit of scores can say.
-    const float smaller = exp2f(-above);
-    const float total = sum * smaller + 1;
-    const FinishedRow of_sink = FinishedRow::of_lse(sink, unit);
-    return {of_sink.reference, of_sink.log2_sum + log2f(total), smaller * reciprocal(total)};
+    if (total == 0) return {};
+    row.log2_sum += log2f(total);
+    row.normaliser *= reciprocal(total);
+    return row;
   }
 };
 
