@@ -432,6 +432,21 @@ TEST(Select, ProblemsThatAskForLittleGetTheFasterRows) {
   }
 }
 
+TEST(Select, UnusualSoftcapsOnHopperGoToAmperesKernels) {
+  const DeviceInfo device = gpu(90, 227);
+  const auto archs = [&](float softcap, int head_dim) {
+    Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim, 2048);
+    problem.softcap = softcap;
+    return std::pair(select_forward(problem, device).variant.arch, select_backward(problem, device).variant.arch);
+  };
+  for (int head_dim : {64, 128, 256}) {
+    for (float softcap : {0.0f, 30.0f, kUsualSoftcap, 0x1p122f})  // the last is none
+      EXPECT_EQ(archs(softcap, head_dim), std::pair(Arch::kSm90, Arch::kSm90));
+    for (float softcap : {2 * kUsualSoftcap, 1e5f, 0x1p121f})
+      EXPECT_EQ(archs(softcap, head_dim), std::pair(Arch::kSm80, Arch::kSm80));
+  }
+}
+
 TEST(Plan, PrintsWhatWasDecided) {
   const DeviceInfo device = gpu(90, 227);
   const ForwardPlan plan = select_forward(problem_on(device, DType::kFloat16, 64, 64, 1000), device);
