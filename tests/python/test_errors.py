@@ -318,7 +318,7 @@ def test_cuda_tensor_in_a_build_without_cuda():
 
 def test_keyword_arguments_only():
     q, k, v = tensors("cpu")
-    with pytest.raises(TypeError, match="^attention: attn_mask is given"):  # it is PyTorch's fourth
+    with pytest.raises(TypeError, match=r"^attention: attn_mask is given"):  # it is PyTorch's fourth
         flashtile.attention(q, k, v, True)
     with pytest.raises(TypeError, match="positional"):
         flashtile.attention(q, k, v, None, False, True)

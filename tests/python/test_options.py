@@ -1,4 +1,4 @@
-"""Eager calls and those that PyTorch traces judge arguments alike: the same values are taken for numbers, and the others
+"""Eager calls and those that PyTorch traces judge arguments alike: the same values count as numbers, and the others
 have the same message, of one line."""
 
 import fractions

@@ -30,8 +30,8 @@ struct ScoreTile {
   int first_row;
   Lengths lengths;
 
-  /// 1 − 2 / (1 + e^2x), with an absolute error. Small arguments, which a softcap far above the scores gives, lose their
-  /// precision by that: of these, kAny takes a polynomial. Relative errors are 3e-8 then, and 2e-6 at the least others.
+  /// 1 − 2 / (1 + e^2x), with an absolute error. Small arguments, which softcaps far above the scores give, lose their
+  /// precision by that: of these, kAny takes a polynomial. Relative errors are 3e-8 then, at the least others 2e-6.
   template <Softcaps kSoftcaps>
   CUTE_DEVICE static float tanh_of(float x) {
     const float large = 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2 * kLog2e * x));

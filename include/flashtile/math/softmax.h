@@ -15,8 +15,8 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 inline constexpr float kLargest = std::numeric_limits<float>::max();
 
-/// Models have softcaps of 15 to 50. Kernels for Hopper serve those up to this one, whose tanh may have an absolute error
-/// of 1e-7; so no score is off by more than 6e-5.
+/// Models have softcaps of 15 to 50. Kernels for Hopper serve those up to this one, with a tanh whose absolute error is
+/// 1e-7; so no score is off by more than 6e-5.
 inline constexpr float kUsualSoftcap = 512;
 
 /// Scale, softcap and ALiBi as a map from raw scores to scores, which are logits in a unit of their own:
