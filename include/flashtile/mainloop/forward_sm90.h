@@ -474,23 +474,21 @@ struct ForwardMainloopSm90 {
           if (maps) score_tile.template map<Softcaps::kUsual>(scores, tScS, n_block * kN);
           if (edge) score_tile.mask(scores, tScS, n_block * kN);
         }
+        float added[2];
         if constexpr (kFirst) {
           softmax.begin(scores);
           softmax.relate(scores);
-        }
-        // The weights that make a row outgrow its reference, or that are not yet relative to it, are formed once more:
-        // by the same code, as this loop has to stay within the instruction cache.
-        float added[2];
-        bool settled = kFirst;
-        while (true) {
-          softmax.weigh(tSrS, tOrP, added, settled);
-          if (settled || (!softmax.steep && !softmax.outgrown(added))) [[likely]]
-            break;
-          float factor[2];
-          softmax.raise(scores, factor);
-          scale_rows(rows_and_columns(tOrO), factor);
-          softmax.relate(scores);
-          settled = true;
+          softmax.weigh(tSrS, tOrP, added, true);
+        } else {
+          if (!softmax.steep) [[likely]]
+            softmax.weigh(tSrS, tOrP, added, false);
+          if (softmax.steep || softmax.outgrown(added)) [[unlikely]] {
+            float factor[2];
+            softmax.raise(scores, factor);
+            scale_rows(rows_and_columns(tOrO), factor);
+            softmax.relate(scores);
+            softmax.weigh(tSrS, tOrP, added, true);
+          }
         }
         softmax.row[0].sum += added[0];
         softmax.row[1].sum += added[1];

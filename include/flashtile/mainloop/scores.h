@@ -18,6 +18,27 @@ CUTE_DEVICE void for_column_pairs(Coord const& coord, const float* of_columns, V
     visit(c, *reinterpret_cast<const float2*>(of_columns + get<1>(coord(0, c))));
 }
 
+/// Calls `visit(c)` for every second column of `scores` (row, column), to change columns c and c + 1: which take their
+/// turns in columns 0 and 1, since registers have no index at run time. It is for what few inputs need: unrolled, such
+/// code fills the instruction cache in the midst of what all inputs need.
+template <class Scores, class Visit>
+CUTE_DEVICE void for_column_pairs_in_turn(Scores& scores, Visit&& visit) {
+  using namespace cute;
+  constexpr int kColumns = size<1>(decltype(scores.layout()){});
+  CUTE_NO_UNROLL
+  for (int c = 0; c < kColumns; c += 2) {
+    visit(c);
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(scores); ++r) {
+      const float first = scores(r, 0), second = scores(r, 1);
+      CUTE_UNROLL
+      for (int i = 0; i + 2 < kColumns; ++i) scores(r, i) = scores(r, i + 2);
+      scores(r, kColumns - 2) = first;
+      scores(r, kColumns - 1) = second;
+    }
+  }
+}
+
 /// Which softcaps a kernel serves: all, or those up to kUsualSoftcap.
 enum class Softcaps { kAny, kUsual };
 
@@ -73,12 +94,11 @@ struct ScoreTile {
     const float outer = params.score_map.outer, slope = this->slope();
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
-      const int first = first_column + get<1>(coord(r, 0));
-      const auto to_diagonal = static_cast<float>(first - lengths.diagonal(first_row + get<0>(coord(r, 0))));
+      const int to_diagonal = first_column - lengths.diagonal(first_row + get<0>(coord(r, 0)));
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c) {
-        const auto further = static_cast<float>(get<1>(coord(r, c)) - get<1>(coord(r, 0)));  // known when compiled
-        scores(r, c) = outer * scores(r, c) - slope * fabsf(to_diagonal + further);
+        const float distance = fabsf(float(to_diagonal + get<1>(coord(r, c))));
+        scores(r, c) = outer * scores(r, c) - slope * distance;
       }
     }
   }

@@ -47,27 +47,6 @@ CUTE_DEVICE void scale_rows(Rows&& rows, Factors const& factor) {
   }
 }
 
-/// Calls `visit(c)` for every second column of `scores` (row, column), to change columns c and c + 1: which take their
-/// turns in columns 0 and 1, since registers have no index at run time. It is for what few inputs need: unrolled, such
-/// code fills the instruction cache in the midst of what all inputs need.
-template <class Scores, class Visit>
-CUTE_DEVICE void for_column_pairs_in_turn(Scores& scores, Visit&& visit) {
-  using namespace cute;
-  constexpr int kColumns = size<1>(decltype(scores.layout()){});
-  CUTE_NO_UNROLL
-  for (int c = 0; c < kColumns; c += 2) {
-    visit(c);
-    CUTE_UNROLL
-    for (int r = 0; r < size<0>(scores); ++r) {
-      const float first = scores(r, 0), second = scores(r, 1);
-      CUTE_UNROLL
-      for (int i = 0; i + 2 < kColumns; ++i) scores(r, i) = scores(r, i + 2);
-      scores(r, kColumns - 2) = first;
-      scores(r, kColumns - 1) = second;
-    }
-  }
-}
-
 /// State of the rows that one thread shares with the other three of its quad. `sum` covers this thread's columns only
 /// until finish_sums().
 ///
@@ -144,19 +123,13 @@ struct OnlineSoftmax {
     using namespace cute;
     if (!steep) [[likely]]
       return;
-    float reference[kRows], largest[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      reference[r] = is_steep(r) ? row[r].reference : 0.0f;
-      largest[r] = is_steep(r) ? 0.0f : kInfinity;
-    }
-    for_column_pairs_in_turn(scores, [&](int) {
+      const float reference = is_steep(r) ? row[r].reference : 0.0f;
+      const float largest = is_steep(r) ? 0.0f : kInfinity;
       CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        CUTE_UNROLL
-        for (int c = 0; c < 2; ++c) scores(r, c) = min_or_nan(scores(r, c) - reference[r], largest[r]);
-      }
-    });
+      for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = min_or_nan(scores(r, c) - reference, largest);
+    }
   }
 
   /// scores, as fit() has left them, ← weights, added to the row sums. Takes few columns at a time: their sum is added
