@@ -2,8 +2,8 @@
 
 Eager calls do without the dispatcher (`_autograd.py`, `kvcache.py`) and give the same bits. An operator takes every
 option, in the order of `_C.pyi`, a window as its two distances, and a seed as an integer tensor on the CPU, so that a
-graph can draw one in each run. It always returns lse, and the
-state of the softmax, which its backward wants.
+graph can draw one in each run. It always returns lse, and that of attention the state of the softmax, which its
+backward wants.
 """
 
 import operator
