@@ -151,8 +151,9 @@ struct BackwardParams {
     return std::int64_t(head) * m_blocks + sequences.q.first_place(batch, queries.first, workspace.tile_m);
   }
 
-  /// Whether a batch entry has steep rows, whose weights are relative to more than the workspace says of a row.
-  FLASHTILE_HOST_DEVICE bool steep(int batch_index) const { return workspace.steep(memory)[batch_index] == mark; }
+  /// Whether there are steep rows, whose weights are relative to more than lse_log2 says of a row. It is read once a
+  /// thread block: of each block of keys, a trip to memory would come between its first scores and their weights.
+  FLASHTILE_HOST_DEVICE bool steep() const { return *workspace.steep(memory) == mark; }
 
   /// One tile of queries of one head.
   struct QueryTile {

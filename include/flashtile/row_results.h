@@ -41,9 +41,18 @@ struct RowResults {
     state[index] = row.reference;
     state[count + index] = row.log2_sum;
   }
-  FLASHTILE_HOST_DEVICE FinishedRow load(std::int64_t index, float unit) const {
-    if (state == nullptr) return FinishedRow::of_lse(lse[index], unit);
+  /// What memory holds of a row: row() makes something of it.
+  struct Stored {
+    float lse_or_reference = 0;
+    float log2_sum = 0;
+  };
+  FLASHTILE_HOST_DEVICE Stored load(std::int64_t index) const {
+    if (state == nullptr) return {lse[index]};
     return {state[index], state[count + index]};
+  }
+  FLASHTILE_HOST_DEVICE FinishedRow row(Stored const& stored, float unit) const {
+    if (state == nullptr) return FinishedRow::of_lse(stored.lse_or_reference, unit);
+    return {stored.lse_or_reference, stored.log2_sum};
   }
 };
 

@@ -21,9 +21,9 @@ namespace flashtile {
 ///   state      an int for each part of a tile of dq: how far its sum is, see SumOfDq. None where blocks of keys add to
 ///              zeros in any order
 ///   taken      an int, where thread blocks may ask for the next block and the batch is dense: as that of RaggedTiles
-///   steep      an int for each batch entry: the launch's mark where the entry has a steep row. So nobody clears it: no
-///              other launch has the mark, and where memory holds it by chance, or from the run before of a captured
-///              graph, the entry takes the longer way and gets the same result
+///   steep      an int: the launch's mark if any row is steep. So nobody clears it: no other launch has the mark, and
+///              where memory holds it by chance, or from the run before of a captured graph, the kernel takes the longer
+///              way to the same result
 ///   ragged     of a ragged batch, whose tiles have the places of Spans, head by head: the lists of the blocks of
 ///              queries and of keys, see RaggedTiles
 struct BackwardWorkspace {
@@ -41,7 +41,6 @@ struct BackwardWorkspace {
   int parts = 0;     // 0: no state
   bool ragged = false;
   int key_places = 0;  // of a ragged batch
-  int entries = 0;     // of the batch
 
   static BackwardWorkspace of(const Problem& p, const Variant& v) {
     const std::int64_t places = p.places_q(v.tile_m);
@@ -51,8 +50,7 @@ struct BackwardWorkspace {
             .head_dim = v.two_passes() ? 0 : v.head_dim,
             .parts = p.deterministic || v.arch == Arch::kSm90 ? v.parts_of_dq() : 0,
             .ragged = p.ragged,
-            .key_places = p.ragged ? static_cast<int>(p.places_k(v.tile_n)) : 0,
-            .entries = p.batch};
+            .key_places = p.ragged ? static_cast<int>(p.places_k(v.tile_n)) : 0};
   }
 
   static constexpr float kSteepRow = -0.0f;  // in lse_log2
@@ -79,7 +77,7 @@ struct BackwardWorkspace {
 
  private:
   std::int64_t bytes_of_rows() const {
-    return 4 * (rows() * (4 + head_dim) + tiles * parts + (counts() ? 1 : 0) + entries);
+    return 4 * (rows() * (4 + head_dim) + tiles * parts + (counts() ? 1 : 0) + 1);
   }
   std::int64_t queries_at() const { return (bytes_of_rows() + 15) / 16 * 16; }
   std::int64_t keys_at() const { return queries_at() + RaggedTiles::bytes(m_blocks); }

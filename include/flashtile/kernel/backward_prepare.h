@@ -75,7 +75,19 @@ __global__ void __launch_bounds__(kPrepareThreads)
   constexpr int kRowsAtATime = kPrepareThreads / kLanes;
   constexpr int kSteps = kTileM / kRowsAtATime;
   constexpr int kTogether = kSteps % 4 == 0 ? 4 : kSteps;  // steps whose loads are on their way together
-  static_assert(kTileM % kRowsAtATime == 0 && kTogether <= kLanes);
+  static_assert(kTileM % kRowsAtATime == 0 && kTileM <= kPrepareThreads);
+  // What there is to do once a row, thread r does for row r, so that its memory is read and written side by side. It is
+  // asked for here, and there when the columns are.
+  const int own_query = tile.m_block * kTileM + int(threadIdx.x);
+  const bool owns = int(threadIdx.x) < kTileM, counts = owns && own_query < queries.used;
+  RowResults::Stored stored;
+  float dlse = 0;
+  if (counts) {
+    const std::int64_t own = params.rows.strides.at(tile.batch, tile.head, queries.first + own_query);
+    stored = params.rows.load(own);
+    if (params.dlse) dlse = params.dlse[own];
+  }
+  __shared__ float products[kTileM];  // Σ dO∘O of each row
 #pragma unroll 1
   for (int first = threadIdx.x / kLanes; first < kTileM; first += kTogether * kRowsAtATime) {
     const int first_query = tile.m_block * kTileM + first;
@@ -89,16 +101,6 @@ __global__ void __launch_bounds__(kPrepareThreads)
         b[i] = *reinterpret_cast<const uint4*>(dout + query * params.dout_strides.row);
       }
     }
-    // What there is to do once a row, the i-th lane does for the i-th.
-    const int query = first_query + lane * kRowsAtATime;
-    const float unit_log2 = params.score_map.unit_log2;
-    FinishedRow finished;
-    float delta = 0;
-    if (lane < kTogether && query < queries.used) {
-      const std::int64_t index = params.rows.strides.at(tile.batch, tile.head, queries.first + query);
-      finished = params.rows.load(index, params.score_map.unit);
-      if (params.dlse) delta = -params.dlse[index];
-    }
     CUTE_UNROLL
     for (int i = 0; i < kTogether; ++i) {
       float sum = 0;
@@ -107,19 +109,22 @@ __global__ void __launch_bounds__(kPrepareThreads)
         sum += float(reinterpret_cast<const Element*>(&a[i])[j]) * float(reinterpret_cast<const Element*>(&b[i])[j]);
       CUTE_UNROLL
       for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
-      if (lane == i) delta += sum;
+      if (lane == 0) products[first + i * kRowsAtATime] = sum;
     }
-    if (lane < kTogether) {
-      const std::int64_t row = tile.place * kTileM + first + lane * kRowsAtATime;
-      float lse_log2 = finished.saw_nothing() ? kInfinity : finished.lse_log2(unit_log2) + 0.0f;  // −0 becomes 0
-      if (finished.steep(unit_log2)) {
-        lse_log2 = BackwardWorkspace::kSteepRow;
-        workspace.steep_rows(params.memory)[row] = {finished.reference, quotient(finished.log2_sum, unit_log2)};
-        workspace.steep(params.memory)[tile.batch] = params.mark;
-      }
-      workspace.lse_log2(params.memory)[row] = lse_log2;
-      workspace.delta(params.memory)[row] = finished.saw_nothing() ? 0.0f : delta;
+  }
+  __syncthreads();
+  if (owns) {
+    const std::int64_t row = tile.place * kTileM + threadIdx.x;
+    const float unit_log2 = params.score_map.unit_log2;
+    const FinishedRow finished = counts ? params.rows.row(stored, params.score_map.unit) : FinishedRow{};
+    float lse_log2 = finished.saw_nothing() ? kInfinity : finished.lse_log2(unit_log2) + 0.0f;  // −0 becomes 0
+    if (finished.steep(unit_log2)) {
+      lse_log2 = BackwardWorkspace::kSteepRow;
+      workspace.steep_rows(params.memory)[row] = {finished.reference, quotient(finished.log2_sum, unit_log2)};
+      *workspace.steep(params.memory) = params.mark;
     }
+    workspace.lse_log2(params.memory)[row] = lse_log2;
+    workspace.delta(params.memory)[row] = finished.saw_nothing() ? 0.0f : products[threadIdx.x] - dlse;
   }
 
   if (params.dq == nullptr) return;
@@ -156,7 +161,8 @@ __global__ void __launch_bounds__(kPrepareThreads) backward_sinks(const __grid_c
     if (query >= span.used) continue;
     const std::int64_t first =
         params.ragged_queries.given() ? params.workspace_tile(batch, head, span) : params.workspace_tile(batch, head);
-    const FinishedRow finished = params.rows.load(params.rows.strides.at(batch, head, span.first + query), unit);
+    const FinishedRow finished =
+        params.rows.row(params.rows.load(params.rows.strides.at(batch, head, span.first + query)), unit);
     if (finished.saw_nothing()) continue;
     sum -= exp2f(fminf(finished.above_lse_log2(sink, unit), 0.0f)) *
            params.workspace.delta(params.memory)[first * tile_m + query];

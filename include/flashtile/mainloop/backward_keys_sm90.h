@@ -144,6 +144,7 @@ struct BackwardKeysSm90 {
     Tiles& tiles;
     Barriers& barriers;
     int thread;
+    const bool steep = params.steep();
     typename Ring<kStages>::Cursor at{};
     typename Ring<1>::Cursor keys_at{};
     typename Ring<2>::Cursor weights_at{};
@@ -173,7 +174,6 @@ struct BackwardKeysSm90 {
       const Lengths lengths = work.lengths(params);
       const bool maps = params.score_map.maps();
       const float unit_log2 = params.score_map.unit_log2;
-      const bool steep = params.steep(work.batch);
       auto opening = SM90::GMMA::ScaleOut::Zero;
 
       barriers.k.wait_full(keys_at);

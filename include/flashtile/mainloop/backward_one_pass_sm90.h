@@ -347,6 +347,7 @@ struct BackwardOnePassSm90 {
 
       const bool maps = backward.score_map.maps();
       const float unit_log2 = backward.score_map.unit_log2;
+      const bool steep = backward.steep();
       typename Ring<kStages>::Cursor at{};
       Tensor tQrdQ = partition_fragment_C(mma_q, take<0, 2>(ShapeQ{}));  // (mma, m, head_dim), or turned
       const auto start_dq = [&](int buffer) __attribute__((always_inline)) {
@@ -384,7 +385,6 @@ struct BackwardOnePassSm90 {
         const int key = work.n_block * kN;
         const Lengths lengths = work.lengths(backward);
         const bool partial = key + kN > lengths.k;
-        const bool steep = backward.steep(work.batch);
         bool started = false;
         auto opening = SM90::GMMA::ScaleOut::Zero;
 

@@ -318,7 +318,7 @@ struct BackwardMainloopSm80 {
       return step;
     };
     const bool drops = kV.every_option && params.dropout.active();
-    const bool steep = params.steep(work.batch);
+    const bool steep = params.steep();
     const bool capped = params.score_map.capped;
     const int thread_of_all = threadIdx.x;
     const auto sum_of = [&](Step step) { return SumOfDq(params, tile_of(step), thread_of_all / 32); };

@@ -462,7 +462,8 @@ struct ForwardMainloopSm90 {
         finish(shared.work[at.stage], tOrO, softmax);
         shared.work_barriers.release_by_thread(at);
       };
-      // Scores to weights. Almost never do they outgrow the reference that the tile's first block has set.
+      // Scores to weights. Few blocks outgrow the reference that the tile's first block has set, and few rows are steep:
+      // these are left to weigh_again(), and false is returned. So the loops hold what all blocks need and nothing else.
       const auto weigh = [&](int n_block, auto first, auto interior_only) __attribute__((always_inline)) {
         constexpr bool kFirst = decltype(first)::value;
         Tensor scores = rows_and_columns(tSrS);  // (row, column)
@@ -474,31 +475,32 @@ struct ForwardMainloopSm90 {
           if (maps) score_tile.template map<Softcaps::kUsual>(scores, tScS, n_block * kN);
           if (edge) score_tile.mask(scores, tScS, n_block * kN);
         }
+        if (kFirst) softmax.begin(scores);
+        if (!kFirst && softmax.steep) return false;
         float added[2];
-        if constexpr (kFirst) {
-          softmax.begin(scores);
-          softmax.relate(scores);
-          softmax.weigh(tSrS, tOrP, added, true);
-        } else {
-          if (!softmax.steep) [[likely]]
-            softmax.weigh(tSrS, tOrP, added, false);
-          if (softmax.steep || softmax.outgrown(added)) [[unlikely]] {
-            float factor[2];
-            softmax.raise(scores, factor);
-            scale_rows(rows_and_columns(tOrO), factor);
-            softmax.relate(scores);
-            softmax.weigh(tSrS, tOrP, added, true);
-          }
-        }
+        softmax.weigh(tSrS, tOrP, added, false);
+        if (kFirst ? softmax.steep : softmax.outgrown(added)) return false;
         softmax.row[0].sum += added[0];
         softmax.row[1].sum += added[1];
-        if (drops) {
-          Work const& work = shared.work[work_at.stage];
-          KeptOf<decltype(tScS)>::template of<Rows::kQueries>(params.forward.dropout, work.tile.batch, work.tile.head,
-                                                              tScS, work.tile.m_block * kM,
-                                                              work.keys.first + n_block * kN)
-              .keep_words(recast<std::uint32_t>(tOrP));
-        }
+        return true;
+      };
+      // Of the first block's rows neither reference nor sum changes by this.
+      const auto weigh_again = [&] {
+        Tensor scores = rows_and_columns(tSrS);
+        float factor[2], added[2];
+        softmax.raise(scores, factor);
+        scale_rows(rows_and_columns(tOrO), factor);
+        softmax.relate(scores);
+        softmax.weigh(tSrS, tOrP, added, true);
+        softmax.row[0].sum += added[0];
+        softmax.row[1].sum += added[1];
+      };
+      const auto drop = [&](int n_block) {
+        Work const& work = shared.work[work_at.stage];
+        KeptOf<decltype(tScS)>::template of<Rows::kQueries>(params.forward.dropout, work.tile.batch, work.tile.head,
+                                                            tScS, work.tile.m_block * kM,
+                                                            work.keys.first + n_block * kN)
+            .keep_words(recast<std::uint32_t>(tOrP));
       };
 
       turns.begin();
@@ -519,8 +521,8 @@ struct ForwardMainloopSm90 {
         wait_matmul<0>(tOrO);
         shared.v_barriers.release_by_warp(v_at);
         v_at.advance();
-        weigh(n_block, false_type{}, interior_only);
         opening = SM90::GMMA::ScaleOut::One;
+        return weigh(n_block, false_type{}, interior_only);
       };
       CUTE_NO_UNROLL
       while (true) {
@@ -537,18 +539,22 @@ struct ForwardMainloopSm90 {
         start_scores(k_at.stage);
         turns.pass();
         wait_matmul<0>(tSrS);
-        release_operands(0);
-        weigh(0, true_type{}, false_type{});
-        opening = SM90::GMMA::ScaleOut::Zero;
         while (true) {
+          release_operands(0);
+          opening = SM90::GMMA::ScaleOut::Zero;
+          int n_block = 0;
+          bool weighed = weigh(0, true_type{}, false_type{});
           CUTE_NO_UNROLL
-          for (int n_block = 1; n_block < blocks;) {
-            if (kPeelInterior && !maps && interior.contains(n_block)) {
+          while (true) {
+            if (!weighed) [[unlikely]]
+              weigh_again();
+            if (drops) drop(n_block);
+            if (++n_block == blocks) break;
+            if (kPeelInterior && !maps && !drops && interior.contains(n_block)) {
               CUTE_NO_UNROLL
-              do step(n_block, true_type{});
-              while (++n_block < interior.end);
+              while ((weighed = step(n_block, true_type{})) && n_block + 1 < interior.end) ++n_block;
             } else {
-              step(n_block++, false_type{});
+              weighed = step(n_block, false_type{});
             }
           }
           const auto last_at = work_at;
@@ -572,9 +578,6 @@ struct ForwardMainloopSm90 {
           v_at.advance();
           finish_work(last_at);
           wait_matmul<0>(tSrS);
-          release_operands(0);
-          weigh(0, true_type{}, false_type{});
-          opening = SM90::GMMA::ScaleOut::Zero;
         }
       }
     }

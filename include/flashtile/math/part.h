@@ -17,7 +17,8 @@ struct Part {
   /// saw no key changes nothing: so the same parts give the same bits, wherever they are joined.
   CUTE_DEVICE void join(Part const& other, float unit_log2) {
     const float reference = fmaxf(state.reference, other.state.reference);
-    const auto factor = [&](float of) { return of == -kInfinity ? 0.0f : exp2_approx((of - reference) * unit_log2); };
+    const float origin = reference == -kInfinity ? 0.0f : reference;  // a difference of infinities would be NaN
+    const auto factor = [&](float of) { return exp2_approx((of - origin) * unit_log2); };
     const float a = factor(state.reference);
     const float b = factor(other.state.reference);
     const auto sum = [&](float x, float y) { return __fmaf_rn(b, y, __fmul_rn(a, x)); };
