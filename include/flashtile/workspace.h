@@ -22,8 +22,8 @@ namespace flashtile {
 ///              zeros in any order
 ///   taken      an int, where thread blocks may ask for the next block and the batch is dense: as that of RaggedTiles
 ///   steep      an int: the launch's mark if any row is steep. So nobody clears it: no other launch has the mark, and
-///              where memory holds it by chance, or from the run before of a captured graph, the kernel takes the longer
-///              way to the same result
+///              where memory holds it by chance, or from the run before of a captured graph, the kernel takes the
+///              longer way to the same result
 ///   ragged     of a ragged batch, whose tiles have the places of Spans, head by head: the lists of the blocks of
 ///              queries and of keys, see RaggedTiles
 struct BackwardWorkspace {
@@ -76,9 +76,7 @@ struct BackwardWorkspace {
   RaggedTiles ragged_keys(void* base) const { return list(base, keys_at(), key_places); }
 
  private:
-  std::int64_t bytes_of_rows() const {
-    return 4 * (rows() * (4 + head_dim) + tiles * parts + (counts() ? 1 : 0) + 1);
-  }
+  std::int64_t bytes_of_rows() const { return 4 * (rows() * (4 + head_dim) + tiles * parts + (counts() ? 1 : 0) + 1); }
   std::int64_t queries_at() const { return (bytes_of_rows() + 15) / 16 * 16; }
   std::int64_t keys_at() const { return queries_at() + RaggedTiles::bytes(m_blocks); }
   RaggedTiles list(void* base, std::int64_t at, int places) const {

@@ -172,7 +172,7 @@ struct BackwardKeysSm90 {
 
       const int key = work.n_block * kN;
       const Lengths lengths = work.lengths(params);
-      const bool maps = params.score_map.maps();
+      const bool maps = params.score_map.maps(), capped = params.score_map.capped;
       const float unit_log2 = params.score_map.unit_log2;
       auto opening = SM90::GMMA::ScaleOut::Zero;
 
@@ -181,16 +181,18 @@ struct BackwardKeysSm90 {
         const int stage = uniform(at.stage);
         barriers.q.wait_full(at);
         start_matmul(mma_s, tSrK, tSrQ(_, _, _, stage), tSrS, SM90::GMMA::ScaleOut::Zero);
+        // A new barrier counts as past its first round.
+        barriers.weights_empty[weights_at.stage].wait(weights_at.parity ^ 1);
         wait_matmul<0>(tSrS);
         const bool edge = !work.queries.interior.contains(m_block);  // behind the last key: rows that nobody stores
         const ScoreTile<BackwardParams> score_tile{params, {work.batch, head, work.n_block}, key, lengths.transposed()};
-        if (edge || maps) {
+        if (edge || maps || steep) {
           if (maps) score_tile.cap_or_stretch(scores, tScS, m_block * kM);
           if (edge) score_tile.mask(scores, tScS, m_block * kM);
+          if (steep)
+            relate_steep_rows(params, scores, tScS, tiles.statistics[stage][0],
+                              workspace_row(params, work, head, m_block));
         }
-        if (steep) [[unlikely]]
-          relate_steep_rows(params, scores, tScS, tiles.statistics[stage][0],
-                            workspace_row(params, work, head, m_block));
         const auto weigh = [&](auto&& slope) __attribute__((always_inline)) {
           for_column_pairs(tScS, tiles.statistics[stage][0], [&](int c, float2 lse) {
             CUTE_UNROLL
@@ -209,13 +211,11 @@ struct BackwardKeysSm90 {
           barriers.weights_full[weights_at.stage].arrive();
           weights_at.advance();
         };
-        // A new barrier counts as past its first round.
-        barriers.weights_empty[weights_at.stage].wait(weights_at.parity ^ 1);
-        if (params.score_map.capped || kV.every_option) [[unlikely]] {
+        if (capped || kV.every_option) [[unlikely]] {
           KeptOf<decltype(tScS)> kept;
           if constexpr (kV.every_option)
             kept = kept.template of<Rows::kKeys>(params.dropout, work.batch, head, tScS, key, m_block * kM);
-          if (params.score_map.capped)
+          if (capped)
             weigh([&](int r, int c) { return score_tile.cap_slope(scores(r, c)); });
           else
             weigh([](int, int) { return 1.0f; });

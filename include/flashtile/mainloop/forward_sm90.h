@@ -462,8 +462,9 @@ struct ForwardMainloopSm90 {
         finish(shared.work[at.stage], tOrO, softmax);
         shared.work_barriers.release_by_thread(at);
       };
-      // Scores to weights. Few blocks outgrow the reference that the tile's first block has set, and few rows are steep:
-      // these are left to weigh_again(), and false is returned. So the loops hold what all blocks need and nothing else.
+      // Scores to weights. Few blocks outgrow the reference that the tile's first block has set, and few rows are
+      // steep: these are left to weigh_again(), and false is returned. So the loops hold what all blocks need and
+      // nothing else.
       const auto weigh = [&](int n_block, auto first, auto interior_only) __attribute__((always_inline)) {
         constexpr bool kFirst = decltype(first)::value;
         Tensor scores = rows_and_columns(tSrS);  // (row, column)
@@ -476,10 +477,9 @@ struct ForwardMainloopSm90 {
           if (edge) score_tile.mask(scores, tScS, n_block * kN);
         }
         if (kFirst) softmax.begin(scores);
-        if (!kFirst && softmax.steep) return false;
         float added[2];
-        softmax.weigh(tSrS, tOrP, added, false);
-        if (kFirst ? softmax.steep : softmax.outgrown(added)) return false;
+        softmax.weigh(tSrS, tOrP, added, false);  // without a branch before it, it begins while P·V is waited for
+        if (softmax.steep || (!kFirst && softmax.outgrown(added))) return false;
         softmax.row[0].sum += added[0];
         softmax.row[1].sum += added[1];
         return true;
