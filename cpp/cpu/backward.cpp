@@ -173,7 +173,7 @@ class Backward {
                       head_rows(tensors_->forward.out, item.batch, item.head, first), queries.end - queries.begin,
                       problem_.head_dim_v);
     for (int i = queries.begin; i < queries.end; ++i) {
-      const FinishedRow row = results.row(results.load(at + i), unit);
+      const FinishedRow row = results.load(at + i, unit);
       reference[i] = row.reference;
       log2_sum[i] = row.saw_nothing() ? kInfinity : row.log2_sum;
       if (tensors_->dlse.given()) delta[i] -= static_cast<const float*>(tensors_->dlse.data)[at + i];

@@ -151,8 +151,8 @@ struct BackwardParams {
     return std::int64_t(head) * m_blocks + sequences.q.first_place(batch, queries.first, workspace.tile_m);
   }
 
-  /// Whether there are steep rows, whose weights are relative to more than lse_log2 says of a row. It is read once a
-  /// thread block: of each block of keys, a trip to memory would come between its first scores and their weights.
+  /// Whether there are steep rows, whose weights are relative to more than lse_log2 says of a row. Hopper's kernels
+  /// read it once a thread: read for each block of keys, it kept the first weights waiting for memory.
   FLASHTILE_HOST_DEVICE bool steep() const { return *workspace.steep(memory) == mark; }
 
   /// One tile of queries of one head.

@@ -41,16 +41,19 @@ struct RowResults {
     state[index] = row.reference;
     state[count + index] = row.log2_sum;
   }
-  /// What memory holds of a row: row() makes something of it.
+  FLASHTILE_HOST_DEVICE FinishedRow load(std::int64_t index, float unit) const { return finished(stored(index), unit); }
+
+  /// load() in two steps, between which other work can hide the trip to memory: what memory holds of a row, and the row
+  /// that it says.
   struct Stored {
     float lse_or_reference = 0;
     float log2_sum = 0;
   };
-  FLASHTILE_HOST_DEVICE Stored load(std::int64_t index) const {
+  FLASHTILE_HOST_DEVICE Stored stored(std::int64_t index) const {
     if (state == nullptr) return {lse[index]};
     return {state[index], state[count + index]};
   }
-  FLASHTILE_HOST_DEVICE FinishedRow row(Stored const& stored, float unit) const {
+  FLASHTILE_HOST_DEVICE FinishedRow finished(Stored const& stored, float unit) const {
     if (state == nullptr) return FinishedRow::of_lse(stored.lse_or_reference, unit);
     return {stored.lse_or_reference, stored.log2_sum};
   }

@@ -76,15 +76,15 @@ __global__ void __launch_bounds__(kPrepareThreads)
   constexpr int kSteps = kTileM / kRowsAtATime;
   constexpr int kTogether = kSteps % 4 == 0 ? 4 : kSteps;  // steps whose loads are on their way together
   static_assert(kTileM % kRowsAtATime == 0 && kTileM <= kPrepareThreads);
-  // What there is to do once a row, thread r does for row r, so that its memory is read and written side by side. It is
-  // asked for here, and there when the columns are.
+  // The numbers of row r are read and written by thread r, so that neighbours in memory are neighbours in a warp. Their
+  // loads start here and are used behind the loop, whose own loads take as long.
   const int own_query = tile.m_block * kTileM + int(threadIdx.x);
   const bool owns = int(threadIdx.x) < kTileM, counts = owns && own_query < queries.used;
   RowResults::Stored stored;
   float dlse = 0;
   if (counts) {
     const std::int64_t own = params.rows.strides.at(tile.batch, tile.head, queries.first + own_query);
-    stored = params.rows.load(own);
+    stored = params.rows.stored(own);
     if (params.dlse) dlse = params.dlse[own];
   }
   __shared__ float products[kTileM];  // Σ dO∘O of each row
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
   if (owns) {
     const std::int64_t row = tile.place * kTileM + threadIdx.x;
     const float unit_log2 = params.score_map.unit_log2;
-    const FinishedRow finished = counts ? params.rows.row(stored, params.score_map.unit) : FinishedRow{};
+    const FinishedRow finished = counts ? params.rows.finished(stored, params.score_map.unit) : FinishedRow{};
     float lse_log2 = finished.saw_nothing() ? kInfinity : finished.lse_log2(unit_log2) + 0.0f;  // −0 becomes 0
     if (finished.steep(unit_log2)) {
       lse_log2 = BackwardWorkspace::kSteepRow;
@@ -161,8 +161,7 @@ __global__ void __launch_bounds__(kPrepareThreads) backward_sinks(const __grid_c
     if (query >= span.used) continue;
     const std::int64_t first =
         params.ragged_queries.given() ? params.workspace_tile(batch, head, span) : params.workspace_tile(batch, head);
-    const FinishedRow finished =
-        params.rows.row(params.rows.load(params.rows.strides.at(batch, head, span.first + query)), unit);
+    const FinishedRow finished = params.rows.load(params.rows.strides.at(batch, head, span.first + query), unit);
     if (finished.saw_nothing()) continue;
     sum -= exp2f(fminf(finished.above_lse_log2(sink, unit), 0.0f)) *
            params.workspace.delta(params.memory)[first * tile_m + query];

@@ -484,7 +484,9 @@ struct ForwardMainloopSm90 {
         softmax.row[1].sum += added[1];
         return true;
       };
-      // Of the first block's rows neither reference nor sum changes by this.
+      // Weighs the block anew, with references that its scores do not exceed, and of steep rows with differences formed
+      // before they are multiplied. The references of a tile's first block are its maxima already, so raise() leaves
+      // them; the sums that it scales are 0 then, and the next P·V overwrites O.
       const auto weigh_again = [&] {
         Tensor scores = rows_and_columns(tSrS);
         float factor[2], added[2];
