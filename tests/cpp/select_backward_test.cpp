@@ -23,7 +23,7 @@ TEST(SelectBackward, OnHopperTakesTwoPassesOfWideHeads) {
     EXPECT_EQ(plan.tiles, d > 128 ? 2 * 2 * 5 + 2 * 8 * 3 : 2 * 2 * 3);
     EXPECT_EQ(plan.grid, std::min<std::int64_t>(plan.tiles, device.multiprocessors));
     if (d > 128) {
-      EXPECT_EQ(plan.workspace_bytes, 4 * 4 * rows + 4 + 4 * 2);
+      EXPECT_EQ(plan.workspace_bytes, 4 * 4 * rows + 4 + 4);
     }
   }
 }
@@ -122,26 +122,26 @@ TEST(SelectBackward, RefusesWhatItCannotCount) {
   EXPECT_EQ(refusal_of_backward(1, 1).find("q has 288230376151711744 tiles"), 0u);
 }
 
-TEST(SelectBackward, WorkspaceIsFourFloatsARowAndDqAndAnIntForEachEntry) {
+TEST(SelectBackward, WorkspaceIsFourFloatsARowAndDqAndAnInt) {
   const DeviceInfo device = gpu(80, 163);
   const BackwardPlan plan = select_backward(problem_on(device, DType::kFloat16, 128, 128, 1024), device);
-  EXPECT_EQ(plan.workspace_bytes, 4 * (128 + 4) * 2 * 8 * 1024 + 4 * 2);
+  EXPECT_EQ(plan.workspace_bytes, 4 * (128 + 4) * 2 * 8 * 1024 + 4);
 }
 
 TEST(SelectBackward, WhoAddsToATileOfDqMayNeedAnInt) {
-  constexpr int kRows = 2 * 8 * 1024, kEntries = 4 * 2;
+  constexpr int kRows = 2 * 8 * 1024, kSteep = 4;
   const auto workspace = [](const DeviceInfo& device, int head_dim, bool deterministic) {
     Problem problem = problem_on(device, DType::kFloat16, head_dim, head_dim, 1024);
     problem.deterministic = deterministic;
     return select_backward(problem, device).workspace_bytes;
   };
   const DeviceInfo ampere = gpu(80, 163), hopper = gpu(90, 227);
-  EXPECT_EQ(workspace(ampere, 64, false), 4 * (64 + 4) * kRows + kEntries);
+  EXPECT_EQ(workspace(ampere, 64, false), 4 * (64 + 4) * kRows + kSteep);
   EXPECT_EQ(workspace(ampere, 64, true),
-            4 * (64 + 4) * kRows + kEntries + 16 * kRows / 32 + 4);  // four warps, tiles of 32
-  EXPECT_EQ(workspace(hopper, 64, false), 4 * (64 + 4) * kRows + kEntries + 8 * kRows / 128 + 4);
+            4 * (64 + 4) * kRows + kSteep + 16 * kRows / 32 + 4);  // four warps, tiles of 32
+  EXPECT_EQ(workspace(hopper, 64, false), 4 * (64 + 4) * kRows + kSteep + 8 * kRows / 128 + 4);
   EXPECT_EQ(workspace(hopper, 64, true), workspace(hopper, 64, false));
-  EXPECT_EQ(workspace(hopper, 256, true), 16 * kRows + kEntries + 4);  // a pass of its own forms dQ
+  EXPECT_EQ(workspace(hopper, 256, true), 16 * kRows + kSteep + 4);  // a pass of its own forms dQ
 }
 
 }  // namespace
