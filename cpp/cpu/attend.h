@@ -38,7 +38,7 @@ struct KeyRows {
 template <class Source>
 void attend(const Problem& problem, const ForwardTensors& t, const Sizes& largest, const AttendMemory& memory,
             const Item& item, const PackedHeads& heads, const Source& source) {
-  const Kernels& kernel = kernels(problem.dtype);
+  const Kernels& kernel = kernels(problem);
   const Lengths lengths = item.rows.lengths();
   const Span q = heads.rows(item.rows.q);
   const Sizes sizes = fit(largest, {q.used, lengths.k});

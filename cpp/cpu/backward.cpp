@@ -86,7 +86,7 @@ class Backward {
 
   void run(const BackwardTensors& tensors, void* workspace) {
     tensors_ = &tensors;
-    kernel_ = &kernels(problem_.dtype);
+    kernel_ = &kernels(problem_);
     Arena shared(workspace), own;
     shared_ = divide_shared(shared);
     divide_own(own);

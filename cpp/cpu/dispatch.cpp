@@ -1,6 +1,7 @@
 #include "dispatch.h"
 
 #include <atomic>
+#include <cmath>
 #include <vector>
 
 namespace flashtile::cpu {
@@ -37,6 +38,13 @@ std::atomic<InstructionSet>& chosen() {
   return set;
 }
 
+/// Whether scores differ by less than 2^-38 where all products of Q·K below float32's normal range, 2^-126, count as 0:
+/// the instruction for dot products of bfloat16 takes them so. There are up to 2^8 of them in a score.
+bool tiny_products_are_nothing(const Problem& problem) {
+  constexpr float kLargestScale = 0x1p80f;
+  return std::abs(problem.scale) <= kLargestScale && std::abs(problem.score_map().inner) <= kLargestScale;
+}
+
 }  // namespace
 
 const char* name_of(InstructionSet set) {
@@ -62,13 +70,15 @@ void use_instruction_set(InstructionSet set) {
   chosen() = set;
 }
 
-const Kernels& kernels(DType dtype) {
+const Kernels& kernels(const Problem& problem) {
+  const DType dtype = problem.dtype;
 #if defined(__x86_64__)
   switch (instruction_set()) {
     case InstructionSet::kBaseline: break;
     case InstructionSet::kAvx2: return avx2_kernels(dtype);
     case InstructionSet::kAvx512: return avx512_kernels(dtype);
-    case InstructionSet::kAvx512Bf16: return avx512_bf16_kernels(dtype);
+    case InstructionSet::kAvx512Bf16:
+      return tiny_products_are_nothing(problem) ? avx512_bf16_kernels(dtype) : avx512_kernels(dtype);
   }
 #endif
   return baseline_kernels(dtype);

@@ -105,8 +105,8 @@ class Call {
       return static_cast<const std::byte*>(table.data) + at * table.strides[0] * bytes_of(problem_.dtype);
     };
     std::memmove(target, source, static_cast<std::size_t>(problem_.head_dim * bytes_of(problem_.dtype)));
-    kernels(problem_.dtype)
-        .rotate(target, source, {angles(t_.rotary_cos), angles(t_.rotary_sin), pairs, cache_.rotary_interleaved});
+    kernels(problem_).rotate(target, source,
+                             {angles(t_.rotary_cos), angles(t_.rotary_sin), pairs, cache_.rotary_interleaved});
   }
 
   void append_head(int b, int head) const {

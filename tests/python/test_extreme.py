@@ -94,16 +94,31 @@ def check(call, function=None):
     assert_accurate(out, exact_out, rough_out, slack=slack_of(call.v))
     assert_accurate(lse, exact_lse, rough_lse, "lse", slack=torch.finfo(torch.float32).eps * finite_size(exact_lse))
     # P and dS are rounded to the dtype, each on its own: as difference_rounding has it, of that rounding.
-    dq_slack, dk_slack = difference_rounding(*call.inputs(), incoming(out), scale=call.options.get("scale"))
+    differences = difference_rounding(*call.inputs(), incoming(out), scale=call.options.get("scale"))
     larger = eps / torch.finfo(torch.float32).eps
     rows = call.q.shape[1] * call.q.shape[2] / call.k.shape[2]
-    slacks = (larger * dq_slack, larger * dk_slack, 2 * eps * math.sqrt(rows))
+    sums = sum_rounding(call, exact_out)
+    slacks = [larger * x + y for x, y in zip(differences, sums, strict=True)] + [2 * eps * math.sqrt(rows)]
     for name, x, y, z, slack in zip(("dq", "dk", "dv"), gradients, exact, rough, slacks, strict=True):
         z = torch.where(z.isfinite(), z, y.to(z.dtype))  # where the plain formula fails in float32
         beyond = y.abs() - torch.finfo(x.dtype).max
         y = torch.where(beyond > 0, y * math.inf, y)
         y = torch.where(beyond.abs() <= slack, x.double(), y)  # which may be on either side
         assert_accurate(x, y, z, name, slack=slack)
+
+
+def sum_rounding(call, exact_out):
+    """The errors that dq and dk may have because the weights of a row, taken again from its scores, add up to 1 but for
+    the rounding of exponents, which are up to log2(S_k) in size: Σ dS, which is 0, is off by that much of delta. The
+    formula divides by a sum, and so is right here to a rounding of 1. Errors of a key's rows add up like a random
+    walk."""
+    q, k, _ = call.inputs()
+    exponents = torch.finfo(torch.float32).eps / 2 * max(1.0, math.log2(k.shape[1]))
+    delta = finite_size((incoming(exact_out) * exact_out).sum(dim=-1))
+    scale = abs(call.options.get("scale", q.shape[-1] ** -0.5))
+    rows = q.shape[1] * q.shape[2] / k.shape[2]
+    off = scale * exponents * delta
+    return off * finite_size(k), off * finite_size(q) * math.sqrt(rows)
 
 
 def finite_size(x):
