@@ -32,6 +32,7 @@ class Rows {
   Rows(const Problem& problem, const ForwardTensors& t, const Item& item, const PackedHeads& heads)
       : results_(RowResults::of(problem, t)), item_(item), heads_(heads) {}
 
+  bool wanted() const { return results_.wanted(); }
   void store(int row, const FinishedRow& finished, float unit) const {
     const std::int64_t at = results_.strides.at(item_.batch, heads_.head(row), item_.rows.q.first + heads_.query(row));
     results_.store(at, finished, unit);
@@ -63,8 +64,12 @@ void normalise(const Problem& problem, const ForwardTensors& t, const Item& item
   const auto* const sinks = static_cast<const float*>(t.sinks.data);
   for (int row = rows.begin; row < rows.end; ++row) {
     const int i = row - rows.begin;
-    const float sink = sinks != nullptr ? sinks[heads.head(row)] : -kInfinity;
-    const FinishedRow finished = RowState{buffers.reference[i], buffers.sum[i]}.finish(sink, unit);
+    const RowState state{buffers.reference[i], buffers.sum[i]};
+    if (sinks == nullptr && !results.wanted()) {  // nobody needs a logarithm
+      buffers.rescale[i] = state.normaliser();
+      continue;
+    }
+    const FinishedRow finished = state.finish(sinks != nullptr ? sinks[heads.head(row)] : -kInfinity, unit);
     buffers.rescale[i] = finished.normaliser;
     results.store(row, finished, unit);
   }

@@ -55,9 +55,10 @@ void online_softmax(const ForwardBlock& block, const Tile& tile, int column) {
   for (int key = seen.begin; key < seen.end; ++key) {
     for (int j = 0; j < kVectors; ++j) top[j] = max_or_second(load(scores + key * stride + j * kLanes), top[j]);
   }
-  for (int j = 0; j < kVectors; ++j) {
-    if (any(top[j] > kLargest)) [[unlikely]]
-      top[j] = make_finite(scores + j * kLanes, seen, stride);
+  IntVec infinite{};
+  for (int j = 0; j < kVectors; ++j) infinite |= top[j] > kLargest;
+  if (any(infinite)) [[unlikely]] {
+    for (int j = 0; j < kVectors; ++j) top[j] = make_finite(scores + j * kLanes, seen, stride);
   }
   for (int j = 0; j < kVectors; ++j) {
     const int i = column + j * kLanes;
@@ -65,14 +66,14 @@ void online_softmax(const ForwardBlock& block, const Tile& tile, int column) {
     const Vec next = max_or_second(top[j], old);
     store(to.reference + i, next);
     reference[j] = next == -kInfinity ? Vec{} : next;  // nothing seen yet: keeps −inf − −inf out
-    const Vec rescale = exp2((old - reference[j]) * unit_log2);
+    const Vec rescale = exp2(old - reference[j], unit_log2);
     store(to.rescale + i, rescale);
     store(to.sum + i, load(to.sum + i) * rescale);
     sum[j] = Vec{};
   }
   const auto probability = [&](int key, int j) {
     const int at = key * stride + j * kLanes;
-    const Vec p = exp2((load(scores + at) - reference[j]) * unit_log2);
+    const Vec p = exp2(load(scores + at) - reference[j], unit_log2);
     sum[j] += p;
     return tile.dropout == nullptr ? p : p * load(tile.dropout + column + at);
   };

@@ -72,22 +72,29 @@ FLASHTILE_INLINE Vec min_or_second(Vec a, Vec b) {
 
 /// Whether any lane of a comparison holds.
 FLASHTILE_INLINE bool any(IntVec lanes) {
-  std::int32_t all = 0;
-  for (int i = 0; i < kLanes; ++i) all |= lanes[i];
-  return all != 0;
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)lanes) != 0;
+#else
+  using Halves = std::int64_t __attribute__((vector_size(16)));
+  const Halves halves = (Halves)lanes;
+  return (halves[0] | halves[1]) != 0;
+#endif
 }
 
-/// 2^x within 1 ulp for x ≤ 127; results below 2^−126 may be 0, 2^−inf is, and NaN stays NaN.
-FLASHTILE_INLINE Vec exp2(Vec x) {
+/// 2^(x · factor) within 1 ulp of that of the rounded product, which is at most 127; results below 2^−126 may be 0,
+/// 2^−inf is, and NaN stays NaN.
+FLASHTILE_INLINE Vec exp2(Vec x, float factor = 1) {
+  x *= factor;
 #if defined(__AVX512F__)
-  x = max_or_second(splat(-200.0f), x);  // keeps −inf − −inf out of the fraction
   const Vec whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
   // Adding 1.5 · 2^23 leaves the nearest whole number in the low bits.
   const Vec shifted = x + 12582912.0f;
   const Vec whole = shifted - 12582912.0f;
 #endif
-  const Vec r = x - whole;  // in [−½, ½]
+  const Vec r = x - whole;  // in [−½, ½]; NaN where x is −inf
   // Minimax polynomial for 2^r with constant term 1: relative error 2e-9, below float's.
   Vec p = splat(1.5353362e-4f);
   p = p * r + 1.3398875e-3f;
@@ -97,10 +104,10 @@ FLASHTILE_INLINE Vec exp2(Vec x) {
   p = p * r + 6.93147182e-1f;
   p = p * r + 1.0f;
 #if defined(__AVX512F__)
-  return _mm512_scalef_ps(p, whole);
+  return _mm512_scalef_ps(p, whole);  // by its definition 0 for a NaN and −inf
 #else
   const Vec power = (Vec)(((IntVec)shifted << 23) + 0x3f800000);
-  return x < -126.0f ? Vec{} : p * power;
+  return whole < -126.0f ? Vec{} : p * power;  // without x, the product can be a part of FMAs
 #endif
 }
 

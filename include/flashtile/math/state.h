@@ -80,6 +80,9 @@ struct RowState {
     return factor;
   }
 
+  /// That of finish() without a sink.
+  FLASHTILE_HOST_DEVICE float normaliser() const { return sum == 0 ? 0.0f : reciprocal(sum); }
+
   /// All scores are counted. `sink` is one logit more, that no value belongs to: −inf for none.
   FLASHTILE_HOST_DEVICE FinishedRow finish(float sink, float unit) const {
     FinishedRow row{.reference = reference, .log2_sum = 0, .normaliser = 1};
