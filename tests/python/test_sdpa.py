@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import BF16, DEVICE_PARAMS, DTYPES, F16, F32
-from compare import assert_accurate, assert_bitwise
-from hypothesis import given, settings
+from compare import assert_accurate, assert_bitwise, difference_rounding
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,11 +55,14 @@ def written_out(query, key, value, seen, scale=None):
     return weights.masked_fill(blind, 0) @ value
 
 
+def incoming(out):
+    return torch.randn(out.shape, generator=torch.Generator().manual_seed(6)).to(out.device, BF16).to(out.dtype)
+
+
 def differentiated(function, inputs, dtype):
     leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
     out = function(*leaves)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(6)).to(out.device, BF16).to(dtype)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    return [out.detach(), *torch.autograd.grad(out, leaves, incoming(out))]
 
 
 def check(inputs, attn_mask=None, seen=None, function=served, **options):
@@ -72,9 +75,12 @@ def check(inputs, attn_mask=None, seen=None, function=served, **options):
     rough = differentiated(lambda *x: written_out(*x, seen, options.get("scale")), inputs, dtype)
     exact = differentiated(lambda *x: F.scaled_dot_product_attention(*x, attn_mask, **options), inputs, torch.float64)
     size = max([1.0, *(x.abs().max().item() for x in (*inputs, *exact) if x.numel() > 0)])
+    rows = [x.transpose(-2, -3) if x.dim() > 2 else x[:, None] for x in (*inputs, incoming(found[0]), found[0])]
+    of_dq, of_dk = difference_rounding(*rows[:4], options.get("scale"), out=rows[4])
     for what, mine, best, worse in zip(("out", "dq", "dk", "dv"), found, exact, rough, strict=True):
         assert mine.dtype is dtype
-        assert_accurate(mine, best.nan_to_num(), worse, what, slack=32 * ROUNDING * size)
+        slack = 32 * ROUNDING * size + {"dq": of_dq, "dk": of_dk}.get(what, 0.0)
+        assert_accurate(mine, best.nan_to_num(), worse, what, slack=slack)
 
 
 SHAPES = {
@@ -339,8 +345,12 @@ def problems(draw):
     return dict(q=q, k=k, head_dim_v=head_dim_v, dtype=draw(st.sampled_from(DTYPES))), layouts, shape, expanded, options
 
 
-@settings(max_examples=200, deadline=None)
+TWO_KEYS = dict(q=(9, 2, 20), k=(3, 20, 20), head_dim_v=25, dtype=BF16)  # dk of their rows is little but roundings
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(problems(), st.integers(0, 99))
+@example((TWO_KEYS, ["expanded", "heads first", "heads first"], None, None, dict(is_causal=True, enable_gqa=True)), 25)
 @pytest.mark.filterwarnings("ignore::flashtile.sdpa.FallbackWarning")
 def test_any_problem(problem, seed):
     shapes, layouts, mask, expanded, options = problem
