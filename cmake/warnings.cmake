@@ -5,7 +5,7 @@ target_compile_options(
   flashtile_warnings
   INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wshadow;-Wno-missing-field-initializers;$<$<BOOL:${FLASHTILE_STRICT}>:-Werror>>
 )
-# GCC 12 sees an overlap in std::string::replace that is not there (its bug 105651), in GoogleTest's headers too.
+# GCC 12 sees an overlap in std::string::replace that is not there, in GoogleTest's headers too.
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
   target_compile_options(flashtile_warnings INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wno-restrict>)
 endif()

@@ -94,7 +94,7 @@ FLASHTILE_INLINE Vec exp2(Vec x, float factor = 1) {
   const Vec shifted = x + 12582912.0f;
   const Vec whole = shifted - 12582912.0f;
 #endif
-  const Vec r = x - whole;  // in [−½, ½]; NaN where x is −inf
+  const Vec r = x - whole;  // in [−½, ½]; NaN where the product is −inf
   // Minimax polynomial for 2^r with constant term 1: relative error 2e-9, below float's.
   Vec p = splat(1.5353362e-4f);
   p = p * r + 1.3398875e-3f;
@@ -104,7 +104,7 @@ FLASHTILE_INLINE Vec exp2(Vec x, float factor = 1) {
   p = p * r + 6.93147182e-1f;
   p = p * r + 1.0f;
 #if defined(__AVX512F__)
-  return _mm512_scalef_ps(p, whole);  // by its definition 0 for a NaN and −inf
+  return _mm512_scalef_ps(p, whole);  // VSCALEFPS of a quiet NaN and −inf is 0 by definition
 #else
   const Vec power = (Vec)(((IntVec)shifted << 23) + 0x3f800000);
   return whole < -126.0f ? Vec{} : p * power;  // without x, the product can be a part of FMAs

@@ -129,19 +129,19 @@ TEST(SelectBackward, WorkspaceIsFourFloatsARowAndDqAndAnInt) {
 }
 
 TEST(SelectBackward, WhoAddsToATileOfDqMayNeedAnInt) {
-  constexpr int kRows = 2 * 8 * 1024, kSteep = 4;
+  constexpr int kRows = 2 * 8 * 1024, kSteepMark = 4;
   const auto workspace = [](const DeviceInfo& device, int head_dim, bool deterministic) {
     Problem problem = problem_on(device, DType::kFloat16, head_dim, head_dim, 1024);
     problem.deterministic = deterministic;
     return select_backward(problem, device).workspace_bytes;
   };
   const DeviceInfo ampere = gpu(80, 163), hopper = gpu(90, 227);
-  EXPECT_EQ(workspace(ampere, 64, false), 4 * (64 + 4) * kRows + kSteep);
+  EXPECT_EQ(workspace(ampere, 64, false), 4 * (64 + 4) * kRows + kSteepMark);
   EXPECT_EQ(workspace(ampere, 64, true),
-            4 * (64 + 4) * kRows + kSteep + 16 * kRows / 32 + 4);  // four warps, tiles of 32
-  EXPECT_EQ(workspace(hopper, 64, false), 4 * (64 + 4) * kRows + kSteep + 8 * kRows / 128 + 4);
+            4 * (64 + 4) * kRows + kSteepMark + 16 * kRows / 32 + 4);  // four warps, tiles of 32
+  EXPECT_EQ(workspace(hopper, 64, false), 4 * (64 + 4) * kRows + kSteepMark + 8 * kRows / 128 + 4);
   EXPECT_EQ(workspace(hopper, 64, true), workspace(hopper, 64, false));
-  EXPECT_EQ(workspace(hopper, 256, true), 16 * kRows + kSteep + 4);  // a pass of its own forms dQ
+  EXPECT_EQ(workspace(hopper, 256, true), 16 * kRows + kSteepMark + 4);  // a pass of its own forms dQ
 }
 
 }  // namespace

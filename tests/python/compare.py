@@ -52,21 +52,28 @@ def score_rounding(lse, values=None):
     return torch.finfo(torch.float32).eps * size(lse) * size(values)
 
 
+def largest(x):
+    """Of what is finite: the rows of a ragged batch's tail are NaN, and an lse may be -inf."""
+    return torch.where(x.isfinite(), x, 0).abs().max().item() if x.numel() else 0.0
+
+
+def row_rounding(q, k, error, scale=None):
+    """The errors that dq and dk have where each row's dS is off by P times up to `error`. Those of all rows of a key
+    add up like a random walk."""
+    scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
+    rows = q.shape[-3] * q.shape[-2] // max(k.shape[-2], 1)
+    return scale * error * largest(k), scale * error * largest(q) * math.sqrt(rows)
+
+
 def difference_rounding(q, k, v, dout, scale=None, dropout_p=0.0, out=None):
     """The errors that dq and dk may have from dS = P (dP - delta). Both are float32 sums over D_v, each rounded in its
     own way, and where a row has one key, nothing else is left of dS; the formula subtracts a sum from itself. Errors of
-    the products of a sum, and of all rows of a key, add up like a random walk. Where `out` is given, so do those of its
-    rounding to the dtype, by up to eps/2: delta = Σ dout · out is taken from what the forward left."""
-
-    def largest(x):  # of the rows that count: those of a ragged batch's tail are NaN
-        return torch.where(x.isfinite(), x, 0).abs().max().item() if x.numel() else 0.0
-
-    products = torch.finfo(torch.float32).eps * largest(dout.float().norm(dim=-1)) * largest(v) / (1 - dropout_p)
+    the products of a sum add up like a random walk. Where `out` is given, so do those of its rounding to the dtype, by
+    up to eps/2: delta = Σ dout · out is taken from what the forward left."""
+    error = torch.finfo(torch.float32).eps * largest(dout.float().norm(dim=-1)) * largest(v) / (1 - dropout_p)
     if out is not None:
-        products += torch.finfo(out.dtype).eps / 2 * largest((dout.float() * out.float()).norm(dim=-1))
-    scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
-    rows = q.shape[-3] * q.shape[-2] // max(k.shape[-2], 1)
-    return scale * products * largest(k), scale * products * largest(q) * math.sqrt(rows)
+        error += torch.finfo(out.dtype).eps / 2 * largest((dout.float() * out.float()).norm(dim=-1))
+    return row_rounding(q, k, error, scale)
 
 
 def sink_rounding(out, lse, dout, sinks):

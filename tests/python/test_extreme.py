@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from cases import BF16, DEVICE_PARAMS, F16, F32
-from compare import assert_accurate, difference_rounding
+from compare import assert_accurate, difference_rounding, largest, row_rounding
 from reference import attention as reference
 
 import flashtile
@@ -92,7 +92,7 @@ def check(call, function=None):
         return 2 * eps * torch.where(x.isfinite(), x, 0).abs().max().item()
 
     assert_accurate(out, exact_out, rough_out, slack=slack_of(call.v))
-    assert_accurate(lse, exact_lse, rough_lse, "lse", slack=torch.finfo(torch.float32).eps * finite_size(exact_lse))
+    assert_accurate(lse, exact_lse, rough_lse, "lse", slack=torch.finfo(torch.float32).eps * largest(exact_lse))
     # P and dS are rounded to the dtype, each on its own: as difference_rounding has it, of that rounding.
     differences = difference_rounding(*call.inputs(), incoming(out), scale=call.options.get("scale"))
     larger = eps / torch.finfo(torch.float32).eps
@@ -110,19 +110,11 @@ def check(call, function=None):
 def sum_rounding(call, exact_out):
     """The errors that dq and dk may have because the weights of a row, taken again from its scores, add up to 1 but for
     the rounding of exponents, which are up to log2(S_k) in size: Σ dS, which is 0, is off by that much of delta. The
-    formula divides by a sum, and so is right here to a rounding of 1. Errors of a key's rows add up like a random
-    walk."""
+    formula divides by a sum, and so is right here to a rounding of 1."""
     q, k, _ = call.inputs()
     exponents = torch.finfo(torch.float32).eps / 2 * max(1.0, math.log2(k.shape[1]))
-    delta = finite_size((incoming(exact_out) * exact_out).sum(dim=-1))
-    scale = abs(call.options.get("scale", q.shape[-1] ** -0.5))
-    rows = q.shape[1] * q.shape[2] / k.shape[2]
-    off = scale * exponents * delta
-    return off * finite_size(k), off * finite_size(q) * math.sqrt(rows)
-
-
-def finite_size(x):
-    return torch.where(x.isfinite(), x, 0).abs().max().item()
+    delta = (incoming(exact_out) * exact_out).sum(dim=-1)
+    return row_rounding(q, k, exponents * largest(delta), call.options.get("scale"))
 
 
 @on_every_device
@@ -316,7 +308,7 @@ def test_ragged_and_cached_rows(device, dtype, base):
     for splits in (0, 1, 3):
         out, lse = flashtile.attention_kvcache(q, k, v, cache_seqlens=k.shape[1], num_splits=splits, return_lse=True)
         assert_accurate(out, exact_out, exact_out.to(dtype), slack=4 * torch.finfo(dtype).eps * v.abs().max().item())
-        assert_accurate(lse, exact_lse, exact_lse.float(), "lse", slack=1e-6 * finite_size(exact_lse))
+        assert_accurate(lse, exact_lse, exact_lse.float(), "lse", slack=1e-6 * largest(exact_lse))
     few = flashtile.attention_kvcache(q[:, -3:], k, v, cache_seqlens=k.shape[1], batch_invariant=True)
     one = flashtile.attention_kvcache(q[:, -1:], k, v, cache_seqlens=k.shape[1], batch_invariant=True)
     assert torch.equal(few[:, -1:], one)
