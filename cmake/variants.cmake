@@ -63,11 +63,9 @@ function(flashtile_add_kernels target)
   list(LENGTH sources count)
   set(FLASHTILE_CUDA_UNITS ${count} PARENT_SCOPE)
 
-  add_library(${target} STATIC ${sources} cpp/cuda/append.cu cpp/cuda/order_tiles.cu cpp/cuda/prefill.cu
-              cpp/cuda/tensor_map.cpp)
-  set_source_files_properties(
-    cpp/cuda/append.cu cpp/cuda/order_tiles.cu cpp/cuda/prefill.cu PROPERTIES COMPILE_OPTIONS -gencode=${FLASHTILE_GENCODE_sm80}
-  )
+  set(for_every_gpu cpp/cuda/append.cu cpp/cuda/order_tiles.cu cpp/cuda/prefill.cu cpp/cuda/prepare_backward.cu)
+  set_source_files_properties(${for_every_gpu} PROPERTIES COMPILE_OPTIONS -gencode=${FLASHTILE_GENCODE_sm80})
+  add_library(${target} STATIC ${sources} ${for_every_gpu} cpp/cuda/tensor_map.cpp)
   target_include_directories(${target} PRIVATE include cpp)
   target_link_libraries(${target} PRIVATE flashtile_cutlass flashtile_warnings)
   target_compile_definitions(

@@ -6,10 +6,10 @@
 #include <cute/tensor.hpp>
 
 #include "flashtile/epilogue/gradient.h"
-#include "flashtile/kernel/backward_prepare.h"
 #include "flashtile/launch.h"
 #include "flashtile/mainloop/backward_one_pass_sm90.h"
 #include "flashtile/params.h"
+#include "flashtile/prepare_backward.h"
 #include "flashtile/tensor_map.h"
 
 namespace flashtile {
@@ -142,7 +142,7 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
       .blocks = static_cast<int>(plan.tiles),
   };
   const int tiles = static_cast<int>(workspace.tiles);
-  launch_backward_prepare<Row>(plan, backward, stream);
+  prepare_backward(plan, backward, stream);
   const auto launch_main = [&](auto kernel, KernelHandles& handles) {
     launch(kernel, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory}, params, stream);
   };

@@ -4,10 +4,10 @@
 #include <cute/tensor.hpp>
 
 #include "flashtile/epilogue/tile.h"
-#include "flashtile/kernel/backward_prepare.h"
 #include "flashtile/launch.h"
 #include "flashtile/mainloop/backward_sm80.h"
 #include "flashtile/params.h"
+#include "flashtile/prepare_backward.h"
 
 namespace flashtile {
 
@@ -80,7 +80,7 @@ void launch_backward_sm80(const BackwardPlan& plan, const BackwardTensors& tenso
   const Device device = plan.problem.device;
   const int tiles = static_cast<int>(params.workspace.tiles);
   const int threads = Mainloop::kThreads;
-  launch_backward_prepare<Row>(plan, params, stream);
+  prepare_backward(plan, params, stream);
   launch(backward_sm80<Row>, main, device, {plan.grid, threads, plan.shared_memory}, params, stream);
   if (params.dq)
     launch(backward_finish_sm80<Row>, finish, device,

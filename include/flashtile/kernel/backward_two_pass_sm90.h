@@ -8,12 +8,12 @@
 #include <cute/tensor.hpp>
 
 #include "flashtile/epilogue/gradient.h"
-#include "flashtile/kernel/backward_prepare.h"
 #include "flashtile/launch.h"
 #include "flashtile/mainloop/backward_keys_sm90.h"
 #include "flashtile/mainloop/backward_queries_sm90.h"
 #include "flashtile/mainloop/hand_out.h"
 #include "flashtile/params.h"
+#include "flashtile/prepare_backward.h"
 #include "flashtile/tensor_map.h"
 
 namespace flashtile {
@@ -197,7 +197,7 @@ void launch_backward_two_pass_sm90(const BackwardPlan& plan, const BackwardTenso
       .key_blocks = backward.dk || backward.dv ? static_cast<int>(plan.tiles - workspace.tiles) : 0,
       .query_tiles = backward.dq ? static_cast<int>(workspace.tiles) : 0,
   };
-  launch_backward_prepare<Row>(plan, backward, stream);
+  prepare_backward(plan, backward, stream);
   const LaunchShape shape = {std::min(plan.grid, params.key_blocks + params.query_tiles), Row::kVariant.threads(),
                              plan.shared_memory};
   ragged ? launch(backward_two_pass_sm90<Row, true>, of_ragged, device, shape, params, stream)

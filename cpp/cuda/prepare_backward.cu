@@ -1,5 +1,4 @@
-// Before a backward kernel: what it needs of each row, lists of ragged tiles, the beginning of dQ, gradients of sinks.
-#pragma once
+#include "flashtile/prepare_backward.h"
 
 #include <cute/tensor.hpp>
 
@@ -7,21 +6,24 @@
 #include "flashtile/mainloop/sum_of_dq.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/math/state.h"
-#include "flashtile/params.h"
 #include "flashtile/scheduler/list_tiles.h"
 
 namespace flashtile {
+namespace {
 
-inline constexpr int kPrepareThreads = 256;
+constexpr int kThreads = 256;
+static_assert(kThreads >= RaggedOrder::kClasses && kThreads >= kMostRowsOfBackwardTile);
 
-struct BackwardPrepareParams {
+struct PrepareParams {
   BackwardParams backward;
   RaggedOrder orders[2];
-  int lists;  // 2, of a dense batch 0
+  int lists;          // 2, of a dense batch 0
+  int tile_n;         // keys of the backward kernel's tiles
+  bool first_stores;  // the first block of keys to add to a tile of dQ: see SumOfDq
 };
 
 /// The entry of a place, as Spans::entry_of has it, by a whole warp: the lists are only being written at this time.
-__device__ inline int entry_of_place(Spans const& spans, int place, int tile) {
+__device__ int entry_of_place(Spans const& spans, int place, int tile) {
   int low = 0, high = spans.entries();
   while (high - low > 1) {
     const int step = (high - low + 31) / 32, entry = low + int(threadIdx.x % 32) * step;
@@ -34,34 +36,30 @@ __device__ inline int entry_of_place(Spans const& spans, int place, int tile) {
 }
 
 /// The tile of queries at place `index` of the workspace, by a whole warp; false if there is none.
-template <int kTileM>
 __device__ bool query_tile_at(BackwardParams const& params, int index, BackwardParams::QueryTile& tile) {
   if (!params.ragged_queries.given()) return params.find_query_tile(unsigned(index), tile);
   const Spans& spans = params.sequences.q;
+  const int tile_m = params.workspace.tile_m;
   const int head = index / params.m_blocks, place = index - head * params.m_blocks;
-  const int batch = entry_of_place(spans, place, kTileM);
+  const int batch = entry_of_place(spans, place, tile_m);
   const Sequence sequence = params.sequences.at(batch);
-  tile = {batch, head, place - spans.first_place(batch, sequence.q.first, kTileM), sequence, index};
-  return tile.m_block >= 0 && tile.m_block * kTileM < sequence.q.size;
+  tile = {batch, head, place - spans.first_place(batch, sequence.q.first, tile_m), sequence, index};
+  return tile.m_block >= 0 && tile.m_block * tile_m < sequence.q.size;
 }
 
 /// One thread block per tile of the workspace, see BackwardWorkspace; of a ragged batch, before those, one for each
-/// list of tiles, which the next kernel goes by.
-template <class Row>
-__global__ void __launch_bounds__(kPrepareThreads)
-    backward_prepare(const __grid_constant__ BackwardPrepareParams prepare) {
-  using Element = std::conditional_t<Row::kVariant.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
-  constexpr int kHeadDimV = Row::kVariant.head_dim_v;
-  constexpr int kVector = 8;                                                // elements of a 16-byte load
-  constexpr int kLanes = kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;  // of one row
-  static_assert(kHeadDimV <= kLanes * kVector && kPrepareThreads >= RaggedOrder::kClasses);
+/// list of tiles, which the next kernel goes by. `kLanes` threads read a row of O and of dO, 8 elements each.
+template <class Element, int kLanes>
+__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ PrepareParams prepare) {
+  constexpr int kVector = 8;  // elements of a 16-byte load
   BackwardParams const& params = prepare.backward;
   const BackwardWorkspace workspace = params.workspace;
+  const int tile_m = workspace.tile_m;
   const int index = int(blockIdx.x) - prepare.lists;
   if (index < 0) return list_tiles(params.sequences, prepare.orders[blockIdx.x]);
   if (workspace.counts() && index == 0 && threadIdx.x == 0) *params.taken = 0;
   BackwardParams::QueryTile tile;
-  if (index >= workspace.tiles || !query_tile_at<Row::kVariant.tile_m>(params, index, tile)) return;
+  if (index >= workspace.tiles || !query_tile_at(params, index, tile)) return;
   const Span queries = tile.sequence.q;
   const int lane = threadIdx.x % kLanes, column = lane * kVector;
   const auto origin = [&](const void* base, Strides const& strides) {
@@ -71,15 +69,12 @@ __global__ void __launch_bounds__(kPrepareThreads)
   const Element* const out = origin(params.out, params.out_strides);
   const Element* const dout = origin(params.dout, params.dout_strides);
 
-  constexpr int kTileM = Row::kVariant.tile_m;
-  constexpr int kRowsAtATime = kPrepareThreads / kLanes;
-  constexpr int kSteps = kTileM / kRowsAtATime;
-  constexpr int kTogether = kSteps % 4 == 0 ? 4 : kSteps;  // steps whose loads are on their way together
-  static_assert(kTileM % kRowsAtATime == 0 && kTileM <= kPrepareThreads);
+  constexpr int kRowsAtATime = kThreads / kLanes;
+  constexpr int kTogether = kLanes == 16 ? 5 : 4;  // steps whose loads are on their way together: 5 make a tile of 80
   // The numbers of row r are read and written by thread r, so that neighbours in memory are neighbours in a warp. Their
   // loads start here and are used behind the loop, whose own loads take as long.
-  const int own_query = tile.m_block * kTileM + int(threadIdx.x);
-  const bool owns = int(threadIdx.x) < kTileM, counts = owns && own_query < queries.used;
+  const int own_query = tile.m_block * tile_m + int(threadIdx.x);
+  const bool owns = int(threadIdx.x) < tile_m, counts = owns && own_query < queries.used;
   RowResults::Stored stored;
   float dlse = 0;
   if (counts) {
@@ -87,16 +82,16 @@ __global__ void __launch_bounds__(kPrepareThreads)
     stored = params.rows.stored(own);
     if (params.dlse) dlse = params.dlse[own];
   }
-  __shared__ float products[kTileM];  // Σ dO∘O of each row
+  __shared__ float products[kMostRowsOfBackwardTile];  // Σ dO∘O of each row
 #pragma unroll 1
-  for (int first = threadIdx.x / kLanes; first < kTileM; first += kTogether * kRowsAtATime) {
-    const int first_query = tile.m_block * kTileM + first;
+  for (int first = threadIdx.x / kLanes; first < tile_m; first += kTogether * kRowsAtATime) {
+    const int first_query = tile.m_block * tile_m + first;
     uint4 a[kTogether] = {}, b[kTogether] = {};
     if (column < params.head_dim_v) {
       CUTE_UNROLL
       for (int i = 0; i < kTogether; ++i) {
         const int query = first_query + i * kRowsAtATime;
-        if (query >= queries.used) continue;
+        if (first + i * kRowsAtATime >= tile_m || query >= queries.used) continue;
         a[i] = *reinterpret_cast<const uint4*>(out + query * params.out_strides.row);
         b[i] = *reinterpret_cast<const uint4*>(dout + query * params.dout_strides.row);
       }
@@ -109,12 +104,12 @@ __global__ void __launch_bounds__(kPrepareThreads)
         sum += float(reinterpret_cast<const Element*>(&a[i])[j]) * float(reinterpret_cast<const Element*>(&b[i])[j]);
       CUTE_UNROLL
       for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
-      if (lane == 0) products[first + i * kRowsAtATime] = sum;
+      if (lane == 0 && first + i * kRowsAtATime < tile_m) products[first + i * kRowsAtATime] = sum;
     }
   }
   __syncthreads();
   if (owns) {
-    const std::int64_t row = tile.place * kTileM + threadIdx.x;
+    const std::int64_t row = tile.place * tile_m + threadIdx.x;
     const float unit_log2 = params.score_map.unit_log2;
     const FinishedRow finished = counts ? params.rows.finished(stored, params.score_map.unit) : FinishedRow{};
     float lse_log2 = finished.saw_nothing() ? kInfinity : finished.lse_log2(unit_log2) + 0.0f;  // −0 becomes 0
@@ -128,32 +123,30 @@ __global__ void __launch_bounds__(kPrepareThreads)
   }
 
   if (params.dq == nullptr) return;
-  constexpr bool kFirstStores = Row::kVariant.arch == Arch::kSm90;  // the first to add to dQ: see SumOfDq
   if (int(threadIdx.x) < workspace.parts) {
-    const int first = tile.keys(params, Row::kVariant.tile_m, Row::kVariant.tile_n).visible.begin;
+    const int first = tile.keys(params, tile_m, prepare.tile_n).visible.begin;
     workspace.state(params.memory)[tile.place * workspace.parts + threadIdx.x] = !params.deterministic
                                                                                      ? SumOfDq::kNothing
-                                                                                 : kFirstStores ? ~first
-                                                                                                : first;
+                                                                                 : prepare.first_stores ? ~first
+                                                                                                        : first;
   }
-  if constexpr (!kFirstStores) {
-    const int size = workspace.tile_m * workspace.head_dim;
+  if (!prepare.first_stores) {
+    const int size = tile_m * workspace.head_dim;
     float4* const dq = reinterpret_cast<float4*>(workspace.dq(params.memory) + tile.place * size);
-    for (int i = threadIdx.x; i < size / 4; i += kPrepareThreads) dq[i] = {};
+    for (int i = threadIdx.x; i < size / 4; i += kThreads) dq[i] = {};
   }
 }
 
 /// dsinks = −Σ weight of the sink · delta, over all rows of a head, one thread block to each: in the same order in
 /// every run.
-template <class Row>
-__global__ void __launch_bounds__(kPrepareThreads) backward_sinks(const __grid_constant__ BackwardParams params) {
+__global__ void __launch_bounds__(kThreads) sinks_kernel(const __grid_constant__ BackwardParams params) {
   const int head = blockIdx.x;
   const float sink = params.sinks[head], unit = params.score_map.unit;
-  const int tile_m = Row::kVariant.tile_m;
+  const int tile_m = params.workspace.tile_m;
   const std::int64_t rows = params.sequences.q.places(tile_m) * tile_m;
   double sum = 0;
   // By place, not as they are listed: of equally long sequences that may differ from run to run.
-  for (std::int64_t row = threadIdx.x; row < rows; row += kPrepareThreads) {
+  for (std::int64_t row = threadIdx.x; row < rows; row += kThreads) {
     const int place = int(row / tile_m);
     const int batch = params.sequences.q.entry_of(place, tile_m);
     const Span span = params.sequences.q.at(batch);
@@ -166,31 +159,50 @@ __global__ void __launch_bounds__(kPrepareThreads) backward_sinks(const __grid_c
     sum -= exp2f(fminf(finished.above_lse_log2(sink, unit), 0.0f)) *
            params.workspace.delta(params.memory)[first * tile_m + query];
   }
-  __shared__ double sums[kPrepareThreads];
+  __shared__ double sums[kThreads];
   sums[threadIdx.x] = sum;
-  for (int half = kPrepareThreads / 2; half > 0; half /= 2) {
+  for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();
     if (int(threadIdx.x) < half) sums[threadIdx.x] += sums[threadIdx.x + half];
   }
   if (threadIdx.x == 0) params.dsinks[head] = float(sums[0]);
 }
 
-template <class Row>
-void launch_backward_prepare(BackwardPlan const& plan, BackwardParams const& params, Stream stream) {
-  static KernelHandles prepare, sinks;
-  const Device device = plan.problem.device;
-  const Band band = plan.problem.band;
-  const BackwardPrepareParams before{
-      .backward = params,
-      .orders = {{params.ragged_queries, RaggedOrder::Of::kQueries, Divisor(plan.variant.tile_m), band,
-                  Divisor(params.heads)},
-                 {params.ragged_keys, RaggedOrder::Of::kKeys, Divisor(plan.variant.tile_n), band,
-                  Divisor(params.heads_k), plan.parts_of_sequence, plan.blocks_of_section}},
-      .lists = plan.problem.ragged ? 2 : 0,
+template <class Element>
+void launch_prepare(PrepareParams const& params, Device device, Stream stream) {
+  static KernelHandles narrow, medium, wide;
+  const int head_dim_v = params.backward.head_dim_v;
+  const int blocks = params.lists + std::max(int(params.backward.workspace.tiles), 1);
+  const auto launch_kernel = [&](auto kernel, KernelHandles& handles) {
+    launch(kernel, handles, device, {blocks, kThreads, 0}, params, stream);
   };
-  const int blocks = before.lists + std::max(int(params.workspace.tiles), 1);
-  launch(backward_prepare<Row>, prepare, device, {blocks, kPrepareThreads, 0}, before, stream);
-  if (params.dsinks) launch(backward_sinks<Row>, sinks, device, {params.heads, kPrepareThreads, 0}, params, stream);
+  if (head_dim_v <= 64)
+    launch_kernel(prepare_kernel<Element, 8>, narrow);
+  else if (head_dim_v <= 128)
+    launch_kernel(prepare_kernel<Element, 16>, medium);
+  else
+    launch_kernel(prepare_kernel<Element, 32>, wide);
+}
+
+}  // namespace
+
+void prepare_backward(BackwardPlan const& plan, BackwardParams const& params, Stream stream) {
+  static KernelHandles sinks;
+  const Problem& problem = plan.problem;
+  const Variant& v = plan.variant;
+  const PrepareParams prepare{
+      .backward = params,
+      .orders = {{params.ragged_queries, RaggedOrder::Of::kQueries, Divisor(v.tile_m), problem.band,
+                  Divisor(params.heads)},
+                 {params.ragged_keys, RaggedOrder::Of::kKeys, Divisor(v.tile_n), problem.band, Divisor(params.heads_k),
+                  plan.parts_of_sequence, plan.blocks_of_section}},
+      .lists = problem.ragged ? 2 : 0,
+      .tile_n = v.tile_n,
+      .first_stores = v.arch == Arch::kSm90,
+  };
+  const bool is_half = v.dtype == DType::kFloat16;
+  (is_half ? launch_prepare<cute::half_t> : launch_prepare<cute::bfloat16_t>)(prepare, problem.device, stream);
+  if (params.dsinks) launch(sinks_kernel, sinks, problem.device, {params.heads, kThreads, 0}, params, stream);
 }
 
 }  // namespace flashtile
