@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
 
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-    if (threadIdx.x < (kPaged ? 32 : 1)) typename Mainloop::Producer{params, shared}.run();
-    if (threadIdx.x / 32 == 1) typename Mainloop::Scheduler{params, shared}.run();
+    if (threadIdx.x < (kPaged ? 32 : 1)) ForwardProducerSm90<Mainloop>{params, shared}.run();
+    if (threadIdx.x / 32 == 1) ForwardSchedulerSm90<Mainloop>{params, shared}.run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Mainloop::kRegisters>();
     const int thread = threadIdx.x - 128;
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
       clear(zeros);
       store(work, zeros);
     };
-    typename Mainloop::Consumer{params, shared, thread}.run(finish, skip);
+    ForwardConsumerSm90<Mainloop>{params, shared, thread}.run(finish, skip);
     if (Mainloop::kMemory.staged) tma_store_wait<0>();  // shared memory must outlive its readers
   }
 }

@@ -1,0 +1,295 @@
+// The warpgroups of Hopper's forward kernel that multiply and weigh.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flashtile/mainloop/dropped.h"
+#include "flashtile/mainloop/forward_sm90/storage.h"
+#include "flashtile/mainloop/scores.h"
+#include "flashtile/mainloop/wgmma.h"
+#include "flashtile/math/round.h"
+
+namespace flashtile {
+
+/// What one thread of the consumers holds of each operand: registers, or descriptors of shared memory.
+template <class Mainloop>
+struct ForwardFragmentsSm90 {
+  using SharedStorage = typename Mainloop::SharedStorage;
+  using Element = typename Mainloop::Element;
+  using MmaQK = typename Mainloop::MmaQK;
+  using MmaPV = typename Mainloop::MmaPV;
+  using ShapeS = cute::Shape<cute::Int<Mainloop::kM>, cute::Int<Mainloop::kN>>;
+
+  CUTE_DEVICE static auto shared_q(SharedStorage& shared) {
+    return cute::make_tensor(cute::make_smem_ptr(shared.q[0]),
+                             typename Mainloop::SmemLayoutQ{});  // (M, head_dim, stage)
+  }
+  CUTE_DEVICE static auto q(SharedStorage& shared, int thread, int warpgroup) {
+    using namespace cute;
+    Tensor sQ = shared_q(shared);
+    if constexpr (Mainloop::kKeepQ)
+      return MmaQK{}.get_slice(thread).partition_fragment_A(sQ(_, _, 0));  // (mma, m, k)
+    else
+      return MmaQK{}.get_slice(warpgroup * 128).partition_fragment_A(sQ);  // (mma, m, k, stage)
+  }
+  CUTE_DEVICE static auto k(SharedStorage& shared, int thread) {
+    using namespace cute;
+    Tensor sK = make_tensor(make_smem_ptr(shared.k[0]), typename Mainloop::SmemLayoutK{});  // (N, head_dim, stage)
+    return MmaQK{}.get_slice(thread).partition_fragment_B(sK);                              // (mma, n, k, stage)
+  }
+  CUTE_DEVICE static auto v(SharedStorage& shared, int thread) {
+    using namespace cute;
+    Tensor sVt = make_tensor(make_smem_ptr(shared.v[0]), typename Mainloop::SmemLayoutVt{});  // (head_dim, N, stage)
+    return MmaPV{}.get_slice(thread).partition_fragment_B(sVt);  // (mma, head_dim, k, stage)
+  }
+  CUTE_DEVICE static auto scores() { return cute::partition_fragment_C(MmaQK{}, ShapeS{}); }  // (mma, m, n)
+  /// The place of each score in the tile.
+  CUTE_DEVICE static auto places(int thread) {
+    return rows_and_columns(MmaQK{}.get_slice(thread).partition_C(cute::make_identity_tensor(ShapeS{})));
+  }
+  CUTE_DEVICE static auto weights() {
+    using namespace cute;
+    return make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<Mainloop::kN / 16>>>{});  // (mma, m, k)
+  }
+  CUTE_DEVICE static auto output() {
+    using namespace cute;
+    return partition_fragment_C(MmaPV{}, Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDimV>>{});  // (mma, m, head_dim)
+  }
+};
+
+/// One thread of the consumers; `thread` counts from the first of them.
+template <class Mainloop>
+class ForwardConsumerSm90 {
+  using Params = typename Mainloop::Params;
+  using SharedStorage = typename Mainloop::SharedStorage;
+  using Element = typename Mainloop::Element;
+  using Work = typename Mainloop::Work;
+  using Fragments = ForwardFragmentsSm90<Mainloop>;
+  using WorkCursor = typename Ring<Mainloop::kWorks>::Cursor;
+  using ScaleOut = cute::SM90::GMMA::ScaleOut;
+  static constexpr int kM = Mainloop::kM;
+  static constexpr int kN = Mainloop::kN;
+  static constexpr bool kKeepQ = Mainloop::kKeepQ;
+
+ public:
+  CUTE_DEVICE ForwardConsumerSm90(Params const& params, SharedStorage& shared, int thread)
+      : params(params),
+        shared(shared),
+        thread(thread),
+        // With a single stage of Q its descriptors are constants, which wait in ordinary registers.
+        warpgroup(Mainloop::kStagesQ == 1 ? thread / 128 : uniform(thread / 128)) {}
+
+  /// Computes tile after tile. Calls `finish(work, accumulators, softmax state)`, or `skip(work)` if it sees no key.
+  template <class Finish, class Skip>
+  CUTE_DEVICE void run(Finish&& finish, Skip&& skip) {
+    const auto finish_work = [&](WorkCursor at) {
+      finish(shared.work[at.stage], tOrO, softmax);
+      shared.work_barriers.release_by_thread(at);
+    };
+    turns.begin();
+    CUTE_NO_UNROLL
+    while (true) {
+      if (!next_tile()) {
+        if (blocks < 0) return;
+        skip(work());
+        shared.work_barriers.release_by_thread(work_at);
+        work_at.advance();
+        continue;
+      }
+      take_q();
+      shared.k_barriers.wait_full(k_at);
+      turns.await();
+      start_scores();
+      turns.pass();
+      wait_matmul<0>(tSrS);
+      while (true) {
+        weigh_blocks();
+        const WorkCursor last_at = work_at;
+        work_at.advance();
+        if (!next_tile()) {
+          start_output();
+          finish_output<0>();
+          finish_work(last_at);
+          break;
+        }
+        turns.await();
+        start_output();
+        take_q();
+        shared.k_barriers.wait_full(k_at);
+        start_scores();
+        turns.pass();
+        finish_output<1>();
+        finish_work(last_at);
+        wait_matmul<0>(tSrS);
+      }
+    }
+  }
+
+ private:
+  CUTE_DEVICE Work const& work() const { return shared.work[work_at.stage]; }
+
+  /// Whether the next tile sees a key; else it sees none, or is none.
+  CUTE_DEVICE bool next_tile() {
+    shared.work_barriers.wait_full(work_at);
+    blocks = work().keys.blocks;
+    interior = work().keys.interior;
+    return blocks > 0;
+  }
+
+  /// Waits for the rows of Q, and where they are kept in registers gives their stage back at once.
+  CUTE_DEVICE void take_q() {
+    using namespace cute;
+    auto& barriers = shared.q_barriers[warpgroup];
+    barriers.wait_full(q_at);
+    if constexpr (kKeepQ) {
+      Tensor sQ = Fragments::shared_q(shared);
+      const auto copy_q = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, mma_qk);
+      const auto copy_q_thread = copy_q.get_slice(thread);
+      copy(copy_q, copy_q_thread.partition_S(sQ(_, _, q_at.stage)), copy_q_thread.retile_D(tSrQ));
+      barriers.release_by_thread(q_at);
+      q_at.advance();
+    }
+  }
+
+  CUTE_DEVICE void start_scores() {
+    using namespace cute;
+    const int k_stage = k_at.stage;
+    const int q_stage = kKeepQ || Mainloop::kStagesQ == 1 ? 0 : uniform(q_at.stage);
+    if constexpr (kKeepQ)
+      start_matmul(mma_qk, tSrQ, tSrK(_, _, _, k_stage), tSrS, ScaleOut::Zero);
+    else
+      start_matmul(mma_qk, tSrQ(_, _, _, q_stage), tSrK(_, _, _, k_stage), tSrS, ScaleOut::Zero);
+  }
+
+  /// When the scores of a block are there.
+  CUTE_DEVICE void release_operands(int n_block) {
+    shared.k_barriers.release_by_warp(k_at);
+    k_at.advance();
+    if (!kKeepQ && n_block + 1 == blocks) {
+      shared.q_barriers[warpgroup].release_by_warp(q_at);
+      q_at.advance();
+    }
+  }
+
+  /// Starts P·V of the block in hand.
+  CUTE_DEVICE void start_output() {
+    using namespace cute;
+    shared.v_barriers.wait_full(v_at);
+    start_matmul(mma_pv, tOrP, tOrV(_, _, _, v_at.stage), tOrO, opening);
+  }
+  /// Waits for it, while kPending matmuls may go on that were started later.
+  template <int kPending>
+  CUTE_DEVICE void finish_output() {
+    wait_matmul<kPending>(tOrO);
+    shared.v_barriers.release_by_warp(v_at);
+    v_at.advance();
+  }
+
+  /// Weighs all blocks of a tile, the scores of whose first one are there, and adds up P·V of all but the last.
+  CUTE_DEVICE void weigh_blocks() {
+    using namespace cute;
+    release_operands(0);
+    opening = ScaleOut::Zero;
+    int n_block = 0;
+    bool weighed = weigh<true>(0, false_type{});
+    CUTE_NO_UNROLL
+    while (true) {
+      if (!weighed) [[unlikely]]
+        weigh_again();
+      if (drops) drop(n_block);
+      if (++n_block == blocks) break;
+      if (Mainloop::kPeelInterior && !maps && !drops && interior.contains(n_block)) {
+        CUTE_NO_UNROLL
+        while ((weighed = step(n_block, true_type{})) && n_block + 1 < interior.end) ++n_block;
+      } else {
+        weighed = step(n_block, false_type{});
+      }
+    }
+  }
+
+  /// P·V of the block in hand, and the weights of the next one.
+  template <class InteriorOnly>
+  CUTE_DEVICE bool step(int n_block, InteriorOnly interior_only) {
+    shared.k_barriers.wait_full(k_at);
+    turns.await();
+    start_scores();
+    start_output();
+    turns.pass();
+    wait_matmul<1>(tSrS);
+    release_operands(n_block);
+    finish_output<0>();
+    opening = ScaleOut::One;
+    return weigh<false>(n_block, interior_only);
+  }
+
+  /// Scores to weights. Few blocks outgrow the reference that the tile's first block has set, and few rows are steep:
+  /// these are left to weigh_again(), and false is returned. So the loops hold what all blocks need and nothing else.
+  template <bool kFirst, class InteriorOnly>
+  CUTE_DEVICE bool weigh(int n_block, InteriorOnly interior_only) {
+    using namespace cute;
+    Tensor scores = rows_and_columns(tSrS);  // (row, column)
+    const bool edge = !interior.contains(n_block);
+    if (!interior_only && (edge || maps)) {
+      const ScoreTile<ForwardParams> score_tile{params.forward, work().tile, work().tile.m_block * kM,
+                                                work().keys.lengths};
+      if (maps) score_tile.template map<Softcaps::kUsual>(scores, tScS, n_block * kN);
+      if (edge) score_tile.mask(scores, tScS, n_block * kN);
+    }
+    if (kFirst) softmax.begin(scores);
+    float added[2];
+    softmax.weigh(tSrS, tOrP, added, false);  // without a branch before it, it begins while P·V is waited for
+    if (softmax.steep || (!kFirst && softmax.outgrown(added))) return false;
+    softmax.row[0].sum += added[0];
+    softmax.row[1].sum += added[1];
+    return true;
+  }
+
+  /// Weighs the block anew, with references that its scores do not exceed, and of steep rows with differences formed
+  /// before they are multiplied. The references of a tile's first block are its maxima already, so raise() leaves them;
+  /// the sums that it scales are 0 then, and the next P·V overwrites O.
+  CUTE_DEVICE void weigh_again() {
+    auto scores = rows_and_columns(tSrS);  // (row, column)
+    float factor[2], added[2];
+    softmax.raise(scores, factor);
+    scale_rows(rows_and_columns(tOrO), factor);
+    softmax.relate(scores);
+    softmax.weigh(tSrS, tOrP, added, true);
+    softmax.row[0].sum += added[0];
+    softmax.row[1].sum += added[1];
+  }
+
+  CUTE_DEVICE void drop(int n_block) {
+    KeptOf<decltype(tScS)>::template of<Rows::kQueries>(params.forward.dropout, work().tile.batch, work().tile.head,
+                                                        tScS, work().tile.m_block * kM,
+                                                        work().keys.first + n_block * kN)
+        .keep_words(cute::recast<std::uint32_t>(tOrP));
+  }
+
+  Params const& params;
+  SharedStorage& shared;
+  const int thread;
+  const int warpgroup;
+  typename Mainloop::MmaQK mma_qk;
+  typename Mainloop::MmaPV mma_pv;
+  decltype(Fragments::q(shared, 0, 0)) tSrQ = Fragments::q(shared, thread, warpgroup);
+  decltype(Fragments::k(shared, 0)) tSrK = Fragments::k(shared, thread);  // (mma, n, k, stage)
+  decltype(Fragments::v(shared, 0)) tOrV = Fragments::v(shared, thread);  // (mma, head_dim, k, stage)
+  decltype(Fragments::places(0)) tScS = Fragments::places(thread);        // (row, column)
+  decltype(Fragments::scores()) tSrS = Fragments::scores();               // (mma, m, n)
+  decltype(Fragments::weights()) tOrP = Fragments::weights();             // (mma, m, k)
+  decltype(Fragments::output()) tOrO = Fragments::output();               // (mma, m, head_dim)
+  WorkCursor work_at{};                                                   // the tile in hand
+  typename Ring<Mainloop::kStagesQ>::Cursor q_at{};
+  // Two cursors, though one follows the other: a step uses each and then advances it, so both stay uniform.
+  typename Ring<Mainloop::kStages>::Cursor k_at{};  // the next block
+  typename Ring<Mainloop::kStages>::Cursor v_at{};  // the block in hand
+  const Turns<Mainloop::kWarpgroups> turns{warpgroup};
+  const bool maps = params.forward.score_map.maps();
+  const bool drops = Mainloop::kEveryOption && params.forward.dropout.active();
+  OnlineSoftmax<2> softmax{params.forward.score_map.unit_log2};
+  int blocks;                         // of the tile in hand
+  Range interior;                     // of those
+  ScaleOut opening = ScaleOut::Zero;  // the first P·V of a tile overwrites what the last one left
+};
+
+}  // namespace flashtile

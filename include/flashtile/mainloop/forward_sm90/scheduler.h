@@ -1,0 +1,143 @@
+// The warp of Hopper's forward kernel that says which tile comes next.
+#pragma once
+
+#include "flashtile/launch.h"
+#include "flashtile/mainloop/forward_sm90/storage.h"
+
+namespace flashtile {
+
+/// Hands out tiles: those of the plan, or, where sequences are ragged, the next that nobody has taken. A warp, of
+/// which one thread does all but place a few sequences.
+template <class Mainloop>
+struct ForwardSchedulerSm90 {
+  using Params = typename Mainloop::Params;
+  using SharedStorage = typename Mainloop::SharedStorage;
+  using Work = typename Mainloop::Work;
+  using Cursor = typename Ring<Mainloop::kWorks>::Cursor;
+  static constexpr int kN = Mainloop::kN;
+
+  Params const& params;
+  SharedStorage& shared;
+  Cursor at{};
+
+  /// `write(work)` writes what is handed out.
+  template <class Write>
+  CUTE_DEVICE void hand_out(Write&& write) {
+    shared.work_barriers.fill(at, [&] {
+      write(shared.work[at.stage]);
+      return 0;
+    });
+    at.advance();
+  }
+
+  /// Of the sequence whose spans `span_of(&Sequence::q)` and `span_of(&Sequence::k)` are.
+  template <class SpanOf>
+  CUTE_DEVICE void hand_out(TileCoord tile, SpanOf&& span_of) {
+    hand_out([&](Work& work) {
+      ForwardParams const& forward = params.forward;
+      const auto forget = [] { asm volatile("" ::: "memory"); };  // registers are few: what is needed is read again
+      work.tile = tile;
+      forget();
+      work.sequence.q = span_of(&Sequence::q);
+      forget();
+      work.sequence.k = span_of(&Sequence::k);
+      forget();
+      const Span &q = work.sequence.q, &k = work.sequence.k;
+      work.kv_head = forward.group.quotient(forward.packing.first_head(work.tile.head));
+      forget();
+      work.q_rows = TmaRows::of(forward.sequences.q, work.tile.batch, q, q.used);
+      forget();
+      work.k_rows = TmaRows::of(forward.sequences.k, work.tile.batch, k, k.used);
+      forget();
+      const Range queries = forward.packing.queries(work.tile.m_block * Mainloop::kM, Mainloop::kM, q.used);
+      if constexpr (Mainloop::kOverPages) {  // so that boxes lie within pages
+        const int first = forward.band.columns(queries.begin, work.sequence.lengths()).begin / kN * kN;
+        work.keys = VisibleKeys<kN>(forward.band, queries, work.sequence.lengths(), first);
+      } else {
+        work.keys = VisibleKeys<kN>(forward.band, queries, work.sequence.lengths());
+      }
+    });
+  }
+
+  /// Hands out tiles one by one, from the thread block's own on: `find(index, tile)` says whether there is one, of
+  /// the sequence whose spans are `span_of(tile, side)`. `begin()` follows the first; `take()` says how many were
+  /// taken.
+  template <class Find, class SpanOf, class Begin, class Take>
+  CUTE_DEVICE void hand_out_ragged(Find&& find, SpanOf&& span_of, Begin&& begin, Take&& take) {
+    unsigned index = blockIdx.x, parity = 0;
+    TileCoord tile;
+    CUTE_NO_UNROLL
+    while (find(index, tile)) {
+      Work const& work = shared.work[at.stage];
+      hand_out(tile, [&](auto side) { return span_of(tile, side); });
+      if (index == blockIdx.x) begin();
+      if (work.keys.blocks > 0) {
+        shared.near_end.wait(parity);
+        parity ^= 1;
+      }
+      unsigned blocks;
+      asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));  // or the compiler keeps it where there is no room
+      index = blocks + unsigned(take());
+    }
+  }
+
+  CUTE_DEVICE void hand_out_listed() {
+    RaggedOrder const& order = params.forward.ragged;
+    RaggedTile found;
+    await_kernel_before();
+    hand_out_ragged(
+        [&](unsigned index, TileCoord& tile) {
+          if (!order.tiles.find(index, order.heads.value, true, found)) return false;
+          tile = {found.entry->batch, found.head, found.block};
+          return true;
+        },
+        [&](TileCoord, auto side) { return found.entry->sequence.*side; }, [] {},
+        [&] { return atomicAdd(order.tiles.taken, 1); });
+  }
+
+  CUTE_DEVICE void hand_out_few(int tiles) {
+    int part = 0;
+    hand_out_ragged(
+        [&](unsigned index, TileCoord& tile) {
+          if (index >= unsigned(tiles)) return false;
+          tile = shared.few.find(index, params.forward.ragged, part);
+          return true;
+        },
+        [&](TileCoord tile, auto side) { return shared.few.sequences[tile.batch].*side; },
+        [&] { params.taken.begin(params.taken.found()); },
+        [&] {
+          const int taken = params.taken.add(cuda::memory_order_relaxed);
+          if (taken == tiles - 1) params.taken.clear();  // each thread block that had a tile asks once in vain
+          return taken;
+        });
+  }
+
+  CUTE_DEVICE void hand_out_dense() {
+    PersistentScheduler const& scheduler = params.scheduler;
+    Sequences const& sequences = params.forward.sequences;
+    const int size_q = sequences.q.size, size_k = sequences.k.size;
+    const Sequence whole{{0, size_q, size_q}, {0, size_k, size_k}};
+    CUTE_NO_UNROLL
+    for (int n = 0; n < scheduler.tiles_of(blockIdx.x); ++n)
+      hand_out(scheduler.tile(scheduler.index(n, blockIdx.x)), [&](auto side) { return whole.*side; });
+  }
+
+  CUTE_DEVICE void run() {
+    ForwardParams const& forward = params.forward;
+    const bool leads = threadIdx.x % 32 == 0;
+    if (!forward.sequences.q.ragged()) {
+      if (!leads) return;
+      hand_out_dense();
+    } else if (params.taken.given()) {
+      const int tiles = shared.few.place(forward.sequences, forward.ragged) * forward.ragged.heads.value;
+      if (!leads) return;
+      hand_out_few(tiles);
+    } else {
+      if (!leads) return;
+      hand_out_listed();
+    }
+    hand_out([](Work& end) { end.keys.blocks = -1; });
+  }
+};
+
+}  // namespace flashtile
