@@ -33,16 +33,16 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   }
   __syncthreads();
 
-  const typename Mainloop::Blocks blocks(params, shared);
+  const OnePassBlocksSm90<Mainloop> blocks(params, shared);
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<Mainloop::kProducerRegisters>();
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
-      typename Mainloop::Producer{params, shared}.run(blocks);
+      OnePassProducerSm90<Mainloop>{params, shared}.run(blocks);
     } else if (threadIdx.x % 32 == 0 && warp <= Mainloop::kWarpgroups) {
-      typename Mainloop::Writer{params, shared, warp - 1}.run(blocks);
+      OnePassWriterSm90<Mainloop>{params, shared, warp - 1}.run(blocks);
     } else if constexpr (Mainloop::kRagged) {
-      if (threadIdx.x % 32 == 0) typename Mainloop::Scheduler{params, shared}.run();
+      if (threadIdx.x % 32 == 0) OnePassSchedulerSm90<Mainloop>{params, shared}.run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Mainloop::kRegisters>();
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
       store(tVrdV, backward.dropout.scale, backward.dv, backward.dv_strides, backward.head_dim_v);
       store(tKrdK, backward.scale, backward.dk, backward.dk_strides, backward.head_dim);
     };
-    typename Mainloop::Consumer{params, shared, thread}.run(blocks, store);
+    OnePassConsumerSm90<Mainloop>{params, shared, thread}.run(blocks, store);
   }
 }
 
@@ -129,7 +129,7 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   const BackwardWorkspace& workspace = backward.workspace;
   const bool ragged = plan.problem.ragged;
   const std::int64_t parts = workspace.tiles * Mainloop::kWarpgroups;
-  constexpr int kRowsOfPart = Mainloop::kPartOfQ / Mainloop::kColumnsOfPart;
+  constexpr int kRowsOfPart = Mainloop::kRowsOfPart;
   const BackwardOnePassParams params{
       .backward = backward,
       .q = head_tiles(tensors.forward.q, Mainloop::kM, Mainloop::kColumns, ragged),

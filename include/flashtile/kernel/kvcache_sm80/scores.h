@@ -1,0 +1,46 @@
+// Scores over a cache, where all query heads of a group stand side by side and warps have keys of their own.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flashtile/kvcache_params.h"
+#include "flashtile/mainloop/scores.h"
+
+namespace flashtile {
+
+/// The scores of the keys that one group has: blocks of kN, every kGroups-th. As ScoreTile, for heads side by side.
+template <int kN, int kGroups>
+struct KvcacheScores {
+  ScoreTile<KvcacheParams> tile;
+  int group;
+  /// Of a column among the group's keys: which it is among those of all groups.
+  CUTE_DEVICE int column(int first_column) const { return first_column * kGroups + group * kN; }
+
+  template <Softcaps kSoftcaps, class Scores, class Coord>
+  CUTE_DEVICE void map(Scores& scores, Coord const& coord, int first_column) const {
+    using namespace cute;
+    KvcacheParams const& params = tile.params;
+    if (params.score_map.capped) tile.template cap<kSoftcaps>(scores);
+    if (!params.score_map.stretched) return;
+    const float* slopes = params.alibi_slopes;
+    if (slopes != nullptr)
+      slopes += tile.tile.batch * params.alibi_batch_stride +
+                tile.tile.head * params.packing.heads.value * params.alibi_head_stride;
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(scores); ++r) {
+      const int row = tile.first_row + get<0>(coord(r, 0));
+      const float slope = slopes == nullptr ? 0.0f : slopes[params.packing.head(row) * params.alibi_head_stride];
+      const int to_diagonal = column(first_column) - tile.lengths.diagonal(params.packing.query(row));
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c)
+        scores(r, c) = params.score_map.outer * scores(r, c) - slope * fabsf(float(to_diagonal + get<1>(coord(r, c))));
+    }
+  }
+
+  template <class Scores, class Coord>
+  CUTE_DEVICE void mask(Scores& scores, Coord const& coord, int first_column) const {
+    tile.mask(scores, coord, column(first_column));
+  }
+};
+
+}  // namespace flashtile

@@ -1,0 +1,339 @@
+// The warpgroups of Hopper's backward kernel of one pass that multiply and weigh.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flashtile/mainloop/backward_one_pass_sm90/scheduler.h"
+#include "flashtile/mainloop/dropped.h"
+#include "flashtile/mainloop/scores.h"
+#include "flashtile/math/round.h"
+
+namespace flashtile {
+
+/// What one thread of the consumers holds of each operand: registers, or descriptors of shared memory, which are those
+/// of its warpgroup.
+template <class Mainloop>
+struct OnePassFragmentsSm90 {
+  using SharedStorage = typename Mainloop::SharedStorage;
+  using Element = typename Mainloop::Element;
+  using MmaS = typename Mainloop::MmaS;
+  using MmaKV = typename Mainloop::MmaKV;
+  using MmaQ = typename Mainloop::MmaQ;
+  static constexpr int kM = Mainloop::kM;
+  static constexpr int kN = Mainloop::kN;
+  static constexpr int kHeadDim = Mainloop::kHeadDim;
+  static constexpr int kStages = Mainloop::kStages;
+  using ShapeS = cute::Shape<cute::Int<kN>, cute::Int<kM>>;
+  using TileOfKeys = SmemTile<Element, kN, kHeadDim, 1>;
+  using TilesOfQueries = SmemTile<Element, kM, kHeadDim, kStages>;
+  using TilesOfQueriesT = SmemTileT<Element, kM, kHeadDim, kStages>;
+
+  template <class Layout>
+  CUTE_DEVICE static auto tensor(Element* at, Layout layout) {
+    return cute::make_tensor(cute::make_smem_ptr(at), layout);
+  }
+  /// K or V, (mma, n, k).
+  CUTE_DEVICE static auto keys(Element* at, int warpgroup) {
+    using namespace cute;
+    return MmaS{}.get_slice(warpgroup * 128).partition_fragment_A(tensor(at, TileOfKeys{}))(_, _, _, 0);
+  }
+  /// Q or dO for the scores, (mma, m, k, stage).
+  CUTE_DEVICE static auto queries(Element* at, int warpgroup) {
+    return MmaS{}.get_slice(warpgroup * 128).partition_fragment_B(tensor(at, TilesOfQueries{}));
+  }
+  /// Q or dO for dK and dV, (mma, head_dim, k, stage).
+  CUTE_DEVICE static auto queries_t(Element* at, int thread) {
+    return MmaKV{}.get_slice(thread).partition_fragment_B(tensor(at, TilesOfQueriesT{}));
+  }
+  /// The place of each score in the tile.
+  CUTE_DEVICE static auto places(int thread) {
+    return rows_and_columns(MmaS{}.get_slice(thread).partition_C(cute::make_identity_tensor(ShapeS{})));
+  }
+  CUTE_DEVICE static auto scores() { return cute::partition_fragment_C(MmaS{}, ShapeS{}); }  // (mma, n, m)
+  CUTE_DEVICE static auto rounded() {
+    using namespace cute;
+    return make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kM / 16>>>{});  // (mma, n, k)
+  }
+  CUTE_DEVICE static auto gradient_of_keys() {
+    using namespace cute;
+    return partition_fragment_C(MmaKV{}, Shape<Int<kN>, Int<kHeadDim>>{});  // (mma, key, head_dim)
+  }
+  CUTE_DEVICE static auto gradient_of_queries() {
+    return cute::partition_fragment_C(MmaQ{}, cute::take<0, 2>(typename Mainloop::ShapeQ{}));
+  }
+};
+
+/// One thread of the consumers; `thread` counts from the first of them.
+template <class Mainloop>
+class OnePassConsumerSm90 {
+  using SharedStorage = typename Mainloop::SharedStorage;
+  using Element = typename Mainloop::Element;
+  using Work = typename Mainloop::Work;
+  using Blocks = OnePassBlocksSm90<Mainloop>;
+  using Fragments = OnePassFragmentsSm90<Mainloop>;
+  using ScaleOut = cute::SM90::GMMA::ScaleOut;
+  using Tile = ScoreTile<BackwardParams>;
+  static constexpr int kM = Mainloop::kM;
+  static constexpr int kN = Mainloop::kN;
+  static constexpr bool kLoops = Mainloop::kLoops;
+  static constexpr bool kEveryOption = Mainloop::kEveryOption;
+
+ public:
+  CUTE_DEVICE OnePassConsumerSm90(BackwardOnePassParams const& params, SharedStorage& shared, int thread)
+      : backward(params.backward), shared(shared), thread(thread) {}
+
+  /// Calls `finish(work, tKrdK, tVrdV)` for each block, with dK, before the scale, and dV, (mma, key, head_dim) both.
+  template <class Finish>
+  CUTE_DEVICE void run(Blocks const& blocks, Finish&& finish) {
+    blocks.for_each([&](Work const& work, auto release) __attribute__((always_inline)) {
+      release();
+      auto tKrdK = Fragments::gradient_of_keys();
+      auto tVrdV = Fragments::gradient_of_keys();
+      if (work.queries.visible.empty()) {  // two calls of finish(), or the accumulators of matmuls would be copied
+        cute::clear(tKrdK);
+        cute::clear(tVrdV);
+        return finish(work, tKrdK, tVrdV);
+      }
+      add_up(work, tKrdK, tVrdV);
+      finish(work, tKrdK, tVrdV);
+    });
+  }
+
+ private:
+  /// dK and dV of a block of keys, and its part of dQ of all tiles of queries that see it.
+  template <class Gradient>
+  CUTE_DEVICE void add_up(Work const& work, Gradient& tKrdK, Gradient& tVrdV) {
+    lengths = work.lengths(backward);
+    partial = (work.n_block + 1) * kN > lengths.k;
+    started = false;
+    opening = ScaleOut::Zero;
+    shared.k_barriers.wait_full(keys_at);
+    work.for_each([&](int head, int m_block)
+                      __attribute__((always_inline)) { step(work, head, m_block, tKrdK, tVrdV); });
+    shared.ds_full[dq_at.stage].wait(dq_at.parity);
+    if (kLoops) shared.v_barriers.release_by_warp(keys_at);
+    auto tQrdQ = Fragments::gradient_of_queries();
+    start_dq(tQrdQ);
+    wait_matmul<0>(tQrdQ);
+    if (kLoops) shared.k_barriers.release_by_warp(keys_at);
+    if (kLoops) keys_at.advance();
+    finish_dq(tQrdQ);
+  }
+
+  /// What one tile of queries adds to dK and dV, and dQ of the tile before.
+  template <class Gradient>
+  CUTE_DEVICE void step(Work const& work, int head, int m_block, Gradient& tKrdK, Gradient& tVrdV) {
+    using namespace cute;
+    typename Mainloop::MmaS mma_s;
+    typename Mainloop::MmaKV mma_kv;
+    // Members would be held in registers from one step to the next, since a matmul's asm reads what it overwrites:
+    // there are too few for that.
+    auto tSrS = Fragments::scores();    // (mma, n, m)
+    auto tSrdP = Fragments::scores();   // (mma, n, m)
+    auto tVrP = Fragments::rounded();   // (mma, n, k)
+    auto tKrdS = Fragments::rounded();  // (mma, n, k)
+    auto tQrdQ = Fragments::gradient_of_queries();
+    Tensor scores = rows_and_columns(tSrS);        // (row, column)
+    Tensor other = rows_and_columns(tSrdP);        // (row, column)
+    Tensor weights = recast<std::uint32_t>(tVrP);  // two of a row to a word
+    const int stage = uniform(at.stage);
+    shared.q_barriers.wait_full(at);
+    start_matmul(mma_s, tSrK, tSrQ(_, _, _, stage), tSrS, ScaleOut::Zero);
+    if (opening == ScaleOut::Zero) shared.v_barriers.wait_full(keys_at);
+    shared.dout_barriers.wait_full(at);
+    start_matmul(mma_s, tSrV, tSrdO(_, _, _, stage), tSrdP, ScaleOut::Zero);
+    wait_matmul<1>(tSrS);
+
+    const int key = work.n_block * kN;
+    const Tile tile{backward, {work.batch, head, work.n_block}, key, lengths.transposed()};
+    form_scores(scores, tile, partial || !work.queries.interior.contains(m_block), m_block);
+    if (steep) [[unlikely]]
+      relate_steep_rows(backward, scores, tScS, shared.statistics[stage][0],
+                        std::int64_t(work.workspace_tile(backward, head, m_block)) * kM);
+    if (kEveryOption && backward.score_map.capped)
+      weigh(scores, weights, stage, [&](float score) { return Tile::cap_slope(score); });
+    else
+      weigh(scores, weights, stage, [](float) { return 1.0f; });
+    wait_matmul<0>(tSrdP);
+    if (kEveryOption && backward.dropout.active()) drop(other, weights, work, head, m_block);
+    start_matmul(mma_kv, tVrP, tVrdO(_, _, _, stage), tVrdV, opening);
+    differentiate(scores, other, weights, stage);
+    round_to(tSrS, tKrdS);
+    share_scores(tKrdS);
+
+    // dQ of the step before, for which the other warpgroup has had time: so the two need not keep step. In the first
+    // there is none, and nothing comes of what is multiplied.
+    if (started) shared.ds_full[dq_at.stage].wait(dq_at.parity);
+    start_dq(tQrdQ);
+    start_matmul(mma_kv, tKrdS, tKrQ(_, _, _, stage), tKrdK, opening);
+    wait_matmul<2>(tVrdV);
+    shared.dout_barriers.release_by_warp(at);
+    wait_matmul<1>(tQrdQ);
+    if (started) finish_dq(tQrdQ);
+    wait_matmul<0>(tKrdK);
+    shared.q_barriers.release_by_warp(at);
+    at.advance();
+    ds_at.advance();
+    started = true;
+    opening = ScaleOut::One;
+  }
+
+  /// Raw scores to scores, −inf where they do not count.
+  template <class Scores>
+  CUTE_DEVICE void form_scores(Scores& scores, Tile const& tile, bool edge, int m_block) {
+    using namespace cute;
+    if (!edge && !maps) return;
+    if constexpr (kEveryOption) {
+      if (maps) tile.cap_or_stretch(scores, tScS, m_block * kM);
+    } else {
+      if (maps) tile.stretch(scores, tScS, m_block * kM);
+    }
+    if (!edge) return;
+    tile.mask(scores, tScS, m_block * kM);
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(scores); ++r) {
+      if (tile.first_row + get<0>(tScS(r, 0)) < tile.lengths.q) continue;  // what lies behind would add to dQ
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = -kInfinity;
+    }
+  }
+
+  /// Scores to weights, rounded for dV, and to what dP is multiplied with: the same, times `slope(score)`.
+  template <class Scores, class Weights, class Slope>
+  CUTE_DEVICE void weigh(Scores& scores, Weights& weights, int stage, Slope&& slope) {
+    using namespace cute;
+    for_column_pairs(tScS, shared.statistics[stage][0], [&](int c, float2 lse) {
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(scores); ++r) {
+        const float a = exp2_approx(fmaf(scores(r, c), unit_log2, -lse.x));
+        const float b = exp2_approx(fmaf(scores(r, c + 1), unit_log2, -lse.y));
+        weights(c + r) = round_pair<Element>(a, b);
+        scores(r, c) = a * slope(scores(r, c));
+        scores(r, c + 1) = b * slope(scores(r, c + 1));
+      }
+    });
+  }
+
+  template <class Scores, class Weights>
+  CUTE_DEVICE void drop(Scores& other, Weights& weights, Work const& work, int head, int m_block) {
+    const auto kept = KeptOf<decltype(tScS)>::template of<Rows::kKeys>(backward.dropout, work.batch, head, tScS,
+                                                                       work.n_block * kN, m_block * kM);
+    kept.keep_words(weights);
+    kept.keep(other, backward.dropout.scale);
+  }
+
+  /// Weights and dP to dS.
+  template <class Scores, class Weights>
+  CUTE_DEVICE void differentiate(Scores& scores, Scores& other, Weights& weights, int stage) {
+    using namespace cute;
+    for_column_pairs(tScS, shared.statistics[stage][1], [&](int c, float2 delta) {
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(scores); ++r) {
+        const float2 weight =
+            Mainloop::kRoundedWeights ? unround<Element>(weights(c + r)) : float2{scores(r, c), scores(r, c + 1)};
+        scores(r, c) = weight.x * (other(r, c) - delta.x);
+        scores(r, c + 1) = weight.y * (other(r, c + 1) - delta.y);
+      }
+    });
+  }
+
+  /// Gives dS to all warps, which need the whole of it for dQ.
+  template <class Rounded>
+  CUTE_DEVICE void share_scores(Rounded const& tKrdS) {
+    shared.ds_empty[ds_at.stage].wait(ds_at.parity ^ 1);  // a new barrier counts as past its first round
+    store_scores(tKrdS, ds_at.stage);
+    cute::tma_store_fence();  // what was stored is visible to matmuls
+    __syncwarp();
+    if (thread % 32 == 0) shared.ds_full[ds_at.stage].arrive();
+  }
+
+  /// Where in shared memory a thread stores its first rows of dS.
+  CUTE_DEVICE static std::uint32_t place_of_scores(SharedStorage& shared, int thread) {
+    const int lane = thread % 32;
+    const int key = thread / 32 * 16 + lane / 8 % 2 * 8;
+    const int query = lane / 16 * 8 + lane % 8;
+    return cute::cast_smem_ptr_to_uint(shared.ds[0] + typename Mainloop::PlacesOfdS{}(query, key, 0));
+  }
+
+  /// dS, (mma, key, query), as rows of queries: blocks of 8 × 8 transposed on the way.
+  template <class Rounded>
+  CUTE_DEVICE void store_scores(Rounded const& tKrdS, int buffer) {
+    using namespace cute;
+    constexpr int kStep =
+        typename Mainloop::PlacesOfdS{}(_16{}, _0{}, _0{}) * sizeof(Element);  // 16 queries on: swizzled alike
+    auto words = recast<std::uint32_t>(tKrdS);  // two words of each 8 queries: keys r = 0, 1
+    CUTE_UNROLL
+    for (int i = 0; i < size(words); i += 4)
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                       place + buffer * int(sizeof(SharedStorage::ds[0])) + i / 4 * kStep),
+                   "r"(words(i)), "r"(words(i + 1)), "r"(words(i + 2)), "r"(words(i + 3))
+                   : "memory");
+  }
+
+  template <class Gradient>
+  CUTE_DEVICE void start_dq(Gradient& tQrdQ) {
+    using namespace cute;
+    typename Mainloop::MmaQ mma_q;
+    const int buffer = uniform(dq_at.stage);
+    auto slice = mma_q.get_slice(warpgroup * 128);
+    Tensor sKt = Fragments::tensor(shared.k, SmemTileT<Element, kN, Mainloop::kHeadDim, 1>{});  // (head_dim, N, 1)
+    Tensor sdS = Fragments::tensor(shared.ds[0], typename Mainloop::SmemLayoutdS{});            // (M, N, buffer)
+    if constexpr (Mainloop::kTurned)
+      start_matmul(mma_q, slice.partition_fragment_A(sKt)(_, _, _, 0), slice.partition_fragment_B(sdS)(_, _, _, buffer),
+                   tQrdQ, ScaleOut::Zero);
+    else
+      start_matmul(mma_q, slice.partition_fragment_A(sdS)(_, _, _, buffer), slice.partition_fragment_B(sKt)(_, _, _, 0),
+                   tQrdQ, ScaleOut::Zero);
+  }
+  template <class Gradient>
+  CUTE_DEVICE void finish_dq(Gradient& tQrdQ) {
+    __syncwarp();
+    if (thread % 32 == 0) shared.ds_empty[dq_at.stage].arrive();
+    dq_at.advance();
+    if (backward.dq == nullptr) return;
+    shared.dq_empty[warpgroup].wait(dq_parity ^ 1);
+    hand_over_dq(tQrdQ);
+    dq_parity ^= 1;
+  }
+
+  /// A warpgroup's part of dQ: each thread's accumulators as they are, four by four, side by side.
+  template <class Gradient>
+  CUTE_DEVICE void hand_over_dq(Gradient& tQrdQ) {
+    using namespace cute;
+    float4* const part = reinterpret_cast<float4*>(shared.dq[warpgroup]) + thread % 128;
+    CUTE_UNROLL
+    for (int i = 0; i < size(tQrdQ); i += 4) part[i / 4 * 128] = {tQrdQ(i), tQrdQ(i + 1), tQrdQ(i + 2), tQrdQ(i + 3)};
+    tma_store_fence();
+    __syncwarp();
+    if (thread % 32 == 0) shared.dq_full[warpgroup].arrive();
+  }
+
+  BackwardParams const& backward;
+  SharedStorage& shared;
+  const int thread;
+  const int warpgroup = uniform(thread / 128);
+  decltype(Fragments::keys(nullptr, 0)) tSrK = Fragments::keys(shared.k, warpgroup);               // (mma, n, k)
+  decltype(Fragments::keys(nullptr, 0)) tSrV = Fragments::keys(shared.v, warpgroup);               // (mma, n, k)
+  decltype(Fragments::queries(nullptr, 0)) tSrQ = Fragments::queries(shared.q[0], warpgroup);      // (mma, m, k, stage)
+  decltype(Fragments::queries(nullptr, 0)) tSrdO = Fragments::queries(shared.dout[0], warpgroup);  // (mma, m, k, stage)
+  decltype(Fragments::queries_t(nullptr, 0)) tVrdO =
+      Fragments::queries_t(shared.dout[0], thread);  // (mma, head_dim, k, stage)
+  decltype(Fragments::queries_t(nullptr, 0)) tKrQ =
+      Fragments::queries_t(shared.q[0], thread);                    // (mma, head_dim, k, stage)
+  decltype(Fragments::places(0)) tScS = Fragments::places(thread);  // (row, column)
+  const bool maps = backward.score_map.maps();
+  const float unit_log2 = backward.score_map.unit_log2;
+  const bool steep = backward.steep();
+  typename Ring<Mainloop::kStages>::Cursor at{};  // the tile of queries in hand
+  typename Ring<2>::Cursor ds_at{};               // where its dS goes
+  typename Ring<2>::Cursor dq_at{};               // dS that dQ is formed of
+  typename Ring<1>::Cursor keys_at{};
+  const std::uint32_t place = place_of_scores(shared, thread);
+  unsigned dq_parity = 0;
+  Lengths lengths;   // of the block of keys in hand
+  bool partial;      // whether it reaches beyond the last key
+  bool started;      // whether there is dQ of a step before
+  ScaleOut opening;  // what a block's first matmuls do with dK and dV: they overwrite them
+};
+
+}  // namespace flashtile

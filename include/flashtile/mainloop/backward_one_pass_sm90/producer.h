@@ -1,0 +1,64 @@
+// The thread of Hopper's backward kernel of one pass that has TMA bring tiles into shared memory.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "flashtile/load/tma.h"
+#include "flashtile/mainloop/backward_one_pass_sm90/scheduler.h"
+
+namespace flashtile {
+
+template <class Mainloop>
+struct OnePassProducerSm90 {
+  using SharedStorage = typename Mainloop::SharedStorage;
+  using Element = typename Mainloop::Element;
+  using Work = typename Mainloop::Work;
+  using Blocks = OnePassBlocksSm90<Mainloop>;
+  static constexpr int kM = Mainloop::kM;
+  static constexpr int kN = Mainloop::kN;
+  static constexpr int kHeadDim = Mainloop::kHeadDim;
+  static constexpr int kColumns = Mainloop::kColumns;
+
+  BackwardOnePassParams const& params;
+  SharedStorage& shared;
+  typename Ring<Mainloop::kStages>::Cursor at{};
+  typename Ring<1>::Cursor keys_at{};
+
+  CUTE_DEVICE void run(Blocks const& blocks) {
+    blocks.for_each([&](Work const& work, auto release) { load(work, release); });
+  }
+
+  template <class Release>
+  CUTE_DEVICE void load(Work const& work, Release&& release) {
+    if (work.queries.visible.empty()) return release();
+    int left = work.steps();
+    // Early enough for the next block's tiles to be on their way.
+    const int release_at = min(left, Mainloop::kStepsAhead);
+    const auto load_keys = [&](CUtensorMap const& map, Ring<1>& ring, Element* to) {
+      std::uint64_t* barrier = ring.fill(keys_at, [] { return sizeof(SharedStorage::k); });
+      load_tile<kN, kHeadDim, kColumns>(map, barrier, to, work.k_rows(params.backward), work.n_block * kN,
+                                        work.kv_head);
+    };
+    work.for_each([&](int head, int m_block) {
+      const bool first = head == work.kv_head * work.group && m_block == work.start;
+      const auto load_queries = [&](CUtensorMap const& map, std::uint64_t* barrier, Element* to) {
+        load_tile<kM, kHeadDim, kColumns>(map, barrier, to, work.q_rows(params.backward), m_block * kM, head);
+      };
+      std::uint64_t* barrier =
+          shared.q_barriers.fill(at, [] { return sizeof(SharedStorage::q[0]) + sizeof(SharedStorage::statistics[0]); });
+      load_queries(params.q, barrier, shared.q[at.stage]);
+      cute::SM90_TMA_LOAD_2D::copy(
+          &params.statistics, barrier, static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+          shared.statistics[at.stage], work.workspace_tile(params.backward, head, m_block) * kM, 0);
+      if (first) load_keys(params.k, shared.k_barriers, shared.k);  // when the block before is done with its own
+      barrier = shared.dout_barriers.fill(at, [] { return sizeof(SharedStorage::dout[0]); });
+      load_queries(params.dout, barrier, shared.dout[at.stage]);
+      if (first) load_keys(params.v, shared.v_barriers, shared.v);
+      at.advance();
+      if (left-- == release_at) release();
+    });
+    if (Mainloop::kLoops) keys_at.advance();
+  }
+};
+
+}  // namespace flashtile

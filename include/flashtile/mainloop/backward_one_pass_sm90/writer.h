@@ -1,0 +1,58 @@
+// The threads of Hopper's backward kernel of one pass that have TMA add up dQ in memory.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "flashtile/mainloop/backward_one_pass_sm90/scheduler.h"
+#include "flashtile/mainloop/sum_of_dq.h"
+
+namespace flashtile {
+
+/// One thread for each consumer warpgroup has TMA add its part of dQ to memory.
+template <class Mainloop>
+struct OnePassWriterSm90 {
+  using SharedStorage = typename Mainloop::SharedStorage;
+  using Work = typename Mainloop::Work;
+  using Blocks = OnePassBlocksSm90<Mainloop>;
+
+  BackwardOnePassParams const& params;
+  SharedStorage& shared;
+  int warpgroup;
+  unsigned parity = 0;
+
+  CUTE_DEVICE void run(Blocks const& blocks) {
+    const bool wanted = params.backward.dq != nullptr;
+    if (!Mainloop::kRagged && !wanted) return;
+    blocks.for_each([&](Work const& work, auto release) {
+      release();  // who hands blocks out waits for this one too
+      if (wanted) add(work);
+    });
+  }
+
+  CUTE_DEVICE void add(Work const& work) {
+    work.for_each([&](int head, int m_block) {
+      const std::int64_t tile = work.workspace_tile(params.backward, head, m_block);
+      const SumOfDq sum(params.backward, tile, warpgroup);
+      const bool in_order = params.backward.deterministic;
+      const bool there = !in_order && sum.there();  // asked early: almost always it is, and nobody waits for that
+      shared.dq_full[warpgroup].wait(parity);
+      const bool first = in_order ? sum.await(work.n_block) : !there && sum.claim();
+      asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA sees what others had it write
+      const int place = int((tile * Mainloop::kWarpgroups + warpgroup) * Mainloop::kRowsOfPart);
+      if (first)
+        cute::SM90_TMA_STORE_2D::copy(&params.dq, shared.dq[warpgroup], 0, place);
+      else
+        cute::SM90_TMA_REDUCE_ADD_2D::copy(&params.dq, shared.dq[warpgroup], 0, place);
+      cute::tma_store_arrive();
+      cute::tma_store_wait<0>();  // it has been read
+      shared.dq_empty[warpgroup].arrive();
+      if (first || in_order) {
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // and is in memory
+        in_order ? sum.pass(work.n_block) : sum.announce();
+      }
+      parity ^= 1;
+    });
+  }
+};
+
+}  // namespace flashtile
