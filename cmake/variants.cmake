@@ -4,6 +4,9 @@
 # the PTX itself goes along for GPUs that are newer than these.
 set(FLASHTILE_GENCODE_sm80 arch=compute_80,code=[sm_80,sm_90,compute_80])
 set(FLASHTILE_GENCODE_sm90 arch=compute_90a,code=sm_90a)
+# Kernels that need no row of a table run on every GPU, and on Hopper let the next one start early, which Ampere's PTX
+# cannot say: so Hopper's machine code is made from PTX of its own.
+set(FLASHTILE_GENCODE_every_gpu -gencode=arch=compute_80,code=[sm_80,compute_80] -gencode=arch=compute_90,code=sm_90)
 set(FLASHTILE_CUDA_ARCHITECTURES "sm_80, sm_90, sm_90a, compute_80")
 
 # Widths of Hopper's matmuls that CuTe has in its menu; the others cost 20 seconds of compilation.
@@ -64,7 +67,7 @@ function(flashtile_add_kernels target)
   set(FLASHTILE_CUDA_UNITS ${count} PARENT_SCOPE)
 
   set(for_every_gpu cpp/cuda/append.cu cpp/cuda/order_tiles.cu cpp/cuda/prefill.cu cpp/cuda/prepare_backward.cu)
-  set_source_files_properties(${for_every_gpu} PROPERTIES COMPILE_OPTIONS -gencode=${FLASHTILE_GENCODE_sm80})
+  set_source_files_properties(${for_every_gpu} PROPERTIES COMPILE_OPTIONS "${FLASHTILE_GENCODE_every_gpu}")
   add_library(${target} STATIC ${sources} ${for_every_gpu} cpp/cuda/tensor_map.cpp)
   target_include_directories(${target} PRIVATE include cpp)
   target_link_libraries(${target} PRIVATE flashtile_cutlass flashtile_warnings)
