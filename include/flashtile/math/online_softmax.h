@@ -60,15 +60,17 @@ CUTE_DEVICE void scale_rows(Rows&& rows, Factors const& factor) {
 ///
 /// An exponent is one FMA, score · unit_log2 − offset, whose offset is the reference in log2 units, rounded. Where the
 /// row is steep, rounding would take too much of it: so its scores are taken relative to the reference first, exactly,
-/// and the offset is 0. Few inputs have steep rows, so these have code of their own.
+/// and the offset is 0. Few inputs have steep rows, so these have code of their own: fit() asks whether there are any,
+/// and weigh() has them outgrow their reference in every tile.
 template <int kRows>
 struct OnlineSoftmax {
   static constexpr int kRowCount = kRows;
   static constexpr float kSlack = 8;
 
   RowState row[kRows];
-  float unit_log2;     // of scores: see ScoreMap
-  bool steep = false;  // whether any row of the warp is
+  float unit_log2;        // of scores: see ScoreMap
+  float offset[kRows]{};  // weigh(): of scores as they are
+  bool steep = false;     // fit(): whether any row of the warp is
 
   CUTE_DEVICE explicit OnlineSoftmax(float unit_log2) : unit_log2(unit_log2) {}
 
@@ -78,7 +80,7 @@ struct OnlineSoftmax {
     using namespace cute;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) row[r] = {reference_for(top_of_quad(top_of_row(scores, r))), 0};
-    find_steep();
+    find_offsets();
   }
 
   /// Raises the references of rows that `scores` (row, column) outgrow, of steep ones at once, and takes the scores of
@@ -102,8 +104,12 @@ struct OnlineSoftmax {
       const bool raised = (reference - row[r].reference) * unit_log2 > (is_steep(r) ? 0.0f : kSlack);
       factor[r] = raised ? row[r].rebase(reference, unit_log2) : 1.0f;
     }
-    find_steep();
-    relate(scores);
+    bool any = false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) any |= is_steep(r);
+    steep = __any_sync(0xffffffff, any);
+    if (steep) [[unlikely]]
+      relate(scores);
     return true;
   }
 
@@ -113,7 +119,7 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r)
       factor[r] = row[r].rebase(fmaxf(row[r].reference, reference_for(top_of_quad(top_of_row(scores, r)))), unit_log2);
-    find_steep();
+    find_offsets();
   }
 
   /// Takes the scores of steep rows, none of which is above the row's reference, relative to it. A score of +inf, which
@@ -121,8 +127,6 @@ struct OnlineSoftmax {
   template <class Scores>
   CUTE_DEVICE void relate(Scores&& scores) const {
     using namespace cute;
-    if (!steep) [[likely]]
-      return;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const float reference = is_steep(r) ? row[r].reference : 0.0f;
@@ -157,28 +161,26 @@ struct OnlineSoftmax {
     using namespace cute;
     using Element = typename std::decay_t<Weights>::value_type;
     static_assert(kRows == 2);
-    float offset[2];
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) offset[r] = related ? offset_of_related(r) : offset_of_plain(r);
     auto words = recast<std::uint32_t>(weights);
     CUTE_UNROLL
     for (int i = 0; i < size(words); ++i) {
       const int r = i % 2;
-      const float a = exp2_approx(fmaf(scores(2 * i), unit_log2, -offset[r]));
-      const float b = exp2_approx(fmaf(scores(2 * i + 1), unit_log2, -offset[r]));
+      const float less = related ? offset_of_related(r) : offset[r];
+      const float a = exp2_approx(fmaf(scores(2 * i), unit_log2, -less));
+      const float b = exp2_approx(fmaf(scores(2 * i + 1), unit_log2, -less));
       added[r] = i < 2 ? a + b : added[r] + a + b;
       words(i) = round_pair<Element>(a, b);
     }
   }
 
-  /// Whether, in any thread of the warp, weights with these sums have outgrown the reference; those of a row that had
-  /// none yet are infinite. float16 holds kLimit; bfloat16 would hold far more, but the rounding of exponents grows
-  /// with the distance to the reference.
+  /// Whether, in any thread of the warp, weights with these sums have outgrown the reference. Those of a row that had
+  /// none yet are infinite, those of a steep row infinite or NaN. float16 holds kLimit; bfloat16 would hold far more,
+  /// but the rounding of exponents grows with the distance to the reference.
   CUTE_DEVICE bool outgrown(float const (&added)[kRows]) const {
     constexpr float kLimit = 0x1p15f;
     bool outgrown = false;
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) outgrown |= added[r] > kLimit;
+    for (int r = 0; r < kRows; ++r) outgrown |= !(added[r] <= kLimit);
     return __any_sync(0xffffffff, outgrown);
   }
 
@@ -196,17 +198,14 @@ struct OnlineSoftmax {
   CUTE_DEVICE bool is_steep(int r) const {
     return fabsf(reference_log2(r)) >= kSteep && row[r].reference != -kInfinity;
   }
-  /// A row that has seen nothing holds scores of −inf alone, whose weights are 0 by any finite offset. The one of
-  /// offset_of_plain() gives the first scores that there are infinite weights, so that they outgrow it.
+  /// A row that has seen nothing holds scores of −inf alone, whose weights are 0 by any finite offset.
   CUTE_DEVICE float offset_of_related(int r) const {
     return fabsf(reference_log2(r)) >= kSteep ? 0.0f : reference_log2(r);
   }
-  CUTE_DEVICE float offset_of_plain(int r) const { return fmaxf(reference_log2(r), -kLargest); }
-  CUTE_DEVICE void find_steep() {
-    bool any = false;
+  /// The offset of such a row gives the first scores that there are infinite weights, so that they outgrow it.
+  CUTE_DEVICE void find_offsets() {
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) any |= is_steep(r);
-    steep = __any_sync(0xffffffff, any);
+    for (int r = 0; r < kRows; ++r) offset[r] = is_steep(r) ? -kInfinity : fmaxf(reference_log2(r), -kLargest);
   }
   CUTE_DEVICE static float reference_for(float top) { return fminf(top, kLargest); }
   template <class Scores>

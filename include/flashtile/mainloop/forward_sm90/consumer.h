@@ -238,7 +238,7 @@ class ForwardConsumerSm90 {
     if (kFirst) softmax.begin(scores);
     float added[2];
     softmax.weigh(tSrS, tOrP, added, false);  // without a branch before it, it begins while P·V is waited for
-    if (softmax.steep || (!kFirst && softmax.outgrown(added))) return false;
+    if (softmax.outgrown(added)) return false;
     softmax.row[0].sum += added[0];
     softmax.row[1].sum += added[1];
     return true;
