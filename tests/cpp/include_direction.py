@@ -27,7 +27,7 @@ LEVELS = [
     {"kvcache"},
     {"registry", "order_tiles", "launch", "append", "prefill"},
     {"flashtile", "params"},
-    {"kvcache_params"},
+    {"kvcache_params", "prepare_backward"},
     {"mainloop", "epilogue"},
     {"kernel"},
 ]
