@@ -3,7 +3,6 @@
 #include <bit>
 #include <cmath>
 #include <limits>
-#include <type_traits>
 
 #include "balance.h"
 #include "cpu/cpu.h"
@@ -151,35 +150,30 @@ struct Choice {
   const char* why = "";
 };
 
-/// Whether a problem asks for what only rows of every option know.
-bool asks_for_more(const ForwardRow&, const Problem& p) {
-  return p.dropout.active() || p.sinks;
+constexpr Features when(bool asked, Features feature) {
+  return asked ? feature : Features::kNone;
 }
 
-bool asks_for_more(const BackwardRow& row, const Problem& p) {
-  const Variant& v = row.variant;
-  return p.dropout.active() || (v.arch == Arch::kSm80 && p.deterministic) ||
-         (v.arch == Arch::kSm90 && !v.two_passes() && p.softcap > 0);
-}
-
-bool asks_for_more(const KvcacheRow& row, const Problem& p) {
-  return row.variant.arch == Arch::kSm90 && p.sinks;
-}
-
-/// Whether a problem is beyond all rows of an architecture: on Hopper an unusual softcap; there a backward finds the
-/// slope of a cap by the score, which has to be the tanh itself, of a row that is not steep, as none is by a usual cap.
-template <class Row>
-bool is_beyond(const Row& row, const Problem& p) {
+/// What a problem asks of a row of a table that not every row of that table knows on its architecture.
+///
+/// On Hopper a softcap is unusual, and left to Ampere's rows, if it is large. There a backward finds the slope of a cap
+/// by the score, which has to be the tanh itself, of a row that is not steep, as none is by a usual cap.
+Features features_of(const Problem& p, Kind kind, const Variant& v) {
+  const bool forward = kind == Kind::kForward, backward = kind == Kind::kBackward, cache = kind == Kind::kKvcache;
+  const bool on_ampere = v.arch == Arch::kSm80, on_hopper = v.arch == Arch::kSm90;
   const ScoreMap map = p.score_map();
-  if (row.variant.arch != Arch::kSm90 || !map.capped) return false;
-  return p.softcap > kUsualSoftcap || (std::is_same_v<Row, BackwardRow> && map.stretched);
+  const bool unusual = map.capped && (p.softcap > kUsualSoftcap || (backward && map.stretched));
+  return when(p.dropout.active() && !cache, Features::kDropout) |
+         when(p.sinks && (forward || (cache && on_hopper)), Features::kSinks) |
+         when(p.deterministic && backward && on_ampere, Features::kOrderedDq) |
+         when(p.softcap > 0 && backward && v.one_pass(), Features::kSoftcap) |
+         when(unusual && on_hopper, Features::kUnusualSoftcap);
 }
 
 template <class Row>
 bool serves(const Row& row, const Problem& p) {
   const Variant& v = row.variant;
-  return v.head_dim >= p.head_dim && v.head_dim_v >= p.head_dim_v && (v.every_option || !asks_for_more(row, p)) &&
-         !is_beyond(row, p);
+  return v.head_dim >= p.head_dim && v.head_dim_v >= p.head_dim_v && v.knows(features_of(p, Row::kKind, v));
 }
 
 /// Hopper has kernels of its own, for head dimensions up to the widest of `rows`; every newer GPU runs Ampere's.

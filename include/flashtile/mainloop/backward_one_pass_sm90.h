@@ -45,9 +45,11 @@ struct BackwardOnePassSm90 {
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
   static constexpr int kStages = kV.stages;
+  static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
+  static constexpr bool kKnowsSoftcap = kV.knows(Features::kSoftcap);
   static constexpr int kWarpgroups = 2;  // consumers
   // Of a thread: 504 among the three warpgroups. A producer that works out the next block of keys could do with 40.
-  static constexpr int kRegisters = kM == 64 && !kV.every_option ? 232 : 240;
+  static constexpr int kRegisters = kM == 64 && kV.features == Features::kNone ? 232 : 240;
   static constexpr int kProducerRegisters = 504 - 2 * kRegisters;
   static_assert(kV.head_dim_v == kHeadDim && kHeadDim % 64 == 0 && kN == 64 * kWarpgroups && kM % 16 == 0 &&
                 kV.warps == 4 * (kWarpgroups + 1));
@@ -79,7 +81,7 @@ struct BackwardOnePassSm90 {
       Keys{}));
   // Whether dS takes the rounded weights, where there are no registers for the others.
   static constexpr bool kRoundedWeights = kM * kHeadDim > 64 * 128;
-  static_assert(!kRoundedWeights || !kV.every_option);          // softcap scales them
+  static_assert(!kRoundedWeights || !kKnowsSoftcap);            // softcap scales them
   static constexpr int kPartOfQ = kM * kHeadDim / kWarpgroups;  // floats of one warpgroup
   static constexpr int kColumnsOfPart = 256;                    // as TMA sees them
   static_assert(kPartOfQ % kColumnsOfPart == 0);
@@ -402,7 +404,7 @@ struct BackwardOnePassSm90 {
           const ScoreTile<BackwardParams> score_tile{
               backward, {work.batch, head, work.n_block}, key, lengths.transposed()};
           if (edge || maps) {
-            if constexpr (kV.every_option) {
+            if constexpr (kKnowsSoftcap) {
               if (maps) score_tile.cap_or_stretch(scores, tScS, m_block * kM);
             } else {
               if (maps) score_tile.stretch(scores, tScS, m_block * kM);
@@ -435,13 +437,13 @@ struct BackwardOnePassSm90 {
               }
             });
           };
-          if (kV.every_option && backward.score_map.capped)
+          if (kKnowsSoftcap && backward.score_map.capped)
             weigh([&](int r, int c) { return score_tile.cap_slope(scores(r, c)); });
           else
             weigh([](int, int) { return 1.0f; });
 
           wait_matmul<0>(tSrdP);
-          if (kV.every_option && backward.dropout.active()) {
+          if (kKnowsDropout && backward.dropout.active()) {
             const auto kept = KeptOf<decltype(tScS)>::template of<Rows::kKeys>(backward.dropout, work.batch, head, tScS,
                                                                                key, m_block * kM);
             kept.keep_words(weights);

@@ -48,7 +48,8 @@ struct ForwardMainloopSm90 {
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
-  static constexpr bool kEveryOption = kV.every_option;
+  static constexpr Features kFeatures = kV.features;
+  static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
   static constexpr int kHeadDimV = kV.head_dim_v;
   static constexpr int kStages = kV.stages / 2;  // key blocks, each a tile of K and one of V
   static constexpr int kWarpgroups = kM / 64;    // consumers
@@ -418,7 +419,7 @@ struct ForwardMainloopSm90 {
       typename Ring<kStages>::Cursor v_at{};  // the block in hand
       const Turns<kWarpgroups> turns{warpgroup};
       const bool maps = params.forward.score_map.maps();
-      const bool drops = kEveryOption && params.forward.dropout.active();
+      const bool drops = kKnowsDropout && params.forward.dropout.active();
       Softmax softmax(params.forward.score_map.unit_log2);
       int blocks;
       Range interior;
