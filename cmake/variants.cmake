@@ -15,9 +15,9 @@ set(FLASHTILE_SM90_WIDTHS 8 16 32 64 96 128 192 256)
 # What FLASHTILE_STRICT adds to every row that is not marked `may spill`.
 set(FLASHTILE_NO_SPILLS -Xptxas=--warn-on-spills,--warning-as-error)
 
-# Reads the rows `MACRO(arch, dtype, head_dim, head_dim_v, M, N, stages, warps, options)` of `table` and generates a file from `template`
-# for each CUDA row. Appends the files to `out_sources`; those of rows that end in `// may spill: why` have the
-# source property FLASHTILE_MAY_SPILL.
+# Reads the rows `MACRO(arch, dtype, head_dim, head_dim_v, M, N, stages, warps, features)` of `table` and generates a
+# file from `template` for each CUDA row. Appends the files to `out_sources`; those of rows that end in
+# `// may spill: why` have the source property FLASHTILE_MAY_SPILL.
 function(flashtile_variant_sources table template out_sources)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${table} ${template})
   get_filename_component(KIND ${table} NAME_WE)
@@ -29,7 +29,7 @@ function(flashtile_variant_sources table template out_sources)
   set(sources ${${out_sources}})
   foreach(row IN LISTS rows)
     if(NOT row MATCHES
-       "^[A-Z]+\\( *(sm[0-9]+), *([a-z0-9]+), *([0-9]+), *([0-9]+), *([0-9]+), *([0-9]+), *([0-9]+), *([0-9]+), *([a-z]+)\\)( *//.*)?$")
+       "^[A-Z]+\\( *(sm[0-9]+), *([a-z0-9]+), *([0-9]+), *([0-9]+), *([0-9]+), *([0-9]+), *([0-9]+), *([0-9]+), *([a-z_]+)\\)( *//.*)?$")
       message(FATAL_ERROR "${table}: this row cannot be read: ${row}")
     endif()
     set(ARCH ${CMAKE_MATCH_1})
@@ -40,9 +40,9 @@ function(flashtile_variant_sources table template out_sources)
     set(TILE_N ${CMAKE_MATCH_6})
     set(STAGES ${CMAKE_MATCH_7})
     set(WARPS ${CMAKE_MATCH_8})
-    set(OPTIONS ${CMAKE_MATCH_9})
+    set(FEATURES ${CMAKE_MATCH_9})
     string(REGEX MATCH "//.*$" comment "${row}")
-    set(NAME ${ARCH}_${DTYPE}_d${HEAD_DIM}_v${HEAD_DIM_V}_m${TILE_M}_n${TILE_N}_s${STAGES}_w${WARPS}_${OPTIONS})
+    set(NAME ${ARCH}_${DTYPE}_d${HEAD_DIM}_v${HEAD_DIM_V}_m${TILE_M}_n${TILE_N}_s${STAGES}_w${WARPS}_${FEATURES})
     set(source ${CMAKE_BINARY_DIR}/variants/${KIND}_${NAME}.cu)
     configure_file(${template} ${source} @ONLY)
     set_source_files_properties(${source} PROPERTIES COMPILE_OPTIONS -gencode=${FLASHTILE_GENCODE_${ARCH}})

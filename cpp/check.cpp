@@ -58,7 +58,8 @@ void check_floating(const Operand& q) {
 void check_head_dim(const Operand& operand, const char* size_name) {
   const Size d = operand.view.shape[operand.view.rank - 1];
   if (d % kHeadDimStep != 0 || d < kHeadDimStep || d > kHeadDimLimit)
-    operand.refuse_shape(std::string(size_name) + " to be a multiple of 8 from 8 to 256");
+    operand.refuse_shape(std::string(size_name) + " to be a multiple of " + std::to_string(kHeadDimStep) + " from " +
+                         std::to_string(kHeadDimStep) + " to " + std::to_string(kHeadDimLimit));
 }
 
 void check_sizes(const Operand& operand) {

@@ -1,6 +1,7 @@
 // Values as text for people.
 #include <cstdio>
 #include <string>
+#include <utility>
 
 #include "flashtile/kvcache.h"
 #include "flashtile/plan.h"
@@ -43,6 +44,19 @@ std::string mask_string(const Problem& p) {
   if (p.band == Band::full()) return "full";
   if (p.band == Band::causal()) return "causal";
   return "window (" + side(p.band.left) + ", " + side(p.band.right) + ")";
+}
+
+/// What a name says of the features that only some rows have: a word of the tables. Of a CPU's rows, which all have
+/// every one, it says nothing.
+std::string features_suffix(const Variant& v) {
+  constexpr std::pair<Features, const char*> kWords[] = {{Features::kDropout, "_dropout"},
+                                                         {Features::kSinks, "_sinks"},
+                                                         {Features::kOrderedDq, "_ordered"},
+                                                         {Features::kSoftcap, "_softcap"}};
+  std::string suffix;
+  for (const auto& [feature, word] : kWords)
+    if (v.arch != Arch::kCpu && v.knows(feature)) suffix += word;
+  return suffix;
 }
 
 /// Whether arithmetic or memory is what a well-made kernel waits for.
@@ -115,8 +129,9 @@ std::string name_of(Device device) {
 
 std::string name_of(const Variant& v) {
   const char* dtype = v.dtype == DType::kFloat32 ? "f32" : v.dtype == DType::kFloat16 ? "f16" : "bf16";
-  return format("%s_%s_d%d_v%d_m%d_n%d_s%d_w%d%s", name_of(v.arch), dtype, v.head_dim, v.head_dim_v, v.tile_m, v.tile_n,
-                v.stages, v.warps, v.every_option && v.arch != Arch::kCpu ? "_every" : "");
+  return format("%s_%s_d%d_v%d_m%d_n%d_s%d_w%d", name_of(v.arch), dtype, v.head_dim, v.head_dim_v, v.tile_m, v.tile_n,
+                v.stages, v.warps) +
+         features_suffix(v);
 }
 
 std::string to_string(const Problem& p) {

@@ -7,8 +7,10 @@
 #include "cpu/cpu.h"
 #include "flashtile/prefill.h"
 
-#define FLASHTILE_NAME(arch, dtype, head_dim, head_dim_v, m, n, stages, warps, options) \
-  arch##_##dtype##_d##head_dim##_v##head_dim_v##_m##m##_n##n##_s##stages##_w##warps##_##options
+#define FLASHTILE_NAME(arch, dtype, head_dim, head_dim_v, m, n, stages, warps, features) \
+  arch##_##dtype##_d##head_dim##_v##head_dim_v##_m##m##_n##n##_s##stages##_w##warps##_##features
+#define FLASHTILE_VARIANT(arch, dtype, head_dim, head_dim_v, m, n, stages, warps, features) \
+  {table::arch, table::dtype, head_dim, head_dim_v, m, n, stages, warps, table::features}
 #define FLASHTILE_JOIN_(a, b) a##b
 #define FLASHTILE_JOIN(a, b) FLASHTILE_JOIN_(a, b)
 #define FLASHTILE_LAUNCH_FORWARD(...) FLASHTILE_JOIN(launch_forward_, FLASHTILE_NAME(__VA_ARGS__))
@@ -61,25 +63,20 @@ namespace flashtile {
 
 namespace {
 
-using table::every, table::plain;
-
 constexpr auto kForwardRows = std::to_array<ForwardRow>({
-#define FORWARD(arch, dtype, ...) \
-  {{table::arch, table::dtype, __VA_ARGS__}, FLASHTILE_FORWARD_##arch(arch, dtype, __VA_ARGS__)},
+#define FORWARD(arch, ...) {FLASHTILE_VARIANT(arch, __VA_ARGS__), FLASHTILE_FORWARD_##arch(arch, __VA_ARGS__)},
 #include "variants/forward.def"
 #undef FORWARD
 });
 
 constexpr auto kBackwardRows = std::to_array<BackwardRow>({
-#define BACKWARD(arch, dtype, ...) \
-  {{table::arch, table::dtype, __VA_ARGS__}, FLASHTILE_BACKWARD_##arch(arch, dtype, __VA_ARGS__)},
+#define BACKWARD(arch, ...) {FLASHTILE_VARIANT(arch, __VA_ARGS__), FLASHTILE_BACKWARD_##arch(arch, __VA_ARGS__)},
 #include "variants/backward.def"
 #undef BACKWARD
 });
 
 constexpr auto kKvcacheRows = std::to_array<KvcacheRow>({
-#define KVCACHE(arch, dtype, ...) \
-  {{table::arch, table::dtype, __VA_ARGS__}, FLASHTILE_KVCACHE_##arch(arch, dtype, __VA_ARGS__)},
+#define KVCACHE(arch, ...) {FLASHTILE_VARIANT(arch, __VA_ARGS__), FLASHTILE_KVCACHE_##arch(arch, __VA_ARGS__)},
 #include "variants/kvcache.def"
 #undef KVCACHE
 });

@@ -1,5 +1,5 @@
-// What was decided: which kernel, with which tile, grid and memory, and why. select.cpp is the only place that makes
-// these decisions.
+// What was decided: which kernel, with which tile, grid and memory, and why. cpp/select is the only place that
+// makes these decisions.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,7 @@
 // The kernels that exist: one row per line of cpp/variants/*.def, in the same order.
 #pragma once
 
+#include <cstdint>
 #include <span>
 
 #include "flashtile/kvcache.h"
@@ -8,15 +9,21 @@
 
 namespace flashtile {
 
+/// Which table a row stands in.
+enum class Kind : std::uint8_t { kForward, kBackward, kKvcache };
+
 struct ForwardRow {
+  static constexpr Kind kKind = Kind::kForward;
   Variant variant;
   ForwardKernel run;  // null in a build without CUDA, for CUDA rows
 };
 struct BackwardRow {
+  static constexpr Kind kKind = Kind::kBackward;
   Variant variant;
   BackwardKernel run;
 };
 struct KvcacheRow {
+  static constexpr Kind kKind = Kind::kKvcache;
   Variant variant;
   KvcacheKernel run;
 };

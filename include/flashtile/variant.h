@@ -10,6 +10,28 @@ namespace flashtile {
 
 enum class Arch : std::uint8_t { kCpu, kSm80, kSm90 };
 
+/// Options that not all rows of a table know on some architecture, as a set. Their code would slow the others down by 2
+/// to 20 % though it is jumped over (docs/performance.md). Which of them a problem asks of a row, and so what each
+/// means there, features_of says (cpp/select/choose.h).
+enum class Features : std::uint8_t {
+  kNone = 0,
+  kDropout = 1,
+  kSinks = 2,            // of a forward; every backward knows them
+  kOrderedDq = 4,        // of Ampere's backward: sums of dQ in the same order in every run
+  kSoftcap = 8,          // of Hopper's backward of one pass: the slope of a cap
+  kUnusualSoftcap = 16,  // of no row on Hopper: a cap that its tanh is too coarse for
+  kEvery = 31,
+};
+
+constexpr Features operator|(Features a, Features b) {
+  return static_cast<Features>(static_cast<int>(a) | static_cast<int>(b));
+}
+
+/// Whether all of `some` are among `known`.
+constexpr bool includes(Features known, Features some) {
+  return (known | some) == known;
+}
+
 struct Variant {
   Arch arch;
   DType dtype;
@@ -19,17 +41,16 @@ struct Variant {
   int tile_n;      // keys of a tile
   int stages;      // forward: tiles of K and V in shared memory at a time, both together; backward: of Q, and of dO
   int warps;
-  // Whether it knows dropout; forward: sinks; backward on Ampere: sums of dQ in order; backward of one pass on Hopper:
-  // softcap. Their code would slow the others down by 2 to 20 %.
-  bool every_option = false;
+  Features features = Features::kNone;
 
   constexpr int threads() const { return warps * 32; }
+  constexpr bool knows(Features some) const { return includes(features, some); }
   /// Of a backward kernel: whether a pass of its own forms dQ.
   constexpr bool two_passes() const { return arch == Arch::kSm90 && head_dim > 128; }
   /// Of a backward kernel for Hopper: whether one pass forms all gradients.
   constexpr bool one_pass() const { return arch == Arch::kSm90 && !two_passes(); }
   /// Of a backward kernel of one pass: whether its thread blocks may take several blocks of keys of a dense batch.
-  constexpr bool may_loop() const { return one_pass() && !every_option; }
+  constexpr bool may_loop() const { return one_pass() && features == Features::kNone; }
   /// Of a backward kernel: in how many parts, each by threads of its own, a tile of dQ is added up in memory.
   constexpr int parts_of_dq() const { return two_passes() ? 0 : arch == Arch::kSm90 ? 2 : warps; }
   constexpr bool operator==(const Variant&) const = default;
@@ -102,11 +123,15 @@ inline constexpr Arch sm90 = Arch::kSm90;
 inline constexpr DType f32 = DType::kFloat32;
 inline constexpr DType f16 = DType::kFloat16;
 inline constexpr DType bf16 = DType::kBFloat16;
-inline constexpr bool plain = false;
-inline constexpr bool every = true;
+inline constexpr Features plain = Features::kNone;
+inline constexpr Features dropout = Features::kDropout;
+inline constexpr Features dropout_sinks = Features::kDropout | Features::kSinks;
+inline constexpr Features dropout_ordered = Features::kDropout | Features::kOrderedDq;
+inline constexpr Features dropout_softcap = Features::kDropout | Features::kSoftcap;
+inline constexpr Features every = Features::kEvery;
 }  // namespace table
 
-/// "sm80_bf16_d128_v128_m128_n64_s3_w4", and "_every" where it knows every option
+/// "sm80_bf16_d128_v128_m128_n64_s3_w4", and behind it the features, as in "_dropout_sinks"
 std::string name_of(const Variant& variant);
 
 }  // namespace flashtile

@@ -10,6 +10,7 @@ is_compiling = torch.compiler.is_dynamo_compiling
 under_functorch = torch._C._are_functorch_transforms_active
 _CONTIGUOUS = torch.contiguous_format
 DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16), "cuda": (torch.float16, torch.bfloat16)}
+WIDEST = 256  # head dimension of Q and K, and of V
 
 
 _FLAT = {  # what takes the parts of a jagged nested tensor

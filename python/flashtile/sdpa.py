@@ -7,13 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._core import DTYPES, is_compiling, under_functorch
+from ._core import DTYPES, WIDEST, is_compiling, under_functorch
 from ._padding import attend_padded, attend_visible, visible_first
 from .attention import attention
 
 _pytorch = F.scaled_dot_product_attention  # at import: who puts flashtile's in its place still wants fallbacks
 _PLAIN = (Tensor, torch.nn.Parameter)
-WIDEST = 256
 _said: set[str] = set()  # what calls would have had to be, of all that fell back
 
 

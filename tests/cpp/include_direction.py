@@ -38,6 +38,7 @@ NEIGHBOURS = {("cuda_error", "error"), ("driver", "cuda_error")}
 USERS = [
     ("python/bindings", r"flashtile/(flashtile|error|kvcache|plan|problem|registry|tensor_view|variant)\.h"),
     ("cpp/cpu", r"flashtile/(?!kernel/|mainloop/|epilogue/|scheduler/).*"),
+    ("cpp/select", r"flashtile/(?!kernel/|mainloop/|epilogue/|load/|params).*"),
 ]
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
@@ -83,6 +84,7 @@ def self_test(root: Path) -> list[str]:
         "include/flashtile/epilogue/planted.h": "flashtile/mainloop/planted.h",
         "include/flashtile/unheard_of/planted.h": "flashtile/error.h",
         "python/bindings/planted.cpp": "flashtile/mainloop/planted.h",
+        "cpp/select/planted.cpp": "flashtile/kernel/planted.h",
     }
     unnoticed = []
     for path, include in planted.items():

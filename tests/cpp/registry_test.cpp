@@ -95,8 +95,29 @@ TEST(Registry, KernelsAreThereAsTheBuildSays) {
 TEST(Registry, NamesSayEveryField) {
   const Variant variant{Arch::kSm90, DType::kBFloat16, 192, 128, 64, 32, 2, 4};
   EXPECT_EQ(name_of(variant), "sm90_bf16_d192_v128_m64_n32_s2_w4");
-  EXPECT_EQ(name_of(Variant{Arch::kSm80, DType::kFloat16, 64, 64, 64, 32, 2, 4, true}),
-            "sm80_f16_d64_v64_m64_n32_s2_w4_every");
+  EXPECT_EQ(name_of(Variant{Arch::kSm80, DType::kFloat16, 64, 64, 64, 32, 2, 4, table::dropout_sinks}),
+            "sm80_f16_d64_v64_m64_n32_s2_w4_dropout_sinks");
+}
+
+TEST(Registry, NamesEndWithTheWordOfTheTable) {
+#define FORWARD(arch, dtype, d, d_v, m, n, stages, warps, features) \
+  {{table::arch, table::dtype, d, d_v, m, n, stages, warps, table::features}, "_" #features},
+#define BACKWARD FORWARD
+#define KVCACHE FORWARD
+  const std::pair<Variant, std::string> rows[] = {
+#include "../../cpp/variants/backward.def"
+#include "../../cpp/variants/forward.def"
+#include "../../cpp/variants/kvcache.def"
+  };
+#undef FORWARD
+#undef BACKWARD
+#undef KVCACHE
+  for (const auto& [variant, word] : rows) {
+    const bool is_told = variant.arch != Arch::kCpu && word != "_plain";
+    Variant plain = variant;
+    plain.features = Features::kNone;
+    EXPECT_EQ(name_of(variant), name_of(plain) + (is_told ? word : ""));
+  }
 }
 
 TEST(Select, GridHasATilePerBlockOfRows) {
@@ -413,22 +434,27 @@ TEST(Select, HopperScheduleDependsOnTheProblemAlone) {
 TEST(Select, ProblemsThatAskForLittleGetTheFasterRows) {
   for (const DeviceInfo& device : {gpu(80, 163), gpu(90, 227)}) {
     Problem problem = problem_on(device, DType::kFloat16, 64, 64, 1000);
-    EXPECT_FALSE(select_forward(problem, device).variant.every_option);
-    EXPECT_FALSE(select_backward(problem, device).variant.every_option);
+    const bool hopper = device.compute_capability == 90;
+    const auto forward = [&] { return select_forward(problem, device).variant.features; };
+    const auto backward = [&] { return select_backward(problem, device).variant.features; };
+    EXPECT_EQ(forward(), table::plain);
+    EXPECT_EQ(backward(), table::plain);
     problem.deterministic = true;
-    EXPECT_FALSE(select_forward(problem, device).variant.every_option);
-    EXPECT_EQ(select_backward(problem, device).variant.every_option, device.compute_capability == 80);
+    EXPECT_EQ(forward(), table::plain);
+    EXPECT_EQ(backward(), hopper ? table::plain : table::dropout_ordered);
     problem.sinks = true;
-    EXPECT_TRUE(select_forward(problem, device).variant.every_option);
+    EXPECT_EQ(forward(), table::dropout_sinks);
     problem.sinks = false;
     problem.deterministic = false;
     problem.softcap = 10;
-    EXPECT_FALSE(select_forward(problem, device).variant.every_option);
-    EXPECT_EQ(select_backward(problem, device).variant.every_option, device.compute_capability == 90);
+    EXPECT_EQ(forward(), table::plain);
+    EXPECT_EQ(backward(), hopper ? table::dropout_softcap : table::plain);
     problem.softcap = 0;
     problem.dropout = Dropout::of(0.5, 7);
-    EXPECT_TRUE(select_forward(problem, device).variant.every_option);
-    EXPECT_TRUE(select_backward(problem, device).variant.every_option);
+    EXPECT_EQ(forward(), table::dropout_sinks);
+    EXPECT_EQ(backward(), hopper ? table::dropout_softcap : table::dropout_ordered);
+    problem.head_dim = 256;
+    EXPECT_EQ(backward(), hopper ? table::dropout : table::dropout_ordered);
   }
 }
 

@@ -1,5 +1,5 @@
 // Every scheduler visits every tile exactly once.
-#include "../../cpp/balance.h"
+#include "../../cpp/select/balance.h"
 #include "flashtile/scheduler/persistent.h"
 #include "flashtile/scheduler/ragged.h"
 #include "flashtile/scheduler/single.h"

@@ -26,8 +26,8 @@ struct FinalEpilogue {
     const int first_row = tile.m_block * kM;
     Tensor cO = make_identity_tensor(Shape<Int<kM>, Int<kHeadDim>>{});  // (M, head_dim)
     scale_rows(rows_and_columns(tOrO),
-               finish_rows<Mainloop::kEveryOption>(params, tile, queries, rows_and_columns(mma_thread.partition_C(cO)),
-                                                   softmax, first_row));
+               finish_rows<Mainloop::kFeatures>(params, tile, queries, rows_and_columns(mma_thread.partition_C(cO)),
+                                                softmax, first_row));
 
     Element* origin = static_cast<Element*>(params.out) + params.out_strides.at(tile.batch, queries.first + first_row) +
                       tile.head * params.out_strides.head;

@@ -11,7 +11,7 @@ namespace flashtile {
 /// Completes the softmax of the rows of one thread, sinks among their weights, and writes their lse, and what a
 /// backward wants of them. Returns what their outputs have to be multiplied with. `coord`, (row, head_dim), holds their
 /// places in the tile. Rows of `queries` that do not count come out as rows that see nothing, sinks or not.
-template <bool kEveryOption, class Coord, class Softmax>
+template <Features kFeatures, class Coord, class Softmax>
 CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Span queries, Coord const& coord,
                              Softmax& softmax, int first_row) {
   using namespace cute;
@@ -24,13 +24,13 @@ CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Span q
     const bool counts = params.packing.query(first_row + get<0>(coord(r, 0))) < queries.used;
     if (!counts) softmax.row[r] = {};
     float sink = -kInfinity;
-    if constexpr (kEveryOption) {
+    if constexpr (includes(kFeatures, Features::kSinks)) {
       const int head = first_head + params.packing.head(first_row + get<0>(coord(r, 0)));
       if (params.sinks != nullptr && counts) sink = params.sinks[head];
     }
     rows[r] = softmax.row[r].finish(sink, params.score_map.unit);
     normaliser[r] = rows[r].normaliser;
-    if constexpr (kEveryOption) normaliser[r] *= params.dropout.scale;
+    if constexpr (includes(kFeatures, Features::kDropout)) normaliser[r] *= params.dropout.scale;
   }
   if (!params.rows.wanted() || get<1>(coord(0, 0)) != 0) return normaliser;  // the first thread of each quad writes
   const std::int64_t first = params.rows.strides.at(tile.batch, first_head, queries.first);

@@ -50,8 +50,8 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     Tensor tOcO = rows_and_columns(typename Mainloop::MmaPV{}.get_slice(thread).partition_C(cO));  // (row, head_dim)
     using Work = typename Mainloop::Work;
     const auto finish_softmax = [&](Work const& work, typename Mainloop::Softmax& softmax) {
-      return finish_rows<Mainloop::kEveryOption>(params.forward, work.tile, work.sequence.q, tOcO, softmax,
-                                                 work.tile.m_block * Mainloop::kM);
+      return finish_rows<Mainloop::kFeatures>(params.forward, work.tile, work.sequence.q, tOcO, softmax,
+                                              work.tile.m_block * Mainloop::kM);
     };
     const auto store = [&](Work const& work, auto& tOrO) {
       const int first_row = work.tile.m_block * Mainloop::kM;

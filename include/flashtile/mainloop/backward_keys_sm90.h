@@ -36,6 +36,7 @@ struct BackwardKeysSm90 {
   static constexpr int kHeadDim = kV.head_dim;
   static constexpr int kHeadDimV = kV.head_dim_v;
   static constexpr int kStages = kV.stages;
+  static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
   static_assert(kStages == 2 && kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && kV.tile_n == kN && kV.tile_m % kM == 0);
 
   using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
@@ -211,18 +212,18 @@ struct BackwardKeysSm90 {
           barriers.weights_full[weights_at.stage].arrive();
           weights_at.advance();
         };
-        if (capped || kV.every_option) [[unlikely]] {
+        if (capped || kKnowsDropout) [[unlikely]] {
           KeptOf<decltype(tScS)> kept;
-          if constexpr (kV.every_option)
+          if constexpr (kKnowsDropout)
             kept = kept.template of<Rows::kKeys>(params.dropout, work.batch, head, tScS, key, m_block * kM);
           if (capped)
             weigh([&](int r, int c) { return score_tile.cap_slope(scores(r, c)); });
           else
             weigh([](int, int) { return 1.0f; });
-          if constexpr (kV.every_option) kept.mark_words(weights);
+          if constexpr (kKnowsDropout) kept.mark_words(weights);
           hand_over();
           weigh([](int, int) { return 1.0f; });
-          if constexpr (kV.every_option) kept.keep_words(weights);
+          if constexpr (kKnowsDropout) kept.keep_words(weights);
         } else {
           weigh([](int, int) { return 1.0f; });
           hand_over();
@@ -290,7 +291,7 @@ struct BackwardKeysSm90 {
         barriers.q.wait_full(at);  // for delta
         wait_matmul<0>(tSrdP);
         barriers.dout.release_by_warp(at);
-        if constexpr (kV.every_option) {
+        if constexpr (kKnowsDropout) {
           CUTE_UNROLL
           for (int i = 0; i < size(tSrdP); ++i)
             tSrdP(i) = weights(i / 2) & (i % 2 ? 0x80000000 : 0x8000) ? 0.0f : params.dropout.scale * tSrdP(i);

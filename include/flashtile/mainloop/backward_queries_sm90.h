@@ -226,7 +226,7 @@ struct BackwardQueriesSm90 {
           barriers.q.release_by_warp(queries_at);
           barriers.dout.release_by_warp(queries_at);
         }
-        if constexpr (kV.every_option)
+        if constexpr (kV.knows(Features::kDropout))
           KeptOf<decltype(tScS)>::template of<Rows::kQueries>(params.dropout, work.tile.batch, work.tile.head, tScS,
                                                               first_row, n_block * kN)
               .keep(dp, params.dropout.scale);

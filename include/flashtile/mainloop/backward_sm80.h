@@ -32,6 +32,8 @@ struct BackwardMainloopSm80 {
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
   static constexpr int kStages = kV.stages;
+  static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
+  static constexpr bool kKnowsOrderedDq = kV.knows(Features::kOrderedDq);
   static constexpr int kThreads = kV.threads();
   static_assert(kV.head_dim_v == kHeadDim && kHeadDim % 32 == 0 && (kStages == 1 || kStages == 2));
 
@@ -305,7 +307,7 @@ struct BackwardMainloopSm80 {
     const int last_head = (work.kv_head + 1) * params.group - 1;
     // Where sums are in order, each warp's of a part of its own (see SumOfDq), from the last query on; even where no dQ
     // is wanted: so dK and dV are the same.
-    const bool backwards = kV.every_option && params.deterministic;
+    const bool backwards = kKnowsOrderedDq && params.deterministic;
     const bool in_order = backwards && params.dq;
     const auto next = [&](Step step) {
       step.m_block += backwards ? -1 : 1;
@@ -317,7 +319,7 @@ struct BackwardMainloopSm80 {
       if (++step.m_block == blocks.visible.end) step = {step.head - 1, blocks.visible.begin};
       return step;
     };
-    const bool drops = kV.every_option && params.dropout.active();
+    const bool drops = kKnowsDropout && params.dropout.active();
     const bool steep = params.steep();
     const bool capped = params.score_map.capped;
     const int thread_of_all = threadIdx.x;

@@ -33,7 +33,8 @@ struct ForwardMainloopSm80 {
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
-  static constexpr bool kEveryOption = kV.every_option;
+  static constexpr Features kFeatures = kV.features;
+  static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
   static constexpr int kStages = kV.stages;
   static constexpr int kThreads = kV.threads();
   static_assert(kV.head_dim_v == kHeadDim && kM % (16 * kV.warps) == 0 && kN % 16 == 0 && kHeadDim % 32 == 0 &&
@@ -154,7 +155,7 @@ struct ForwardMainloopSm80 {
 
     const bool maps = params.score_map.maps();
     bool drops = false;
-    if constexpr (kEveryOption) drops = params.dropout.active();
+    if constexpr (kKnowsDropout) drops = params.dropout.active();
     source.load_q(sQ, thread);
     if constexpr (kLoadedAhead == 0)
       for_each(make_int_sequence<kStages - kStepsPerBarrier>{}, [&](auto step) { load_step<step>(0); });
@@ -190,7 +191,7 @@ struct ForwardMainloopSm80 {
       if (softmax.fit(scores, factor)) [[unlikely]]
         scale_rows(rows_of_o, factor);
       KeptOf<decltype(tScS)> kept;
-      if constexpr (kEveryOption) {
+      if constexpr (kKnowsDropout) {
         if (drops)
           kept = kept.template of<Rows::kQueries>(params.dropout, tile.batch, tile.head, tScS, tile.m_block * kM,
                                                   keys.first + n_block * kN);

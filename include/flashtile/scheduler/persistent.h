@@ -9,7 +9,7 @@
 namespace flashtile {
 
 /// Which tile a thread block takes after which, fixed beforehand: no counter that someone would have to reset. Made by
-/// balance.cpp.
+/// cpp/select/balance.cpp.
 ///
 /// Tiles stand section by section. A section is `heads_at_once` heads side by side, few enough for their keys and
 /// values to stay in the L2 cache: first the last block of query rows of each, then the last but one, and so on; under

@@ -2,12 +2,12 @@
 
 import torch
 
+from .._core import WIDEST
 from ..varlen import attention_varlen
 from ._common import attend, integer
 from ._rotation import positions_of
 
 _MOST = 2**27  # elements: a larger matrix is not worth its memory, and none is formed
-_COLUMNS = 256  # as many as one call gives: the largest D_v
 _STEP = 128  # to multiples of which flash-attn pads both sides
 
 
@@ -28,8 +28,8 @@ def signed_weights(function, q, k, max_seqlen_q, max_seqlen_k, dropout_p, seed, 
     row, column = positions_of(q, 0, cu_seqlens_q), positions_of(k, 0, cu_seqlens_k)
     nothing = torch.zeros_like(q), torch.zeros_like(k)  # all scores are alike, so that no weight vanishes by rounding
     found = []
-    for begin in range(0, columns, _COLUMNS):
-        named = torch.arange(begin, min(begin + _COLUMNS, columns), device=k.device)
+    for begin in range(0, columns, WIDEST):  # a call gives as many columns as values may be wide
+        named = torch.arange(begin, min(begin + WIDEST, columns), device=k.device)
         v = (column[:, None] == named)[:, None].expand(-1, k.shape[1], -1).to(q.dtype)
         weights = attend(function, attention_varlen, q, k, v, alibi_slopes=alibi_slopes, softcap=softcap, **options)
         kept = attend(function, attention_varlen, *nothing, v, dropout_p=dropout_p, seed=seed, softcap=0.0, **options)

@@ -11,10 +11,11 @@ from transformers.integrations.flash_attention import get_target_dtype
 from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
+from .._core import WIDEST
 from .._padding import attend_padded, attend_visible, gathered, visible_first
 from ..attention import attention
 from ..kvcache import attention_kvcache
-from ..sdpa import WIDEST, scaled_dot_product_attention
+from ..sdpa import scaled_dot_product_attention
 from ..varlen import attention_varlen
 from ._masks import Rule, Told, offsets_of, offsets_of_restarts, read, rule_of, write, written_out
 

@@ -76,7 +76,8 @@ class OnePassConsumerSm90 {
   static constexpr int kM = Mainloop::kM;
   static constexpr int kN = Mainloop::kN;
   static constexpr bool kLoops = Mainloop::kLoops;
-  static constexpr bool kEveryOption = Mainloop::kEveryOption;
+  static constexpr bool kKnowsDropout = Mainloop::kKnowsDropout;
+  static constexpr bool kKnowsSoftcap = Mainloop::kKnowsSoftcap;
 
  public:
   CUTE_DEVICE OnePassConsumerSm90(BackwardOnePassParams const& params, SharedStorage& shared, int thread)
@@ -150,12 +151,12 @@ class OnePassConsumerSm90 {
     if (steep) [[unlikely]]
       relate_steep_rows(backward, scores, tScS, shared.statistics[stage][0],
                         std::int64_t(work.workspace_tile(backward, head, m_block)) * kM);
-    if (kEveryOption && backward.score_map.capped)
+    if (kKnowsSoftcap && backward.score_map.capped)
       weigh(scores, weights, stage, [&](float score) { return Tile::cap_slope(score); });
     else
       weigh(scores, weights, stage, [](float) { return 1.0f; });
     wait_matmul<0>(tSrdP);
-    if (kEveryOption && backward.dropout.active()) drop(other, weights, work, head, m_block);
+    if (kKnowsDropout && backward.dropout.active()) drop(other, weights, work, head, m_block);
     start_matmul(mma_kv, tVrP, tVrdO(_, _, _, stage), tVrdV, opening);
     differentiate(scores, other, weights, stage);
     round_to(tSrS, tKrdS);
@@ -183,7 +184,7 @@ class OnePassConsumerSm90 {
   CUTE_DEVICE void form_scores(Scores& scores, Tile const& tile, bool edge, int m_block) {
     using namespace cute;
     if (!edge && !maps) return;
-    if constexpr (kEveryOption) {
+    if constexpr (kKnowsSoftcap) {
       if (maps) tile.cap_or_stretch(scores, tScS, m_block * kM);
     } else {
       if (maps) tile.stretch(scores, tScS, m_block * kM);

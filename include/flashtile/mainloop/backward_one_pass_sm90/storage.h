@@ -30,7 +30,8 @@ enum class Takes { kBlock, kBlocks, kNext };
 template <Variant kV, Takes kT>
 struct BackwardOnePassSm90 {
   static constexpr Takes kTakes = kT;
-  static constexpr bool kEveryOption = kV.every_option;
+  static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
+  static constexpr bool kKnowsSoftcap = kV.knows(Features::kSoftcap);
   static constexpr bool kLoops = kTakes != Takes::kBlock;
   static constexpr bool kRagged = kTakes == Takes::kNext;
   static constexpr int kM = kV.tile_m;
@@ -39,7 +40,7 @@ struct BackwardOnePassSm90 {
   static constexpr int kStages = kV.stages;
   static constexpr int kWarpgroups = 2;  // consumers
   // Of a thread: 504 among the three warpgroups. A producer that works out the next block of keys could do with 40.
-  static constexpr int kRegisters = kM == 64 && !kV.every_option ? 232 : 240;
+  static constexpr int kRegisters = kM == 64 && kV.features == Features::kNone ? 232 : 240;
   static constexpr int kProducerRegisters = 504 - 2 * kRegisters;
   static_assert(kV.head_dim_v == kHeadDim && kHeadDim % 64 == 0 && kN == 64 * kWarpgroups && kM % 16 == 0 &&
                 kV.warps == 4 * (kWarpgroups + 1));
@@ -71,7 +72,7 @@ struct BackwardOnePassSm90 {
       Keys{}));
   // Whether dS takes the rounded weights, where there are no registers for the others.
   static constexpr bool kRoundedWeights = kM * kHeadDim > 64 * 128;
-  static_assert(!kRoundedWeights || !kV.every_option);          // softcap scales them
+  static_assert(!kRoundedWeights || !kKnowsSoftcap);            // softcap scales them
   static constexpr int kPartOfQ = kM * kHeadDim / kWarpgroups;  // floats of one warpgroup
   static constexpr int kColumnsOfPart = 256;                    // as TMA sees them
   static constexpr int kRowsOfPart = kPartOfQ / kColumnsOfPart;

@@ -285,7 +285,7 @@ class ForwardConsumerSm90 {
   typename Ring<Mainloop::kStages>::Cursor v_at{};  // the block in hand
   const Turns<Mainloop::kWarpgroups> turns{warpgroup};
   const bool maps = params.forward.score_map.maps();
-  const bool drops = Mainloop::kEveryOption && params.forward.dropout.active();
+  const bool drops = Mainloop::kKnowsDropout && params.forward.dropout.active();
   OnlineSoftmax<2> softmax{params.forward.score_map.unit_log2};
   int blocks;                         // of the tile in hand
   Range interior;                     // of those

@@ -36,7 +36,8 @@ struct ForwardMainloopSm90 {
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
-  static constexpr bool kEveryOption = kV.every_option;
+  static constexpr Features kFeatures = kV.features;
+  static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
   static constexpr int kHeadDimV = kV.head_dim_v;
   static constexpr int kStages = kV.stages / 2;  // key blocks, each a tile of K and one of V
   static constexpr int kWarpgroups = kM / 64;    // consumers

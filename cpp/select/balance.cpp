@@ -1,4 +1,4 @@
-#include "balance.h"
+#include "select/balance.h"
 
 #include <algorithm>
 #include <functional>
@@ -8,17 +8,24 @@
 
 #include "flashtile/math/mask.h"
 #include "recent.h"
+#include "select/sections.h"
 
 namespace flashtile {
 namespace {
 
-constexpr int kSmallestSection = 32;      // tiles
-constexpr unsigned kLargestCount = 4096;  // tiles: beyond, any section of a few rounds is even
-constexpr int kTileOverhead = 1;          // of a tile, in key blocks
-constexpr double kAsGood = 0.998;
-constexpr double kCached = 32e6;  // bytes of keys and values that stay in the L2 cache, of 50 MB on an H100
-constexpr double kSpeedUncached = 0.9;
+constexpr int kSmallestSection = 32;      // Sections of fewer tiles let too few neighbours share keys.
+constexpr unsigned kLargestCount = 4096;  // Beyond so many tiles any section of a few rounds is even.
+constexpr int kTileOverhead = 1;          // Each tile costs so much beside its key blocks, in key blocks.
+constexpr double kAsGood = 0.998;         // A section divides the work as well as the best if it comes so close.
 
+/// This constant is fitted to runs on an H200 (docs/performance.md), as kCachedBytes is.
+namespace h200 {
+
+constexpr double kSpeedUncached = 0.9;  // A section whose keys and values leave the L2 cache has so much of the speed.
+
+}  // namespace h200
+
+/// What a schedule depends on, and nothing else.
 struct Key {
   Band band;
   Lengths lengths;
@@ -28,7 +35,7 @@ struct Key {
   bool operator==(const Key&) const = default;
 };
 
-/// Of a tile of each block of rows, in key blocks.
+/// Returns what a tile of each block of rows costs, in key blocks.
 std::vector<int> costs(const ForwardPlan& plan) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
@@ -42,22 +49,15 @@ std::vector<int> costs(const ForwardPlan& plan) {
   return cost;
 }
 
-/// Of `keys` keys and values, by a query head or a pack of them.
-double key_bytes_of_head(const ForwardPlan& plan, int keys) {
-  const Problem& p = plan.problem;
-  const double per_kv_head = 1.0 * keys * (p.head_dim + p.head_dim_v) * bytes_of(p.dtype);
-  return per_kv_head * plan.packing.heads() / p.group();
-}
-
 double key_bytes_of_head(const ForwardPlan& plan) {
   return key_bytes_of_head(plan, plan.problem.seqlen_k);
 }
 
 PersistentScheduler search(const ForwardPlan& plan) {
   const int packs = plan.problem.heads_q / plan.packing.heads();
-  const int all = plan.tiles == 0 ? 0 : plan.problem.batch * packs;  // without a tile, perhaps more than int counts
+  const int all = plan.tiles == 0 ? 0 : plan.problem.batch * packs;  // without a tile int might not count them
   const std::vector<int> cost = costs(plan);
-  const bool equal = plan.problem.band == Band::full();  // then head after head
+  const bool equal = plan.problem.band == Band::full();  // Then head comes after head.
   PersistentScheduler scheduler{.heads = packs, .m_blocks = plan.m_blocks, .batch_heads = all, .blocks = plan.grid};
   const unsigned tiles = scheduler.tiles();
   if (equal || tiles <= static_cast<unsigned>(plan.grid) || tiles > kLargestCount) {
@@ -70,8 +70,8 @@ PersistentScheduler search(const ForwardPlan& plan) {
   for (int heads = 1; heads < 2 * all; heads *= 2) {
     scheduler.heads_at_once = std::min(heads, all);
     if (scheduler.heads_at_once * plan.m_blocks < kSmallestSection && heads < all) continue;
-    const bool cached = scheduler.heads_at_once * key_bytes_of_head(plan) <= kCached;
-    found.emplace_back(scheduler.heads_at_once, divide(scheduler, cost) * (cached ? 1 : kSpeedUncached));
+    const bool cached = scheduler.heads_at_once * key_bytes_of_head(plan) <= kCachedBytes;
+    found.emplace_back(scheduler.heads_at_once, divide(scheduler, cost) * (cached ? 1 : h200::kSpeedUncached));
     best = std::max(best, found.back().second);
   }
   const auto as_good = [&](const auto& f) { return f.second >= kAsGood * best; };
@@ -122,16 +122,6 @@ double divide(PersistentScheduler& scheduler, std::span<const int> cost) {
     scheduler.dealt_from[block + 1] = static_cast<std::uint16_t>(place - scheduler.dealt);
   }
   return most == 0 ? 1 : static_cast<double>(sum) / static_cast<double>(most * scheduler.blocks);
-}
-
-int few_enough(double blocks_of_section) {
-  return static_cast<int>(std::min<double>(blocks_of_section, 1 << 30));
-}
-
-int blocks_of_section(const ForwardPlan& plan) {
-  constexpr int kManyTiles = 8;  // of a thread block
-  if (plan.problem.band == Band::full() || plan.tiles / kManyTiles >= plan.grid) return 0;
-  return few_enough(kCached / key_bytes_of_head(plan, plan.packing.query(plan.variant.tile_m)));
 }
 
 std::shared_ptr<const PersistentScheduler> balanced_scheduler(const ForwardPlan& plan) {

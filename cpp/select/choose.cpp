@@ -1,0 +1,43 @@
+#include "select/choose.h"
+
+namespace flashtile {
+namespace {
+
+constexpr Features when(bool asked, Features feature) {
+  return asked ? feature : Features::kNone;
+}
+
+/// Hopper leaves an unusual softcap to Ampere's rows. A large one is unusual, because the tanh of Hopper's kernels is
+/// too coarse for it. Of a backward a cap of stretched scores is unusual too: Hopper's finds the slope of a cap by the
+/// score, which therefore has to be the tanh itself, of a row that is not steep, and no row is steep by a usual cap.
+bool is_unusual_softcap(const Problem& p, bool backward) {
+  const ScoreMap map = p.score_map();
+  return map.capped && (p.softcap > kUsualSoftcap || (backward && map.stretched));
+}
+
+}  // namespace
+
+Features features_of(const Problem& p, Kind kind, const Variant& v) {
+  const bool forward = kind == Kind::kForward, backward = kind == Kind::kBackward, cache = kind == Kind::kKvcache;
+  const bool on_ampere = v.arch == Arch::kSm80, on_hopper = v.arch == Arch::kSm90;
+  return when(p.dropout.active() && !cache, Features::kDropout) |
+         when(p.sinks && (forward || (cache && on_hopper)), Features::kSinks) |
+         when(p.deterministic && backward && on_ampere, Features::kOrderedDq) |
+         when(p.softcap > 0 && backward && v.one_pass(), Features::kSoftcap) |
+         when(p.softcap > 0 && on_hopper && is_unusual_softcap(p, backward), Features::kUnusualSoftcap);
+}
+
+int shared_memory_of(Kind kind, const Variant& v) {
+  if (v.arch == Arch::kCpu) return 0;
+  if (kind == Kind::kBackward) return backward_shared_memory(v);
+  return kind == Kind::kKvcache && v.arch == Arch::kSm80 ? kvcache_shared_memory(v) : forward_shared_memory(v);
+}
+
+[[gnu::cold]] void refuse_device(const DeviceInfo& device) {
+  const int cc = device.compute_capability;
+  throw Unsupported("q is on " + name_of(device.device) + " (" + device.name + ", compute capability " +
+                    std::to_string(cc / 10) + "." + std::to_string(cc % 10) +
+                    "), expected compute capability 8.0 (Ampere) or newer");
+}
+
+}  // namespace flashtile

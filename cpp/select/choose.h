@@ -1,0 +1,110 @@
+// This file answers which row of a table computes a problem, and refuses a problem that none does. Rows serve a problem
+// if they are wide enough and know what it asks; select takes the narrowest of those, and of several that are equally
+// narrow the one with the least estimated time.
+#pragma once
+
+#include <algorithm>
+#include <span>
+#include <string>
+
+#include "flashtile/error.h"
+#include "flashtile/plan.h"
+#include "flashtile/registry.h"
+#include "select/estimate.h"
+
+namespace flashtile {
+
+inline constexpr const char* kNarrowest = "the first row of this dtype that is wide enough";
+inline constexpr const char* kSmallerTile =
+    "the first row of this dtype that is wide enough and fits the GPU's shared memory";
+inline constexpr const char* kFastest = "of the rows that are just wide enough, the one with the least estimated time";
+
+/// Returns what a problem asks of the row `v` that not every row of the table `kind` knows on that architecture. A row
+/// whose features include the answer can compute the problem, so this is the only place that asks for options.
+Features features_of(const Problem& problem, Kind kind, const Variant& v);
+
+/// Returns the bytes of shared memory that a thread block of the kernel takes: none on a CPU.
+int shared_memory_of(Kind kind, const Variant& v);
+
+/// Throws Unsupported, since no row runs on so old a GPU.
+[[noreturn]] void refuse_device(const DeviceInfo& device);
+
+/// Throws Unsupported, and says what the rows of `arch` do serve.
+template <class Row>
+[[noreturn, gnu::cold]] void refuse_problem(const Problem& problem, Arch arch, std::span<const Row> rows) {
+  std::string dtypes;
+  int widest = 0;
+  for (const Row& row : rows) {
+    if (row.variant.arch != arch) continue;
+    const std::string dtype = name_of(row.variant.dtype);
+    if (dtypes.find(dtype) == dtypes.npos) dtypes += (dtypes.empty() ? "" : " or ") + dtype;
+    if (row.variant.dtype == problem.dtype) widest = std::max(widest, row.variant.head_dim);
+  }
+  const std::string place = " on " + name_of(problem.device);
+  if (widest == 0)
+    throw Unsupported("q has dtype " + std::string(name_of(problem.dtype)) + place + ", expected " + dtypes);
+  throw Unsupported("q or v has head dimension " + std::to_string(problem.wider_head_dim()) + place +
+                    ", expected at most " + std::to_string(widest) + " (less where shared memory is short)");
+}
+
+/// Returns whether a row is wide enough for a problem and knows what it asks.
+template <class Row>
+bool serves(const Row& row, const Problem& p) {
+  const Variant& v = row.variant;
+  return v.head_dim >= p.head_dim && v.head_dim_v >= p.head_dim_v && v.knows(features_of(p, Row::kKind, v));
+}
+
+/// Returns whose kernels a GPU runs. Hopper has its own for head dimensions up to the widest of `rows`, and falls back
+/// to Ampere's where none of them serves; every newer GPU runs Ampere's.
+template <class Row, class Suits>
+Arch gpu_arch(std::span<const Row> rows, const DeviceInfo& device, const Problem& problem, const Suits& suits) {
+  const auto on_hopper = [&](const Row& row) {
+    return row.variant.arch == Arch::kSm90 && serves(row, problem) && suits(row);
+  };
+  return device.compute_capability == 90 && std::ranges::any_of(rows, on_hopper) ? Arch::kSm90 : Arch::kSm80;
+}
+
+/// Lets every row pass.
+inline constexpr auto kEveryRow = [](const auto&) { return true; };
+
+template <class Row>
+struct Choice {
+  const Row* row = nullptr;
+  Estimate estimate;
+  const char* why = "";
+};
+
+/// Takes, of the rows that `suits` lets pass, the one whose `estimate_of(row, problem)` is least.
+template <class Row, class Suits, class EstimateOf>
+Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<const Row> rows, const Suits& suits,
+                   const EstimateOf& estimate_of) {
+  constexpr int kOldestComputeCapability = 80;
+  const Problem estimated = problem.dense();
+  const bool on_cpu = problem.device.type == DeviceType::kCpu;
+  if (!on_cpu && device.compute_capability < kOldestComputeCapability) refuse_device(device);
+  const Arch arch = on_cpu ? Arch::kCpu : gpu_arch(rows, device, problem, suits);
+  Choice<Row> best{.why = kNarrowest};
+  for (const Row& row : rows) {
+    const Variant& v = row.variant;
+    if (v.arch != arch || v.dtype != problem.dtype || !serves(row, problem) || !suits(row)) continue;
+    if (best.row && (v.head_dim != best.row->variant.head_dim || v.head_dim_v != best.row->variant.head_dim_v)) break;
+    if (shared_memory_of(Row::kKind, v) > device.max_shared_memory) {
+      best.why = kSmallerTile;
+      continue;
+    }
+    const Estimate here = estimate_of(row, estimated);
+    if (best.row && here.time == 0) break;  // there is nothing to compare: the first that fits is taken
+    if (best.row) best.why = kFastest;
+    if (!best.row || here.time < best.estimate.time) best.row = &row, best.estimate = here;
+  }
+  if (best.row) return best;
+  refuse_problem(problem, arch, rows);
+}
+
+/// Does the same by the estimate that is usual for the rows of this table.
+template <class Row, class Suits>
+Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<const Row> rows, const Suits& suits) {
+  return choose(problem, device, rows, suits, [](const Row& row, const Problem& p) { return estimate(row, p); });
+}
+
+}  // namespace flashtile

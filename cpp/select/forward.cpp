@@ -1,0 +1,70 @@
+// This file makes the plan of a forward: its tiles, its grid, and the memory it takes.
+#include <algorithm>
+
+#include "cpu/cpu.h"
+#include "flashtile/flashtile.h"
+#include "flashtile/marked_count.h"
+#include "flashtile/scheduler/ragged.h"
+#include "select/balance.h"
+#include "select/choose.h"
+#include "select/plans.h"
+#include "select/sections.h"
+#include "select/work.h"
+
+namespace flashtile {
+namespace {
+
+void plan_on_cpu(ForwardPlan& plan, const DeviceInfo& device) {
+  share_out(plan, forward_cost(plan.problem), device);
+  plan.workspace_bytes = cpu::forward_workspace_bytes(plan);
+}
+
+/// Plans the scheduler metadata of a ragged batch, whose tiles have `places` places in one head. A kernel that runs
+/// before this one lists the tiles by work, longest first. Hopper's thread blocks do without a list where sequences are
+/// few and their tiles can be counted in a few bits: then each puts them in order by itself.
+void plan_metadata(ForwardPlan& plan, std::int64_t places) {
+  const bool few = plan.problem.batch <= RaggedOrder::kFewSequences && places <= RaggedOrder::kFewPlaces &&
+                   plan.tiles < static_cast<std::int64_t>(MarkedCount::kLimit);
+  plan.parts_of_sequence = parts_of_sequence(plan.problem);
+  plan.blocks_of_section = blocks_of_section(plan);
+  plan.lists = plan.variant.arch != Arch::kSm90 || !few;
+  plan.workspace_bytes = plan.lists ? RaggedTiles::bytes(plan.m_blocks) : sizeof(std::uint64_t);
+}
+
+void plan_on_gpu(ForwardPlan& plan, HeadPacking packing, const DeviceInfo& device) {
+  const Problem& p = plan.problem;
+  const Variant& v = plan.variant;
+  plan.packing = packing;
+  plan.packed_heads = packing.heads();
+  const int queries = packing.query(v.tile_m);  // of a tile
+  const std::int64_t places = p.places_q(queries);
+  plan.m_blocks = p.ragged ? static_cast<int>(places) : Spans::tiles(p.seqlen_q, queries);
+  plan.tiles = p.heads_q / packing.heads() * places;
+  plan.grid = countable("q", plan.tiles, kTiles);
+  plan.shared_memory = forward_shared_memory(v);
+  if (v.arch == Arch::kSm90) {
+    plan.grid = std::min({plan.grid, device.multiprocessors, PersistentScheduler::kMaxBlocks});
+    if (!p.ragged) plan.scheduler = balanced_scheduler(plan);
+  }
+  if (p.ragged) plan_metadata(plan, places);
+}
+
+}  // namespace
+
+ForwardPlan plan_tiles(const Problem& problem, const Variant& v, HeadPacking packing, const DeviceInfo& device) {
+  ForwardPlan plan;
+  plan.problem = problem;
+  plan.variant = v;
+  v.arch == Arch::kCpu ? plan_on_cpu(plan, device) : plan_on_gpu(plan, packing, device);
+  return plan;
+}
+
+ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device) {
+  const auto choice = choose(problem, device, forward_rows(), kEveryRow);
+  ForwardPlan plan = plan_tiles(problem, choice.row->variant, choice.estimate.packing, device);
+  plan.why = choice.why;
+  plan.run = choice.row->run;
+  return plan;
+}
+
+}  // namespace flashtile

@@ -1,0 +1,145 @@
+// This file makes the plan of attention over a cache: how its keys are divided among thread blocks, and the memory it
+// takes.
+#include <algorithm>
+
+#include "cpu/cpu.h"
+#include "flashtile/flashtile.h"
+#include "select/choose.h"
+#include "select/plans.h"
+#include "select/work.h"
+
+namespace flashtile {
+namespace {
+
+constexpr int kKeysOfSplit = 1024;                  // A batch-invariant call splits keys after so many.
+constexpr std::int64_t kRoomForSplits = 256 << 20;  // Results of splits that lie apart take so many bytes at the most.
+
+/// These constants are fitted to runs on an H200 (docs/performance.md).
+namespace h200 {
+
+constexpr std::int64_t kSmallCache = 200 << 20;  // A cache is small up to so many bytes.
+constexpr int kFewRows = 16;                     // A tile of no more rows takes as long as its keys take to read.
+constexpr int kFewestKeys = 512;                 // Of a tile of more rows a team takes so many keys at the least.
+
+}  // namespace h200
+
+/// Returns how many parts of `part` make up the whole.
+std::int64_t parts(std::int64_t whole, std::int64_t part) {
+  return (whole + part - 1) / part;
+}
+
+/// Returns how many blocks of keys a tile has. A block is what the groups of a thread block take at a time.
+std::int64_t key_blocks(const KvcachePlan& plan) {
+  return parts(plan.problem.seqlen_k, groups_of(plan.variant) * plan.variant.tile_n);
+}
+
+/// Refuses what a GPU cannot count, and returns the tiles of rows of a KV head.
+std::int64_t counted_tiles(const KvcachePlan& plan) {
+  const Problem& p = plan.problem;
+  const Variant& v = plan.variant;
+  const std::int64_t tiles = countable("q", tiles_of_rows(p, v, plan.packed_heads), "tiles of rows");
+  countable("q", tiles * std::max<std::int64_t>(key_blocks(plan), 1), "items (tiles of rows × blocks of keys)");
+  countable("q", parts(rows_of_sequence(p), v.tile_m) * v.tile_m, "rows (queries × heads of a group, in whole tiles)");
+  return tiles;
+}
+
+/// Sets how the keys of each tile are split. Returns into how many splits, or 0 where teams share all keys evenly.
+std::int64_t plan_splits(KvcachePlan& plan, std::int64_t tiles) {
+  const bool invariant = plan.cache.batch_invariant;
+  plan.num_splits = static_cast<int>(std::min(std::int64_t{plan.cache.num_splits}, key_blocks(plan)));
+  plan.keys_of_split = invariant ? kKeysOfSplit : 0;
+  const std::int64_t of_length = invariant ? parts(plan.problem.seqlen_k, kKeysOfSplit) : 0;
+  const std::int64_t splits = plan.num_splits > 0 ? plan.num_splits : of_length;
+  const std::int64_t place_bytes = kvcache_place_bytes(plan.variant) * plan.problem.heads_k;
+  plan.splits_apart = splits > 1 && tiles * splits <= kRoomForSplits / place_bytes;
+  return splits;
+}
+
+/// Returns into how many pieces the keys of all tiles of a KV head can go, if each is to be worth a thread block.
+std::int64_t pieces(const KvcachePlan& plan, std::int64_t tiles, std::int64_t splits) {
+  if (plan.splits_apart) return tiles * splits;
+  if (splits > 0) return tiles;
+  const bool few_rows = plan.variant.tile_m <= h200::kFewRows;
+  const std::int64_t of_tile = few_rows ? key_blocks(plan) : parts(plan.problem.seqlen_k, h200::kFewestKeys);
+  return tiles * std::max<std::int64_t>(of_tile, 1);
+}
+
+/// Returns how many thread blocks share the work of a KV head: one wave, or fewer where each would have too little to
+/// do.
+int teams(const KvcachePlan& plan, const DeviceInfo& device, std::int64_t pieces) {
+  constexpr int kOfSystem = 1024;  // Each thread block takes so many bytes of shared memory for the system.
+  const int of_multiprocessor =
+      std::clamp((device.max_shared_memory + kOfSystem) / (plan.shared_memory + kOfSystem), 1, 2);
+  const int at_a_time = device.multiprocessors * of_multiprocessor;
+  const std::int64_t useful = std::min<std::int64_t>(at_a_time / plan.problem.heads_k, pieces);
+  return static_cast<int>(std::clamp<std::int64_t>(useful, 1, at_a_time));
+}
+
+/// Returns how many slots a KV head has for partial results. Where teams share keys evenly, each has a slot for the
+/// tile that it begins with and one for the tile that it ends with. Where it takes the splits of a tile one after the
+/// other, it has two for the sums so far.
+int partials(const KvcachePlan& plan, std::int64_t tiles, std::int64_t splits) {
+  if (plan.splits_apart) return static_cast<int>(tiles * splits);
+  return splits == 1 ? 0 : 2 * plan.teams;
+}
+
+/// Returns whether lines of keys and values that were read should make room for each other in the L2 cache. That is 3
+/// to 7 % faster where a cache is small, and 2 to 4 % slower where it is large.
+bool passes_by(const Problem& p, std::int64_t tiles) {
+  const std::int64_t row_bytes = std::int64_t{p.heads_k} * (p.head_dim + p.head_dim_v) * bytes_of(p.dtype);
+  return tiles <= p.batch && std::int64_t{p.batch} * p.seqlen_k <= h200::kSmallCache / row_bytes;
+}
+
+void plan_on_gpu(KvcachePlan& plan, const DeviceInfo& device) {
+  const Problem& p = plan.problem;
+  plan.packed_heads = p.group();
+  const std::int64_t tiles = counted_tiles(plan);
+  const std::int64_t splits = plan_splits(plan, tiles);
+  plan.teams = teams(plan, device, pieces(plan, tiles, splits));
+  plan.partials = partials(plan, tiles, splits);
+  plan.passes_by = passes_by(p, tiles);
+  plan.tiles = p.heads_k * tiles;
+  plan.grid = plan.cache.queries() == 0 ? 0 : plan.teams * p.heads_k;
+  plan.rotated_at = parts(plan.partials * kvcache_place_bytes(plan.variant) * p.heads_k, 16) * 16;
+  plan.workspace_bytes = plan.rotated_at + rotated_bytes(plan.cache);
+}
+
+void plan_on_cpu(KvcachePlan& plan, const DeviceInfo& device) {
+  share_out(plan, kvcache_cost(plan.cache), device);
+  plan.workspace_bytes = cpu::kvcache_workspace_bytes(plan);
+}
+
+}  // namespace
+
+std::int64_t rotated_bytes(const KvcacheProblem& cache) {
+  const Problem& p = cache.problem;
+  return cache.rotary_dim == 0 ? 0 : cache.queries() * p.heads_q * p.head_dim * bytes_of(p.dtype);
+}
+
+KvcachePlan select_kvcache(const KvcacheProblem& cache, const DeviceInfo& device) {
+  const Problem& p = cache.problem;
+  KvcachePlan plan;
+  plan.problem = p;
+  plan.cache = cache;
+  const bool on_cpu = p.device.type == DeviceType::kCpu;
+  if (!on_cpu) {
+    const std::int64_t new_rows = std::int64_t{p.ragged ? 1 : p.batch} * cache.seqlen_new;
+    countable("k_new", new_rows + cache.queries(), "rows, with those of q");
+    if (select_prefill(plan, device)) return plan;
+  }
+  // Only where warps go through keys of their own can one block have several splits.
+  const bool splits = cache.num_splits > 0 || cache.batch_invariant;
+  const auto suits = [&](const KvcacheRow& row) {
+    const Arch arch = row.variant.arch;
+    return arch == Arch::kCpu || (arch == Arch::kSm80 && (!splits || groups_of(row.variant) > 1));
+  };
+  const auto choice = choose(p, device, kvcache_rows(), suits);
+  plan.variant = choice.row->variant;
+  plan.shared_memory = shared_memory_of(Kind::kKvcache, plan.variant);
+  plan.why = choice.why;
+  plan.run = choice.row->run;
+  on_cpu ? plan_on_cpu(plan, device) : plan_on_gpu(plan, device);
+  return plan;
+}
+
+}  // namespace flashtile

@@ -1,0 +1,90 @@
+// This file makes the plan of many rows over a cache on Hopper, where the forward kernel goes over it as over ragged
+// sequences.
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "flashtile/flashtile.h"
+#include "flashtile/prefill.h"
+#include "select/choose.h"
+#include "select/plans.h"
+#include "select/work.h"
+
+namespace flashtile {
+namespace {
+
+constexpr const char* kPrefill = "many rows over a cache, on Hopper: the forward kernel";
+
+constexpr int kFewestRows = 128;      // Sequences of fewer rows are left to the kernels over a cache,
+constexpr int kFewestRowsOfBox = 16;  // and so are pages of which TMA could bring fewer rows at a time.
+
+/// Returns whether the forward kernel can go over the cache, and has enough rows to do. It cannot split keys, and int
+/// has to count all rows of the cache, and those of q.
+bool may_prefill(const KvcacheProblem& cache, const DeviceInfo& device) {
+  const Problem& p = cache.problem;
+  if (device.compute_capability != 90 || !cache.in_line || cache.num_splits > 0 || cache.batch_invariant) return false;
+  const std::int64_t keys = std::int64_t{p.batch} * p.seqlen_k;
+  const std::int64_t rows_of_cache = std::int64_t{cache.pages} * cache.page_size;
+  return keys > 0 && std::max({keys, rows_of_cache, cache.queries()}) < Band::kUnbounded &&
+         rows_of_sequence(p.dense()) >= kFewestRows;
+}
+
+/// Returns the same problem as a ragged batch, whose keys are all rows of the cache that sequences may have.
+Problem as_ragged(const KvcacheProblem& cache) {
+  Problem sequences = cache.problem;
+  sequences.ragged = true;
+  sequences.seqlen_q = static_cast<int>(cache.queries());
+  sequences.seqlen_k = cache.problem.batch * cache.problem.seqlen_k;
+  return sequences;
+}
+
+/// A forward over a cache, if Hopper has a row that serves, and who launches it.
+struct Found {
+  std::optional<ForwardPlan> forward;
+  KvcacheKernel run = nullptr;
+};
+
+Found over_pages(const KvcacheProblem& cache, const DeviceInfo& device) {
+  const auto suits = [&](const KvcacheRow& row) {
+    return row.variant.arch == Arch::kSm90 && rows_of_box(cache, row.variant) >= kFewestRowsOfBox;
+  };
+  if (gpu_arch(kvcache_rows(), device, cache.problem, suits) != Arch::kSm90) return {};
+  const Problem sequences = as_ragged(cache);
+  const auto time = [&](const KvcacheRow& row, const Problem& p) { return estimate_prefill(row.variant, p, device); };
+  const auto choice = choose(sequences, device, kvcache_rows(), suits, time);
+  return {plan_tiles(sequences, choice.row->variant, choice.estimate.packing, device), choice.row->run};
+}
+
+Found over_rows(const KvcacheProblem& cache, const DeviceInfo& device) {
+  const Problem sequences = as_ragged(cache);
+  const auto time = [&](const ForwardRow& row, const Problem& p) { return estimate_prefill(row.variant, p, device); };
+  const auto choice = choose(sequences, device, forward_rows(), kEveryRow, time);
+  if (choice.row->variant.arch != Arch::kSm90) return {};
+  Found found{plan_tiles(sequences, choice.row->variant, choice.estimate.packing, device), prefill_kernel()};
+  found.forward->run = choice.row->run;
+  return found;
+}
+
+}  // namespace
+
+bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
+  const KvcacheProblem& cache = plan.cache;
+  if (!may_prefill(cache, device)) return false;
+  auto [forward, run] = cache.has_table ? over_pages(cache, device) : over_rows(cache, device);
+  // Half a wave is too little: the kernels over a cache split keys, and keep all of a GPU busy.
+  if (!forward || 2 * forward->tiles < device.multiprocessors) return false;
+  plan.variant = forward->variant;
+  plan.packed_heads = forward->packed_heads;
+  plan.tiles = forward->tiles;
+  plan.grid = forward->grid;
+  plan.shared_memory = forward->shared_memory;
+  plan.prefill_at = rotated_bytes(cache);
+  plan.workspace_bytes = PrefillWorkspace::of(plan.prefill_at, plan.problem, *forward).bytes;
+  plan.why = kPrefill;
+  plan.run = run;
+  plan.prefill = std::make_shared<const ForwardPlan>(*std::move(forward));
+  return true;
+}
+
+}  // namespace flashtile

@@ -1,0 +1,79 @@
+#include "select/sections.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "flashtile/scheduler/ragged.h"
+
+namespace flashtile {
+namespace {
+
+/// These constants are fitted to runs on an H200 (docs/performance.md).
+namespace h200 {
+
+constexpr int kManyTiles = 8;       // A thread block of a ragged forward that takes so many evens out their work.
+constexpr int kManyBlocks = 16;     // A head of so many blocks of keys gains by sections.
+constexpr int kLongHead = 2048;     // A head is long if it has so much in blocks of keys times head dimension;
+constexpr int kBlocksTogether = 8;  // then so many of its blocks run at the same time and add to its dQ in order.
+
+}  // namespace h200
+
+/// Kernels that list tiles add numbers of heads to the size of a section, so it stays well below what int holds.
+int few_enough(double blocks_of_section) {
+  return static_cast<int>(std::min<double>(blocks_of_section, 1 << 30));
+}
+
+/// Returns whether blocks of keys wait for each other to add to dQ.
+bool adds_in_order(const Problem& p, const Variant& v) {
+  return p.deterministic && v.parts_of_dq() > 0;
+}
+
+/// Returns the size of a section of a backward in blocks of keys, of which each head has `key_blocks`, or 1 where the
+/// host does not know. 0 stands for sections of one head. `several` is as heads_at_once takes it.
+///
+/// Where blocks add to dQ in order, few of those that run at the same time should belong to one head, as they wait for
+/// each other, but some should, as they share its queries in the L2 cache. Otherwise, under a mask, the work of a
+/// head's blocks differs; then a section is one wave, so that neighbours have about as much to do, and more where a
+/// block has a whole group of query heads to go through.
+std::int64_t backward_section(const Problem& p, const Variant& v, const DeviceInfo& device, int key_blocks,
+                              bool several) {
+  const std::int64_t wave = device.multiprocessors;
+  if (adds_in_order(p, v)) {
+    const std::int64_t length = std::int64_t{key_blocks} * v.head_dim;
+    return wave * std::max<std::int64_t>(h200::kLongHead, length) / (h200::kBlocksTogether * v.head_dim);
+  }
+  return p.band == Band::full() ? 0 : wave * (several ? 1 : p.group());
+}
+
+}  // namespace
+
+double key_bytes_of_head(const ForwardPlan& plan, int keys) {
+  const Problem& p = plan.problem;
+  const double per_kv_head = 1.0 * keys * (p.head_dim + p.head_dim_v) * bytes_of(p.dtype);
+  return per_kv_head * plan.packing.heads() / p.group();
+}
+
+int parts_of_sequence(const Problem& p) {
+  constexpr int kMost = 1 << 28;
+  return p.band == Band::full() || p.batch > kMost ? 1 : RaggedOrder::kMostParts;
+}
+
+int blocks_of_section(const ForwardPlan& plan) {
+  if (plan.problem.band == Band::full() || plan.tiles / h200::kManyTiles >= plan.grid) return 0;
+  return few_enough(kCachedBytes / key_bytes_of_head(plan, plan.packing.query(plan.variant.tile_m)));
+}
+
+int blocks_of_section(const Problem& p, const Variant& v, const DeviceInfo& device) {
+  return few_enough(static_cast<double>(backward_section(p, v, device, 1, v.one_pass())));
+}
+
+int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, int key_blocks, bool several) {
+  // Wider sections take more of the L2 cache for dQ. Where a head has few blocks that costs more than evenness gains,
+  // unless thread blocks take several.
+  const bool pays = adds_in_order(p, v) || several || key_blocks >= h200::kManyBlocks;
+  const std::int64_t wanted = pays ? backward_section(p, v, device, key_blocks, several) / key_blocks : 1;
+  const std::int64_t all = std::int64_t{p.batch} * p.heads_k;
+  return static_cast<int>(std::clamp<std::int64_t>(wanted, 1, std::max<std::int64_t>(all, 1)));
+}
+
+}  // namespace flashtile
