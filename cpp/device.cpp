@@ -10,7 +10,7 @@
 #include "flashtile/flashtile.h"
 
 #ifdef FLASHTILE_WITH_CUDA
-#include "flashtile/launch.h"
+#include "flashtile/cuda/launch.h"
 #endif
 
 namespace flashtile {

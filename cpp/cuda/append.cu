@@ -3,7 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "flashtile/launch.h"
+#include "flashtile/cuda/launch.h"
 #include "flashtile/params.h"
 
 namespace flashtile {

@@ -1,6 +1,6 @@
 #include "flashtile/order_tiles.h"
 
-#include "flashtile/launch.h"
+#include "flashtile/cuda/launch.h"
 #include "flashtile/scheduler/list_tiles.h"
 
 namespace flashtile {

@@ -1,7 +1,7 @@
 #include "flashtile/prefill.h"
 
 #include "flashtile/append.h"
-#include "flashtile/launch.h"
+#include "flashtile/cuda/launch.h"
 
 namespace flashtile {
 namespace {

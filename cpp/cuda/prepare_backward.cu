@@ -2,7 +2,7 @@
 
 #include <cute/tensor.hpp>
 
-#include "flashtile/launch.h"
+#include "flashtile/cuda/launch.h"
 #include "flashtile/mainloop/sum_of_dq.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/math/state.h"

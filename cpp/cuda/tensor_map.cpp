@@ -1,8 +1,8 @@
-#include "flashtile/tensor_map.h"
+#include "flashtile/load/tensor_map.h"
 
 #include <array>
 
-#include "flashtile/driver.h"
+#include "flashtile/cuda/driver.h"
 #include "recent.h"
 
 namespace flashtile {

@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "cpu/cpu.h"
+#include "flashtile/cuda/marked_count.h"
 #include "flashtile/flashtile.h"
-#include "flashtile/marked_count.h"
 #include "flashtile/scheduler/ragged.h"
 #include "select/balance.h"
 #include "select/choose.h"

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "flashtile/divisor.h"
+#include "flashtile/cuda/divisor.h"
 
 namespace flashtile {
 

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
+#include "flashtile/cuda/marked_count.h"
 #include "flashtile/kvcache.h"
-#include "flashtile/marked_count.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/math/state.h"
 #include "flashtile/params.h"

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "flashtile/marked_count.h"
+#include "flashtile/cuda/marked_count.h"
 #include "flashtile/math/dropout.h"
 #include "flashtile/math/head_packing.h"
 #include "flashtile/math/mask.h"

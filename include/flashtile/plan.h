@@ -23,9 +23,6 @@ struct DeviceInfo {
   int threads = 1;             // CPU threads that a call may use
 };
 
-/// A CUDA stream handle; unused on a CPU.
-using Stream = void*;
-
 struct Plan {
   Problem problem;
   Variant variant;

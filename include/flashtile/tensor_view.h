@@ -16,6 +16,9 @@ struct Device {
   bool operator==(const Device&) const = default;
 };
 
+/// A CUDA stream handle; unused on a CPU.
+using Stream = void*;
+
 constexpr int bytes_of(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kInt32 ? 4 : 2;
 }

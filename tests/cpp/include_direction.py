@@ -13,27 +13,24 @@ from pathlib import Path
 # Bottom first. Rooms of one line stand side by side and may not know each other; a room is a folder of
 # include/flashtile or one of its headers.
 LEVELS = [
-    {"macros", "error", "cuda_error", "driver", "tensor_view", "warp"},
-    {"divisor", "marked_count"},
-    {"variant", "sequence", "cache", "barrier"},
+    {"macros", "error", "tensor_view"},
+    {"cuda"},
+    {"variant", "sequence", "cache"},
     {"math"},
     {"scheduler"},
-    {"tensor_map"},
     {"load"},
     {"problem"},
     {"row_results"},
     {"workspace"},
     {"plan"},
     {"kvcache"},
-    {"registry", "order_tiles", "launch", "append", "prefill"},
+    {"registry", "order_tiles", "append", "prefill"},
     {"flashtile", "params"},
     {"kvcache_params", "prepare_backward"},
     {"mainloop", "epilogue"},
     {"kernel"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-# Within the lowest line, errors of CUDA are errors, and its driver makes such.
-NEIGHBOURS = {("cuda_error", "error"), ("driver", "cuda_error")}
 # Who besides the library itself may include what: (folder, pattern of allowed project includes).
 USERS = [
     ("python/bindings", r"flashtile/(flashtile|error|kvcache|plan|problem|registry|tensor_view|variant)\.h"),
@@ -63,7 +60,7 @@ def violations(root: Path) -> list[str]:
             continue
         for path in project_includes(file):
             other = room_of(path)
-            if other == room or (room, other) in NEIGHBOURS:
+            if other == room:
                 continue
             if other not in LEVEL_OF or LEVEL_OF[other] >= LEVEL_OF[room]:
                 found.append(f"{file.relative_to(root)}: {room} includes {path}, which is not below it")

@@ -5,12 +5,12 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/cuda/launch.h"
 #include "flashtile/epilogue/gradient.h"
-#include "flashtile/launch.h"
+#include "flashtile/load/tensor_map.h"
 #include "flashtile/mainloop/backward_one_pass_sm90.h"
 #include "flashtile/params.h"
 #include "flashtile/prepare_backward.h"
-#include "flashtile/tensor_map.h"
 
 namespace flashtile {
 

@@ -3,8 +3,8 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/cuda/launch.h"
 #include "flashtile/epilogue/tile.h"
-#include "flashtile/launch.h"
 #include "flashtile/mainloop/backward_sm80.h"
 #include "flashtile/params.h"
 #include "flashtile/prepare_backward.h"

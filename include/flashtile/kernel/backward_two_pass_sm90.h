@@ -7,14 +7,14 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/cuda/launch.h"
 #include "flashtile/epilogue/gradient.h"
-#include "flashtile/launch.h"
+#include "flashtile/load/tensor_map.h"
 #include "flashtile/mainloop/backward_keys_sm90.h"
 #include "flashtile/mainloop/backward_queries_sm90.h"
 #include "flashtile/mainloop/hand_out.h"
 #include "flashtile/params.h"
 #include "flashtile/prepare_backward.h"
-#include "flashtile/tensor_map.h"
 
 namespace flashtile {
 

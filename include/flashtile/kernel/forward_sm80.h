@@ -3,8 +3,8 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/cuda/launch.h"
 #include "flashtile/epilogue/final.h"
-#include "flashtile/launch.h"
 #include "flashtile/mainloop/forward_sm80.h"
 #include "flashtile/order_tiles.h"
 #include "flashtile/params.h"

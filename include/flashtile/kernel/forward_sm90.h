@@ -6,13 +6,13 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/cuda/launch.h"
 #include "flashtile/epilogue/direct.h"
 #include "flashtile/epilogue/staged.h"
-#include "flashtile/launch.h"
+#include "flashtile/load/tensor_map.h"
 #include "flashtile/mainloop/forward_sm90.h"
 #include "flashtile/order_tiles.h"
 #include "flashtile/params.h"
-#include "flashtile/tensor_map.h"
 
 namespace flashtile {
 

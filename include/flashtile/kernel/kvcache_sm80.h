@@ -9,14 +9,14 @@
 #include <cute/tensor.hpp>
 
 #include "flashtile/append.h"
+#include "flashtile/cuda/launch.h"
+#include "flashtile/cuda/warp.h"
 #include "flashtile/kernel/kvcache_sm80/joining.h"
 #include "flashtile/kernel/kvcache_sm80/shares.h"
 #include "flashtile/kernel/kvcache_sm80/source.h"
 #include "flashtile/kvcache_params.h"
-#include "flashtile/launch.h"
 #include "flashtile/mainloop/forward_sm80.h"
 #include "flashtile/math/part.h"
-#include "flashtile/warp.h"
 
 namespace flashtile {
 

@@ -6,8 +6,8 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/tensor.hpp>
 
+#include "flashtile/load/tensor_map.h"
 #include "flashtile/sequence.h"
-#include "flashtile/tensor_map.h"
 
 namespace flashtile {
 

@@ -10,7 +10,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/tensor.hpp>
 
-#include "flashtile/barrier.h"
+#include "flashtile/cuda/barrier.h"
 #include "flashtile/load/tma.h"
 #include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/key_block.h"

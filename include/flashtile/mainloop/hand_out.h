@@ -1,8 +1,8 @@
 // Work for a thread block that takes one piece after the other: a thread of its own finds the next, in time.
 #pragma once
 
-#include "flashtile/barrier.h"
-#include "flashtile/warp.h"
+#include "flashtile/cuda/barrier.h"
+#include "flashtile/cuda/warp.h"
 
 namespace flashtile {
 

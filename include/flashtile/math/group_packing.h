@@ -1,7 +1,7 @@
 // The rows of a tile where all query heads of a group stand side by side.
 #pragma once
 
-#include "flashtile/divisor.h"
+#include "flashtile/cuda/divisor.h"
 #include "flashtile/macros.h"
 
 namespace flashtile {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "flashtile/divisor.h"
+#include "flashtile/cuda/divisor.h"
 #include "flashtile/macros.h"
 #include "flashtile/math/mask.h"
 #include "flashtile/sequence.h"

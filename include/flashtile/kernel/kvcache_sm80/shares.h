@@ -3,8 +3,8 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/cuda/warp.h"
 #include "flashtile/kvcache_params.h"
-#include "flashtile/warp.h"
 
 namespace flashtile {
 

@@ -3,11 +3,11 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/cuda/warp.h"
 #include "flashtile/kernel/kvcache_sm80/scores.h"
 #include "flashtile/kvcache_params.h"
 #include "flashtile/load/gather.h"
 #include "flashtile/mainloop/forward_sm80.h"
-#include "flashtile/warp.h"
 
 namespace flashtile {
 

@@ -4,11 +4,11 @@
 
 #include <cute/tensor.hpp>
 
-#include "flashtile/barrier.h"
+#include "flashtile/cuda/barrier.h"
+#include "flashtile/load/tensor_map.h"
 #include "flashtile/mainloop/key_block.h"
 #include "flashtile/mainloop/wgmma.h"
 #include "flashtile/params.h"
-#include "flashtile/tensor_map.h"
 #include "flashtile/variant.h"
 
 namespace flashtile {

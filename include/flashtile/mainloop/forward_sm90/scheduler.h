@@ -1,7 +1,7 @@
 // The warp of Hopper's forward kernel that says which tile comes next.
 #pragma once
 
-#include "flashtile/launch.h"
+#include "flashtile/cuda/launch.h"
 #include "flashtile/mainloop/forward_sm90/storage.h"
 
 namespace flashtile {

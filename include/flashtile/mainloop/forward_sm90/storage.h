@@ -3,10 +3,10 @@
 
 #include <cute/tensor.hpp>
 
-#include "flashtile/barrier.h"
 #include "flashtile/cache.h"
+#include "flashtile/cuda/barrier.h"
+#include "flashtile/cuda/marked_count.h"
 #include "flashtile/load/tma.h"
-#include "flashtile/marked_count.h"
 #include "flashtile/math/online_softmax.h"
 #include "flashtile/math/visible_keys.h"
 #include "flashtile/params.h"

@@ -4,7 +4,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include "flashtile/cuda_error.h"
+#include "flashtile/cuda/error.h"
 
 namespace flashtile {
 

@@ -4,8 +4,8 @@
 #include <array>
 #include <atomic>
 
-#include "flashtile/driver.h"
-#include "flashtile/plan.h"
+#include "flashtile/cuda/driver.h"
+#include "flashtile/tensor_view.h"
 
 namespace flashtile {
 
