@@ -1,25 +1,12 @@
 """The compiled module. Arguments stand as in C++: every option is given, None stands for one left out."""
 
 from collections.abc import Callable
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-_Sequences = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-_Window = tuple[SupportsIndex | None, SupportsIndex | None] | None
-_Options = tuple[
-    Tensor | None,  # alibi_slopes
-    Tensor | None,  # sinks
-    bool,  # causal
-    _Window,
-    SupportsFloat | None,  # scale
-    SupportsFloat,  # softcap
-    SupportsFloat,  # dropout_p
-    int | None,  # seed
-    bool | None,  # deterministic
-    _Sequences | None,  # None: dense
-]
+_Options = tuple[Any, ...]  # in the order of `ATTENTION` in _options.py
 _CacheTensors = tuple[
     Tensor | None,  # k_new
     Tensor | None,  # v_new
@@ -31,18 +18,7 @@ _CacheTensors = tuple[
     Tensor | None,  # leftpad
     Tensor | None,  # cu_seqlens_q
 ]
-_CacheOptions = tuple[
-    Tensor | None,  # alibi_slopes
-    Tensor | None,  # sinks
-    bool,  # causal
-    _Window,
-    SupportsFloat | None,  # scale
-    SupportsFloat,  # softcap
-    bool,  # rotary_interleaved
-    SupportsIndex,  # num_splits
-    bool,  # batch_invariant
-    bool,  # return_lse
-]
+_CacheOptions = tuple[Any, ...]  # in the order of `CACHE`
 
 class Unreadable(NotImplementedError):
     """No kernel can read an operand as it lies in memory, but a contiguous copy of it."""

@@ -20,12 +20,12 @@ from ._core import (
     under_functorch,
 )
 from ._ops import attend_operator, gradient_operator
+from ._options import ALIBI_SLOPES, DROPOUT_P, SEED, SEQUENCES, SINKS, TENSORS, replaced
 
 _count_of_modes = torch._C._len_torch_dispatch_stack
 _is_jit_tracing = torch._C._is_tracing
 _no_dispatch = Tensor.__torch_dispatch__
 _is_vmapped = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched, not by torch.func
-_SINKS, _SEED = 1, 7  # places in `options`, which _C.pyi lists
 
 
 def attend(function, q, k, v, options, return_lse, is_recorded=False):
@@ -33,23 +33,23 @@ def attend(function, q, k, v, options, return_lse, is_recorded=False):
     profiler records a call by that name, once."""
     if return_lse is not False and return_lse is not True:
         raise TypeError(f"{function}: return_lse is {_C.described(return_lse)}, expected True or False")
-    alibi_slopes, sinks, _, _, _, _, dropout_p, seed, _, _ = options
+    alibi_slopes, sinks = options[ALIBI_SLOPES], options[SINKS]
     if forward_ad._current_level >= 0:
         refuse_tangents(function, q=q, k=k, v=v, sinks=sinks)
     if alibi_slopes is not None:
         _refuse_gradient(function, alibi_slopes)
     if sinks is not None:
         sinks = as_float32(sinks)
-        options = _replaced(options, _SINKS, sinks)
+        options = replaced(options, SINKS, sinks)
     traced = is_compiling() or _count_of_modes() > 0 or _is_jit_tracing()  # is_traced(), 0.05 µs sooner
     try:
-        draws = dropout_p and seed is None
+        draws = options[DROPOUT_P] and options[SEED] is None
     except (RuntimeError, ValueError):
         draws = False  # of several numbers, which the module refuses
     if draws:
         seed = torch.randint(2**63 - 1, (), device="cpu")
         traced = traced or under_functorch()  # vmap may have drawn many
-        options = _replaced(options, _SEED, seed if traced else int(seed))
+        options = replaced(options, SEED, seed if traced else int(seed))
     if traced:
         return _attend_traced(function, q, k, v, options, return_lse)
     if profiler._is_profiler_enabled and not is_recorded:
@@ -122,10 +122,10 @@ class _AttentionWithLse(torch.autograd.Function):
     def forward(ctx, q, k, v, options, *sinks):
         out, lse, state = _C.forward_with_state(q, k, v, options)
         ctx.unsaved = (options,)
-        alibi_slopes, *_, sequences = options
+        sequences = options[SEQUENCES]
         if sequences is not None and not sinks:
             sinks = (None,)
-        ctx.save_for_backward(state, q, k, v, alibi_slopes, out, *sinks, *(sequences or ()))
+        ctx.save_for_backward(state, q, k, v, options[ALIBI_SLOPES], out, *sinks, *(sequences or ()))
         ctx.set_materialize_grads(False)  # a loss of one output must not pay for zeros of the other
         return out, lse
 
@@ -143,7 +143,7 @@ for _function in (_Attention, _AttentionWithLse):
 
 def _gradients(ctx, dout, dlse, state, options, q, k, v, alibi_slopes, out, sinks=None, *sequences):
     needed = (*ctx.needs_input_grad[:3], sinks is not None and ctx.needs_input_grad[4])
-    options = (alibi_slopes, sinks, *options[2:-1], sequences or None)
+    options = (alibi_slopes, sinks, *options[TENSORS:SEQUENCES], sequences or None)
     function = "attention_varlen" if sequences else "attention"
     given = (needed, dout, dlse, q, k, v, out)
     try:
@@ -160,10 +160,6 @@ def _gradients(ctx, dout, dlse, state, options, q, k, v, alibi_slopes, out, sink
             _, _, state = _C.forward_with_state(q, k, v, options)
         *found, dsinks = gradient_operator(function, *given, state, options)
     return (*found, None) if sinks is None else (*found, None, dsinks)
-
-
-def _replaced(options, place, value):
-    return (*options[:place], value, *options[place + 1 :])
 
 
 def _refuse_gradient(function, alibi_slopes):

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
 
 from . import _C
+from ._options import DETERMINISTIC, SINKS, TENSORS, replaced
 
 is_compiling = torch.compiler.is_dynamo_compiling
 under_functorch = torch._C._are_functorch_transforms_active
@@ -30,14 +31,12 @@ def gradients(needed, dout, dlse, q, k, v, out, state, options):
         dout = dout.contiguous()
     if dlse is not None:
         dlse = dlse.contiguous()
-    alibi_slopes, sinks, *scalars, deterministic, sequences = options
     found = [
         torch.empty_like(x, memory_format=_CONTIGUOUS) if wanted else None
-        for x, wanted in zip((q, k, v, sinks), needed, strict=True)
+        for x, wanted in zip((q, k, v, options[SINKS]), needed, strict=True)
     ]
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    options = (alibi_slopes, sinks, *scalars, deterministic, sequences)
+    if options[DETERMINISTIC] is None:
+        options = replaced(options, DETERMINISTIC, torch.are_deterministic_algorithms_enabled())
     operands = (dout, dlse, q, k, v, out, state)
     try:
         _C.backward(*operands, *found, options)
@@ -73,7 +72,7 @@ def readable_options(options):
     """The same with slopes, sinks and, of ragged sequences, tables that a kernel can read."""
     sequences = options[-1]
     tables = tuple(map(readable, sequences)) if isinstance(sequences, tuple) else sequences
-    return (*map(readable, options[:2]), *options[2:-1], tables)
+    return (*map(readable, options[:TENSORS]), *options[TENSORS:-1], tables)
 
 
 def require_tensors(function, **operands):

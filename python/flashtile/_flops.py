@@ -9,6 +9,8 @@ import itertools
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ._options import DENSE_COUNT
+
 
 def count_flops(operator, formula):
     """Has an operator counted by `formula`, which takes its arguments."""
@@ -38,7 +40,7 @@ def append_flops(q, k_cache, v_cache, k_new, v_new, cos, sin, cache_seqlens, blo
 
 
 def _sequences(options):
-    return options[10:]  # (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), or nothing: see _ops.py
+    return options[DENSE_COUNT:]  # (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), or nothing
 
 
 def _pairs(q, k, sequences):

@@ -1,12 +1,10 @@
 """The operators of torch.library, by which torch.compile, torch.export and torch.func know attention.
 
 Eager calls do without the dispatcher (`_autograd.py`, `kvcache.py`) and give the same bits. An operator takes every
-option, in the order of `_C.pyi`, a window as its two distances, and a seed as an integer tensor on the CPU, so that a
-graph can draw one in each run. It always returns lse, and that of attention the state of the softmax, which its
+option, in the order of `_options.py`, a window as its two distances, and a seed as an integer tensor on the CPU, so
+that a graph can draw one in each run. It always returns lse, and that of attention the state of the softmax, which its
 backward wants.
 """
-
-import operator
 
 import torch
 from torch import Tensor
@@ -14,17 +12,22 @@ from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
 from . import _C
+from ._arguments import of_attention, of_cache, to_attention, to_cache
 from ._core import gradients, is_compiling, readable, readable_options, require_tensors, under_functorch
 from ._flops import append_flops, backward_flops, count_flops, forward_flops, kvcache_flops
-from ._options import of_attention, of_cache
+from ._options import (
+    CACHE_ARGUMENTS,
+    CACHE_COUNT,
+    DENSE_ARGUMENTS,
+    DENSE_COUNT,
+    RAGGED_ARGUMENTS,
+    SEED_ARGUMENT,
+    SINKS,
+    replaced,
+)
 
-_SCORES = "Tensor? alibi_slopes, Tensor? sinks, bool causal, SymInt? window_left, SymInt? window_right, Scalar? scale"
-_OPTIONS = f"{_SCORES}, Scalar softcap, float dropout_p, Tensor? seed, bool? deterministic"
-_DENSE_OPTIONS = _OPTIONS.count(", ") + 1
-_SEQUENCES = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k"
 _CACHE_TABLES = "Tensor cache_seqlens, Tensor? block_table, Tensor? cache_batch_idx, Tensor? leftpad"
-_CACHE_REST = f"""Tensor? rotary_cos, Tensor? rotary_sin, {_CACHE_TABLES}, Tensor? cu_seqlens_q,
-    {_SCORES}, Scalar softcap, bool rotary_interleaved, SymInt num_splits, bool batch_invariant"""
+_CACHE_REST = f"Tensor? rotary_cos, Tensor? rotary_sin, {_CACHE_TABLES}, Tensor? cu_seqlens_q, {CACHE_ARGUMENTS}"
 _FUNCTION = "attention_kvcache"  # to which the operators of caches belong
 _RESULTS = "(Tensor out, Tensor lse)"
 _RESULTS_AND_STATE = "(Tensor out, Tensor lse, Tensor state)"
@@ -36,7 +39,7 @@ _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
 
 
 def _forward(q, k, v, *options):
-    options = _for_core(*options)
+    options = to_attention(*options)
     try:
         return _C.forward_with_state(q, k, v, options)
     except _C.Unreadable:
@@ -54,20 +57,13 @@ def _new_results_and_state(q, k, v, *_):
 
 
 def _backward(dout, dlse, q, k, v, out, state, needed, *options):
-    found = gradients(needed, dout, dlse, q, k, v, out, state, _for_core(*options))
+    found = gradients(needed, dout, dlse, q, k, v, out, state, to_attention(*options))
     return tuple(q.new_empty(0) if x is None else x for x in found)
 
 
-def _new_gradients(dout, dlse, q, k, v, out, state, needed, alibi_slopes, sinks, *_):
-    inputs = zip((q, k, v, sinks), needed, strict=True)
+def _new_gradients(dout, dlse, q, k, v, out, state, needed, *options):
+    inputs = zip((q, k, v, options[SINKS]), needed, strict=True)
     return tuple(x.new_empty(x.shape) if wanted else q.new_empty(0) for x, wanted in inputs)
-
-
-def _for_core(alibi_slopes, sinks, causal, left, right, scale, softcap, dropout_p, seed, deterministic, *sequences):
-    if seed is not None:
-        seed = operator.index(seed) % 2**64
-    window = left, right
-    return alibi_slopes, sinks, causal, window, scale, softcap, dropout_p, seed, deterministic, sequences or None
 
 
 def _save(ctx, inputs, output):
@@ -85,11 +81,10 @@ def _differentiated_by(backward):
     def differentiate(ctx, dout, dlse, _):
         q, k, v, out, state, *tensors = ctx.saved_tensors
         options = [other if x is None else x for x, other in zip(tensors, ctx.options, strict=True)]
-        q_needed, k_needed, v_needed, _, sinks_needed, *_ = ctx.needs_input_grad
-        needed = [q_needed, k_needed, v_needed, sinks_needed]
+        needed = [*ctx.needs_input_grad[:3], ctx.needs_input_grad[3 + SINKS]]
         found = backward(dout, dlse, q, k, v, out, state, needed, *options)
         dq, dk, dv, dsinks = (x if wanted else None for x, wanted in zip(found, needed, strict=True))
-        return dq, dk, dv, None, dsinks, *(None for _ in options[2:])
+        return dq, dk, dv, *replaced((None,) * len(options), SINKS, dsinks)
 
     return differentiate
 
@@ -158,8 +153,7 @@ def gradient_operator(function, needed, dout, dlse, q, k, v, out, state, options
 
 
 def _attention_for(options):
-    *_, seed, _ = options[:_DENSE_OPTIONS]
-    return _attentions[len(options) > _DENSE_OPTIONS, seed is not None]
+    return _attentions[len(options) > DENSE_COUNT, options[SEED_ARGUMENT] is not None]
 
 
 # ---- a cache of keys and values
@@ -170,8 +164,7 @@ def _kvcache(q, k_cache, v_cache, *others):
 
 
 def _append(q, k_cache, v_cache, k_new, v_new, rotary_cos, rotary_sin, *others):
-    *tables, alibi_slopes, sinks, causal, left, right, scale, softcap, interleaved, num_splits, invariant = others
-    options = (alibi_slopes, sinks, causal, (left, right), scale, softcap, interleaved, num_splits, invariant, True)
+    tables, options = others[:-CACHE_COUNT], to_cache(*others[-CACHE_COUNT:])
     return call_kvcache(k_cache, v_cache, (q, k_new, v_new, rotary_cos, rotary_sin), tables, options)
 
 
@@ -260,10 +253,10 @@ def _define_cache(name, arguments, kernel, flops, written=()):
 # A CUDA graph would keep the seed of its capture.
 _EAGER = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 _attentions = {  # by whether sequences are ragged, and whether there is a seed
-    (False, False): _define_attention("attention", _OPTIONS),
-    (False, True): _define_attention("attention_dropout", _OPTIONS, *_EAGER),
-    (True, False): _define_attention("attention_varlen", f"{_OPTIONS}, {_SEQUENCES}"),
-    (True, True): _define_attention("attention_varlen_dropout", f"{_OPTIONS}, {_SEQUENCES}", *_EAGER),
+    (False, False): _define_attention("attention", DENSE_ARGUMENTS),
+    (False, True): _define_attention("attention_dropout", DENSE_ARGUMENTS, *_EAGER),
+    (True, False): _define_attention("attention_varlen", RAGGED_ARGUMENTS),
+    (True, True): _define_attention("attention_varlen_dropout", RAGGED_ARGUMENTS, *_EAGER),
 }
 _attention_kvcache = _define_cache(
     "attention_kvcache", f"Tensor q, Tensor k_cache, Tensor v_cache, {_CACHE_REST}", _kvcache, kvcache_flops

@@ -7,6 +7,7 @@ import torch
 from .._autograd import is_traced
 from .._core import gradients
 from .._ops import gradient_operator
+from .._options import SEED, attention_options, replaced
 from .._padding import contiguous, last_size, padded
 from ._common import flag, require_like, require_rank, require_tensors, softcap_of, window_of
 from ._ragged import equal_lengths
@@ -49,14 +50,25 @@ def run_backward(
         if softmax_scale is None and last_size(q) % 8 != 0:
             softmax_scale = last_size(q) ** -0.5
         given = [padded(x) for x in given]
-    scores = (alibi_slopes, None, causal, window_of(function, window_size), softmax_scale, softcap_of(softcap))
-    options = (*scores, dropout_p, seed, flag(function, "deterministic", deterministic) or None, sequences)
+    options = attention_options(
+        alibi_slopes=alibi_slopes,
+        causal=causal,
+        window=window_of(function, window_size),
+        scale=softmax_scale,
+        softcap=softcap_of(softcap),
+        dropout_p=dropout_p,
+        seed=seed,
+        deterministic=flag(function, "deterministic", deterministic) or None,
+        sequences=sequences,
+    )
     needed = (True, True, True, False)  # there are no sinks
     given = (needed, given[0], None, *given[1:], lse.contiguous())
     if is_traced():
         found = gradient_operator(function, *given, options)
     else:
-        found = gradients(*given, _with_number(options))
+        if seed is not None:  # which may be a tensor, as operators want it
+            options = replaced(options, SEED, operator.index(seed))
+        found = gradients(*given, options)
     for place, gradient in zip(places.values(), found[:3], strict=True):
         if place is not None:
             place.copy_(gradient[..., : place.shape[-1]].reshape(place.shape))
@@ -76,9 +88,3 @@ def _as_ragged(function, dout, q, k, v, out, lse, sequences):
         cu_seqlens_k = equal_lengths(k)
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     return dout, q, k, v, out, lse, (cu_seqlens_q, cu_seqlens_k, *used)
-
-
-def _with_number(options):
-    """A seed may be a tensor, as operators want it."""
-    *before, seed, deterministic, sequences = options
-    return (*before, None if seed is None else operator.index(seed), deterministic, sequences)

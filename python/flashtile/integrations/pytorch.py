@@ -7,6 +7,7 @@ from torch import Tensor
 from .. import _C
 from .._autograd import attend
 from .._core import readable
+from .._options import attention_options
 from .._padding import contiguous
 
 NAME = "flashtile"
@@ -155,11 +156,20 @@ def _sdpa_backward(grad_out, query, key, value, out, *args, **kwargs):
 
 
 def _options(causal, left, right, scale, dropout_p, seed, sequences):
-    """What _C.pyi lists. PyTorch says -1 or None for an unbounded side of a window."""
-    window = tuple(None if side is None or side < 0 else side for side in (left, right))
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    seed = None if seed is None else int(seed)
-    return None, None, causal, window, scale, 0.0, dropout_p, seed, deterministic, sequences
+    return attention_options(
+        causal=causal,
+        window=(_distance(left), _distance(right)),
+        scale=scale,
+        dropout_p=dropout_p,
+        seed=None if seed is None else int(seed),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        sequences=sequences,
+    )
+
+
+def _distance(side):
+    """PyTorch says -1 or None for an unbounded side of a window."""
+    return None if side is None or side < 0 else side
 
 
 _FUNCTIONS = {
