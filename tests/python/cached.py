@@ -8,6 +8,8 @@ import reference
 import torch
 from cases import BF16, DTYPES, F16, F32, Case, lay_out
 
+from flashtile._options import SCORES
+
 POSITIONS = 4500  # that rotary tables of cases have
 
 
@@ -202,9 +204,8 @@ def attention(given, dtype=torch.float64):
     """(out, lse) of flashtile.attention_kvcache(**given), sequence by sequence; the caches stay as they are."""
     k_cache, v_cache = appended(given)
     q = given["q"] if "cu_seqlens_q" in given else given["q"].flatten(0, 1)
-    names = ("causal", "window", "scale", "softcap", "sinks")
-    options = {"causal": True} | {name: given[name] for name in names if name in given}
-    slopes = given.get("alibi_slopes")
+    options = {"causal": True} | {x.name: given[x.name] for x in SCORES if x.name in given}
+    slopes = options.pop("alibi_slopes", None)
     out = torch.zeros(*q.shape[:2], v_cache.shape[3], dtype=dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype, device=q.device)
     queries = spans(len(given["cache_seqlens"]), given["q"].shape[1], given.get("cu_seqlens_q"))

@@ -28,6 +28,7 @@ from traced import (
 
 import flashtile
 from flashtile import _C
+from flashtile._options import DETERMINISTIC
 from flashtile.compat import flash_attn, flash_attn_interface
 from flashtile.compat.layers import rotary
 
@@ -191,7 +192,7 @@ def test_deterministic_is_asked_when_backward_runs(monkeypatch):
     asked = []
 
     def backward(*arguments):
-        asked.append(arguments[-1][8])
+        asked.append(arguments[-1][DETERMINISTIC])
         return kernel(*arguments)
 
     kernel = _C.backward

@@ -7,6 +7,7 @@ import torch
 from cases import DEVICE_PARAMS, DEVICES
 
 import flashtile
+from flashtile._options import attention_options
 
 
 def tensors(device, dtype=torch.float16, b=2, sq=5, sk=7, hq=4, hk=2, d=64, dv=64):
@@ -324,8 +325,7 @@ def test_keyword_arguments_only():
         flashtile.attention(q, k, v, None, False, True)
 
 
-# alibi_slopes, sinks, causal, window, scale, softcap, dropout_p, seed, deterministic, sequences
-OPTIONS = (None, None, False, None, None, 0.0, 0.0, None, False, None)
+OPTIONS = attention_options(deterministic=False)
 
 
 # The compiled module is checked too: it must not write through what Python would never hand it.
@@ -351,5 +351,5 @@ def test_backward_without_sinks_has_no_gradient_for_them():
 
 
 def test_the_module_wants_all_options():
-    with pytest.raises(TypeError, match=r"^attention: expected 10 options"):
+    with pytest.raises(TypeError, match=f"^attention: expected {len(OPTIONS)} options"):
         flashtile._C.forward(*tensors("cpu"), OPTIONS[:-1])

@@ -326,9 +326,10 @@ def test_the_operators_of_compiled_calls_keep_what_a_backward_wants(device, dtyp
 def test_an_lse_alone_keeps_weights_below_one(device, dtype):
     """Who hands a backward an lse, not what the forward kept, gets what one float32 can say; nothing above 1."""
     from flashtile import _C
+    from flashtile._options import attention_options
 
     call = random_scores(device, dtype, 300)
-    options = (None, None, False, None, None, 0.0, 0.0, None, False, None)
+    options = attention_options(deterministic=False)
     out, lse = _C.forward_with_lse(*call.inputs(), options)
     dq, dk, dv = (torch.empty_like(x) for x in call.inputs())
     _C.backward(incoming(out).contiguous(), None, *call.inputs(), out, lse, dq, dk, dv, None, options)

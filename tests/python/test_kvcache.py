@@ -17,6 +17,7 @@ from test_properties import options_and_sizes, random_problems
 
 import flashtile
 from flashtile import _C
+from flashtile._options import SCORES
 
 
 def with_own_caches(given):
@@ -247,9 +248,7 @@ def test_appending_first_is_the_same(case, device):
 def test_a_full_cache_is_attention(case, device):
     case = dataclasses.replace(case, held=(150,) * 3, page_size=None, new=None, rotary=0, room=0, seqlen_q=40)
     given = case.arguments(device)
-    dense = {
-        name: given[name] for name in ("causal", "window", "scale", "softcap", "alibi_slopes", "sinks") if name in given
-    }
+    dense = {x.name: given[x.name] for x in SCORES if x.name in given}
     out, lse = flashtile.attention(given["q"], given["k_cache"], given["v_cache"], return_lse=True, **dense)
     assert_close(results(given), dict(out=out, lse=lse))
 

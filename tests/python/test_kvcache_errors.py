@@ -10,6 +10,7 @@ from compare import assert_bitwise
 
 import flashtile
 from flashtile import _C
+from flashtile._options import CACHE
 
 
 def arguments(base, changes, device):
@@ -531,10 +532,13 @@ def test_all_but_the_tensors_are_keywords():
         flashtile.attention_kvcache(**given)
 
 
-@pytest.mark.parametrize("tensors, options", [((), (None,) * 10), ((None,) * 9, ()), ((None,) * 8, (None,) * 10)])
+OPTIONS = (None,) * len(CACHE)
+
+
+@pytest.mark.parametrize("tensors, options", [((), OPTIONS), ((None,) * 9, ()), ((None,) * 8, OPTIONS)])
 def test_the_module_wants_all_places(tensors, options):
     given = arguments("dense", {}, "cpu")
-    with pytest.raises(TypeError, match=r"^attention_kvcache: expected (9 tensors|10 options)"):
+    with pytest.raises(TypeError, match=rf"^attention_kvcache: expected (9 tensors|{len(OPTIONS)} options)"):
         _C.kvcache(given["q"], given["k_cache"], given["v_cache"], tensors, options)
 
 

@@ -17,17 +17,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from traced import quiet
 
 import flashtile
+from flashtile import _C
+from flashtile._options import ATTENTION, CACHE, SEQUENCES, TENSORS, replaced
 
 pytestmark = quiet
 
 DENSE = dict(zip("qkv", Case("options", dtype=F32, seqlen_q=5, seqlen_k=7, head_dim=16).tensors(), strict=True))
 _ragged = Ragged("options", dtype=F32, head_dim=16)
 RAGGED = dict(zip("qkv", _ragged.tensors(), strict=True)) | _ragged.tables()
-CACHE = Cached("options", dtype=F32, head_dim=16, held=(5, 9), room=3).arguments()
+CACHED = Cached("options", dtype=F32, head_dim=16, held=(5, 9), room=3).arguments()
 CALLS = {
     "attention": (flashtile.attention, DENSE),
     "attention_varlen": (flashtile.attention_varlen, RAGGED),
-    "attention_kvcache": (flashtile.attention_kvcache, CACHE),
+    "attention_kvcache": (flashtile.attention_kvcache, CACHED),
 }
 
 
@@ -104,41 +106,44 @@ _operand = ([1.0], np.ones((2, 3)), torch.eye(3).to_sparse())
 _required = (*_operand, None)
 _flag = (1, "yes", torch.tensor(True), torch.ones(2, 3), np.ones(2), None)
 _number = ("x", [1.0], 1j, torch.ones(60, 90), 10**400, np.ones(500))
-_scores = dict(
-    causal=_flag,
+_of_type = {
+    "Tensor?": (0.0, *_operand),
+    "bool": _flag,
+    "bool?": _flag[:-1],
+    "Scalar": (*_number, None),
+    "Scalar?": _number,
+    "float": (*_number, None),
+    "SymInt": (None, 2.0, "x", torch.ones(2)),
+}
+_others = dict(
     window=("big", 7, [1, 2], (1, 2, 3), (1.5, 0), (None, torch.ones(2)), torch.ones(2)),
-    scale=_number,
-    softcap=(*_number, None),
-    alibi_slopes=(0.5, *_operand),
-    sinks=(0.0, *_operand),
+    seed=(-1, 2**64, 1.0, "x", torch.tensor(1.0), torch.ones(2, dtype=torch.int64), np.ones(2)),
     return_lse=_flag,
 )
-_training = dict(
-    dropout_p=("x", torch.ones(2), None),
-    seed=(-1, 2**64, 1.0, "x", torch.tensor(1.0), torch.ones(2, dtype=torch.int64), np.ones(2)),
-    deterministic=_flag[:-1],
-)
+
+
+def _of(options):
+    return {x.name: _others[x.name] if x.name in _others else _of_type[x.arguments.split()[0]] for x in options}
+
+
 # torch.compile takes any int for a length: a look at it would tie the graph to it.
 _lengths = (-1, -(10**400))
 _longest = ("x", 1.5, torch.tensor(1.5), torch.ones(60, 90), np.ones(2), [5], *_lengths)
 REFUSED = {  # values of every argument
-    "attention": dict(q=_required, k=_required, v=_required, **_scores, **_training),
+    "attention": dict(q=_required, k=_required, v=_required, **_of(ATTENTION[:SEQUENCES]), return_lse=_flag),
     "attention_varlen": dict(
         **dict.fromkeys(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), _required),
         **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), _longest),
         **dict.fromkeys(("seqused_q", "seqused_k"), _operand),
-        **_scores,
-        **_training,
+        **_of(ATTENTION[:SEQUENCES]),
+        return_lse=_flag,
     ),
     "attention_kvcache": dict(
         **dict.fromkeys(("q", "k_cache", "v_cache"), _required),
         cache_seqlens=("x", 1.5, [3, 4], np.ones((60, 90)), torch.eye(2).to_sparse(), None, *_lengths, 2**31),
         **dict.fromkeys(("block_table", "cache_batch_idx", "leftpad", "cu_seqlens_q"), _operand),
         **dict.fromkeys(("k_new", "v_new", "rotary_cos", "rotary_sin"), _operand),
-        rotary_interleaved=_flag,
-        num_splits=(None, 2.0, "x", torch.ones(2)),
-        batch_invariant=_flag,
-        **_scores,
+        **_of(CACHE),
     ),
 }
 # What is known when the operator runs, which fake tensors do not.
@@ -221,6 +226,47 @@ def test_refused(name, option):
 def test_every_argument_has_values_that_are_refused():
     for name, (function, _) in CALLS.items():
         assert REFUSED[name].keys() == inspect.signature(function).parameters.keys(), name
+
+
+@pytest.mark.parametrize(
+    "name, next_function, options",
+    [
+        ("attention", "attend", ATTENTION),
+        ("attention_varlen", "attend", ATTENTION),
+        ("attention_kvcache", "call_kvcache", CACHE),
+    ],
+)
+def test_a_function_hands_options_over_in_the_order_of_the_list(name, next_function, options, monkeypatch):
+    function, given = CALLS[name]
+    calls = []
+    monkeypatch.setitem(function.__globals__, next_function, lambda *call: calls.append(call) or (None, None))
+    named = {option.name: object() for option in options if option.name != "sequences"}
+    function(**given | named)
+    handed = calls[0][4]  # behind q, k and v, or the caches, operands and tables
+    found = {option.name: x for option, x in zip(options, handed, strict=True)}
+    found.pop("sequences", None)
+    assert found == named
+
+
+@pytest.mark.parametrize("check, options", [(_C.check_options, ATTENTION), (_C.check_cache_options, CACHE)])
+def test_the_compiled_module_takes_options_in_the_order_of_the_list(check, options):
+    defaults = tuple(option.default for option in options)
+    check("it", defaults)
+    for place, option in enumerate(options):
+        if place >= TENSORS and option.name != "sequences":  # a call looks at the others
+            with pytest.raises(TypeError, match=rf"^it: {option.name} is <object "):
+                check("it", replaced(defaults, place, object()))
+    with pytest.raises(TypeError, match=f"^it: expected {len(options)} options"):
+        check("it", defaults[1:])
+
+
+@pytest.mark.parametrize("name, options", [("attention", ATTENTION), ("attention_kvcache", CACHE)])
+def test_defaults_are_those_of_the_list(name, options):
+    parameters = inspect.signature(CALLS[name][0]).parameters
+    defaults = {option.name: option.default for option in options if option.name != "sequences"}
+    if name == "attention_kvcache":
+        defaults["causal"] = True
+    assert {option: parameters[option].default for option in defaults} == defaults
 
 
 def _without_reason(message):

@@ -14,6 +14,7 @@ from test_backward import differentiable, gradient_names
 
 import flashtile
 from flashtile import _C
+from flashtile._options import attention_options
 
 
 @pytest.mark.parametrize("case, device", on_devices(ragged.CASES))
@@ -540,7 +541,7 @@ def test_backward_needs_what_the_forward_wrote(missing):
     gradients = {f"d{name}": torch.full_like(given[name], 3) for name in "qkv"}
     tensors |= gradients
     tensors[missing] = tensors[missing][:1]
-    options = (None, None, False, None, None, 0.0, 0.0, None, False, tuple(tables))
+    options = attention_options(deterministic=False, sequences=tuple(tables))
     with pytest.raises(ValueError, match=f"^attention_varlen backward: {missing} has shape"):
         _C.backward(*tensors.values(), None, options)
     assert all((x == 3).all() for x in gradients.values()), "something was written"
@@ -550,4 +551,4 @@ def test_backward_needs_what_the_forward_wrote(missing):
 def test_the_module_wants_all_tables(tables):
     q, k, v, *_ = arguments({}, "cpu").values()
     with pytest.raises(TypeError, match=r"^attention_varlen: expected 4 tables of sequences"):
-        _C.forward(q, k, v, (None, None, False, None, None, 0.0, 0.0, None, False, tables))
+        _C.forward(q, k, v, attention_options(sequences=tables))
