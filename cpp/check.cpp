@@ -1,10 +1,9 @@
-// Is it legal? Every rule of the contract about arguments stands here, those of caches in check_kvcache.cpp, and a call
-// that keeps them all pays only for comparisons of integers: messages are built when one is broken.
-#include "operand.h"
-
-#include <cmath>
-
+// Is it legal? Every rule of the contract about arguments stands here, those of caches in check_kvcache.cpp, those of
+// options in options.cpp, and a call that keeps them all pays only for comparisons of integers: messages are built when
+// one is broken.
 #include "flashtile/flashtile.h"
+#include "operand.h"
+#include "options.h"
 
 namespace flashtile {
 namespace {
@@ -16,21 +15,6 @@ constexpr Names kRaggedNames{"(T_q, H_q, D)",   "(T_k, H_k, D)", "(T_k, H_k, D_v
 
 void refuse_if_given(const char* function, const char* name, const TensorView& table) {
   if (table.given()) refuse<InvalidArgument>(function, name, "is given", "none without cu_seqlens_q and cu_seqlens_k");
-}
-
-int window_distance(const char* function, const char* side, const std::optional<Size>& distance) {
-  if (!distance) return Band::kUnbounded;
-  if (*distance < 0)
-    refuse<InvalidArgument>(function, "window", std::string("has ") + side + " = " + std::to_string(*distance),
-                            "None or a distance of at least 0");
-  return static_cast<int>(std::min<Size>(*distance, Band::kUnbounded));
-}
-
-float finite(const char* function, const char* name, double value) {
-  const auto narrowed = static_cast<float>(value);
-  if (!std::isfinite(narrowed))
-    refuse<InvalidArgument>(function, name, "is " + number_string(value), "a finite float32 number");
-  return narrowed;
 }
 
 void check_sequences(const char* function, const ForwardTensors& t, const Problem& p) {
@@ -134,17 +118,6 @@ void check_out(const char* function, const char* name, const TensorView& out, co
   has_rows(operand, p, p.seqlen_q, p.heads_q, p.head_dim_v).is_matrix_like(q);
 }
 
-void check_options(const char* function, const Options& options, Problem& problem) {
-  problem.band = {window_distance(function, "left", options.window_left),
-                  window_distance(function, "right", options.window_right)};
-  if (options.causal) problem.band = problem.band.intersect(Band::causal());
-  problem.scale = options.scale ? finite(function, "scale", *options.scale)
-                                : 1.0f / std::sqrt(static_cast<float>(problem.head_dim));
-  problem.softcap = finite(function, "softcap", options.softcap);
-  if (problem.softcap < 0)
-    refuse<InvalidArgument>(function, "softcap", "is " + number_string(options.softcap), "a number of at least 0");
-}
-
 Problem check_forward(const char* function, const ForwardTensors& t, const Options& options) {
   Problem problem;
   problem.ragged = t.cu_seqlens_q.given() || t.cu_seqlens_k.given();
@@ -193,11 +166,6 @@ Problem check_forward(const char* function, const ForwardTensors& t, const Optio
   if (t.lse.given()) check_lse(function, "lse", t.lse, problem);
   if (t.state.given()) check_state(function, t.state, problem);
   check_options(function, options, problem);
-  if (!(options.dropout_p >= 0 && options.dropout_p < 1))
-    refuse<InvalidArgument>(function, "dropout_p", "is " + number_string(options.dropout_p),
-                            "a probability of at least 0 and below 1");
-  problem.dropout = Dropout::of(options.dropout_p, options.seed);
-  problem.deterministic = options.deterministic;
   problem.alibi = t.alibi_slopes.given();
   problem.sinks = t.sinks.given();
   return problem;

@@ -4,6 +4,7 @@
 
 #include "flashtile/kvcache.h"
 #include "operand.h"
+#include "options.h"
 #include "overlap.h"
 
 namespace flashtile {

@@ -122,7 +122,4 @@ const int* check_table(const Operand& operand, Size count, Device device);
 void check_tables(const Operand& begins, const Operand& used, const char* rows_name, int rows, int batch,
                   Device device);
 
-/// Band, scale and softcap of a problem whose head_dim is known.
-void check_options(const char* function, const Options& options, Problem& problem);
-
 }  // namespace flashtile

@@ -5,6 +5,7 @@
 
 #include "flashtile/kvcache.h"
 #include "flashtile/plan.h"
+#include "options.h"
 
 namespace flashtile {
 namespace {
@@ -35,15 +36,6 @@ std::string bytes_string(double bytes) {
 
 std::string line(const char* label, const std::string& text) {
   return format("  %-10s", label) + text + "\n";
-}
-
-std::string mask_string(const Problem& p) {
-  const auto side = [](int distance) {
-    return distance == Band::kUnbounded ? std::string("None") : std::to_string(distance);
-  };
-  if (p.band == Band::full()) return "full";
-  if (p.band == Band::causal()) return "causal";
-  return "window (" + side(p.band.left) + ", " + side(p.band.right) + ")";
 }
 
 /// What a name says of the features that only some rows have: a word of the tables. Of a CPU's rows, which all have
@@ -136,16 +128,9 @@ std::string name_of(const Variant& v) {
 
 std::string to_string(const Problem& p) {
   const char* lengths = p.ragged ? "B=%d ragged T_q=%d T_k=%d" : "B=%d S_q=%d S_k=%d";
-  std::string text =
-      format(lengths, p.batch, p.seqlen_q, p.seqlen_k) +
-      format(" H_q=%d H_k=%d D=%d D_v=%d %s on ", p.heads_q, p.heads_k, p.head_dim, p.head_dim_v, name_of(p.dtype)) +
-      name_of(p.device) + ", " + mask_string(p) + format(", scale %.6g", p.scale);
-  if (p.softcap > 0) text += format(", softcap %.6g", p.softcap);
-  if (p.alibi) text += ", ALiBi";
-  if (p.sinks) text += ", sinks";
-  if (p.dropout.active()) text += format(", dropout %.6g", 1 - 1 / p.dropout.scale);
-  if (p.deterministic) text += ", deterministic";
-  return text;
+  return format(lengths, p.batch, p.seqlen_q, p.seqlen_k) +
+         format(" H_q=%d H_k=%d D=%d D_v=%d %s on ", p.heads_q, p.heads_k, p.head_dim, p.head_dim_v, name_of(p.dtype)) +
+         name_of(p.device) + ", " + options_string(p);
 }
 
 std::string to_string(const ForwardPlan& plan) {

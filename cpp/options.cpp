@@ -1,0 +1,65 @@
+// Of each option: which values are legal, what they make of a problem, and how that is printed.
+#include "options.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "flashtile/error.h"
+#include "message.h"
+
+namespace flashtile {
+namespace {
+
+int window_distance(const char* function, const char* side, const std::optional<std::int64_t>& distance) {
+  if (!distance) return Band::kUnbounded;
+  if (*distance < 0)
+    refuse<InvalidArgument>(function, "window", std::string("has ") + side + " = " + std::to_string(*distance),
+                            "None or a distance of at least 0");
+  return static_cast<int>(std::min<std::int64_t>(*distance, Band::kUnbounded));
+}
+
+float finite(const char* function, const char* name, double value) {
+  const auto narrowed = static_cast<float>(value);
+  if (!std::isfinite(narrowed))
+    refuse<InvalidArgument>(function, name, "is " + number_string(value), "a finite float32 number");
+  return narrowed;
+}
+
+std::string mask_string(const Band& band) {
+  const auto side = [](int distance) {
+    return distance == Band::kUnbounded ? std::string("None") : std::to_string(distance);
+  };
+  if (band == Band::full()) return "full";
+  if (band == Band::causal()) return "causal";
+  return "window (" + side(band.left) + ", " + side(band.right) + ")";
+}
+
+}  // namespace
+
+void check_options(const char* function, const Options& options, Problem& problem) {
+  problem.band = {window_distance(function, "left", options.window_left),
+                  window_distance(function, "right", options.window_right)};
+  if (options.causal) problem.band = problem.band.intersect(Band::causal());
+  problem.scale = options.scale ? finite(function, "scale", *options.scale)
+                                : 1.0f / std::sqrt(static_cast<float>(problem.head_dim));
+  problem.softcap = finite(function, "softcap", options.softcap);
+  if (problem.softcap < 0)
+    refuse<InvalidArgument>(function, "softcap", "is " + number_string(options.softcap), "a number of at least 0");
+  if (!(options.dropout_p >= 0 && options.dropout_p < 1))
+    refuse<InvalidArgument>(function, "dropout_p", "is " + number_string(options.dropout_p),
+                            "a probability of at least 0 and below 1");
+  problem.dropout = Dropout::of(options.dropout_p, options.seed);
+  problem.deterministic = options.deterministic;
+}
+
+std::string options_string(const Problem& p) {
+  std::string text = mask_string(p.band) + ", scale " + number_string(p.scale);
+  if (p.softcap > 0) text += ", softcap " + number_string(p.softcap);
+  if (p.alibi) text += ", ALiBi";
+  if (p.sinks) text += ", sinks";
+  if (p.dropout.active()) text += ", dropout " + number_string(1 - 1 / p.dropout.scale);
+  if (p.deterministic) text += ", deterministic";
+  return text;
+}
+
+}  // namespace flashtile
