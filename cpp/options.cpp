@@ -49,7 +49,7 @@ void check_options(const char* function, const Options& options, Problem& proble
     refuse<InvalidArgument>(function, "dropout_p", "is " + number_string(options.dropout_p),
                             "a probability of at least 0 and below 1");
   problem.dropout = Dropout::of(options.dropout_p, options.seed);
-  problem.deterministic = options.deterministic;
+  problem.deterministic = options.deterministic.value_or(false);
 }
 
 std::string options_string(const Problem& p) {

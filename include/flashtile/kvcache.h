@@ -17,6 +17,15 @@ struct KvcacheOptions {
   bool rotary_interleaved = true;  // pairs are neighbours; else the halves of what is rotated
   std::int64_t num_splits = 0;     // parts that the keys of a sequence are divided into; 0: as many as fill the GPU
   bool batch_invariant = false;    // a row's result depends on its own sequence alone, to the bit
+
+  /// As Options::each.
+  template <class Visit>
+  constexpr void each(Visit&& visit) {
+    attention.each_of_scores(visit);
+    visit("rotary_interleaved", rotary_interleaved);
+    visit("num_splits", num_splits);
+    visit("batch_invariant", batch_invariant);
+  }
 };
 
 /// Tensors of a call. All of the second part, and lse, are optional.

@@ -22,7 +22,26 @@ struct Options {
   double softcap = 0;                        // 0: none
   double dropout_p = 0;                      // 0: none
   std::uint64_t seed = 0;                    // of dropout
-  bool deterministic = false;                // of the backward
+  std::optional<bool> deterministic;         // of the backward; unset: false
+
+  /// Calls `visit` with the name and the value of each option. The bindings read options by this, so the order is that
+  /// in which Python hands them over (_options.py).
+  template <class Visit>
+  constexpr void each(Visit&& visit) {
+    each_of_scores(visit);
+    visit("dropout_p", dropout_p);
+    visit("seed", seed);
+    visit("deterministic", deterministic);
+  }
+
+  /// The same for those that attention over a cache has too.
+  template <class Visit>
+  constexpr void each_of_scores(Visit&& visit) {
+    visit("causal", causal);
+    visit("window", window_left, window_right);
+    visit("scale", scale);
+    visit("softcap", softcap);
+  }
 };
 
 /// Tensors of a forward call. `lse`, `state`, `alibi_slopes`, `sinks` and all of the second part are optional.

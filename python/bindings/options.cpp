@@ -27,9 +27,7 @@ double to_double(const char* function, const char* name, nb::handle object, cons
 }
 
 /// Integers beyond 64 bits become the nearest one: as a distance they all mean "unbounded".
-std::optional<std::int64_t> to_distance(const char* function, const char* name, nb::handle object,
-                                        const char* expected = "an int or None") {
-  if (object.is_none()) return std::nullopt;
+std::int64_t to_int64(const char* function, const char* name, nb::handle object, const char* expected) {
   int overflow = 0;
   const long long value = PyLong_AsLongLongAndOverflow(object.ptr(), &overflow);
   if (overflow > 0) return std::numeric_limits<std::int64_t>::max();
@@ -38,39 +36,52 @@ std::optional<std::int64_t> to_distance(const char* function, const char* name, 
   return value;
 }
 
-/// 0 for None.
-std::uint64_t to_seed(const char* function, nb::handle object) {
-  if (object.is_none()) return 0;
-  const nb::object index = nb::steal(PyNumber_Index(object.ptr()));
-  const unsigned long long value = index.is_valid() ? PyLong_AsUnsignedLongLong(index.ptr()) : 0;
-  if (PyErr_Occurred()) wrong_type(function, "seed", object, "an int from 0 to 2^64 - 1 or None");
-  return value;
+std::optional<std::int64_t> to_distance(const char* function, const char* name, nb::handle object) {
+  if (object.is_none()) return std::nullopt;
+  return to_int64(function, name, object, "an int or None");
 }
 
-void to_window(const char* function, nb::handle window, Options& options) {
-  if (window.is_none()) return;
-  if (!PyTuple_Check(window.ptr()) || nb::len(window) != 2)
-    wrong_type(function, "window", window, "None or a tuple (left, right) of int or None");
-  options.window_left = to_distance(function, "window[0]", nb::object(window[0]));
-  options.window_right = to_distance(function, "window[1]", nb::object(window[1]));
-}
+/// Reads options out of a tuple, one behind the other, each by its type. None leaves one that may be left out as it is.
+class Reader {
+ public:
+  Reader(const char* function, const nb::tuple& given) : function_(function), given_(given) {}
 
-/// Integers beyond 64 bits become the nearest one, which no call takes either.
-std::int64_t to_count(const char* function, const char* name, nb::handle object) {
-  if (object.is_none()) wrong_type(function, name, object, "an int of at least 0");
-  return *to_distance(function, name, object, "an int of at least 0");
-}
+  void operator()(const char* name, bool& value) { value = to_bool(function_, name, next(), "True or False"); }
+  void operator()(const char* name, std::optional<bool>& value) {
+    const nb::handle object = next();
+    if (!object.is_none()) value = to_bool(function_, name, object, "True, False or None");
+  }
+  void operator()(const char* name, double& value) { value = to_double(function_, name, next(), "a number"); }
+  void operator()(const char* name, std::optional<double>& value) {
+    const nb::handle object = next();
+    if (!object.is_none()) value = to_double(function_, name, object, "a number or None");
+  }
+  void operator()(const char* name, std::int64_t& value) {
+    value = to_int64(function_, name, next(), "an int of at least 0");
+  }
+  void operator()(const char* name, std::uint64_t& value) {
+    const nb::handle object = next();
+    if (object.is_none()) return;
+    const nb::object index = nb::steal(PyNumber_Index(object.ptr()));
+    value = index.is_valid() ? PyLong_AsUnsignedLongLong(index.ptr()) : 0;
+    if (PyErr_Occurred()) wrong_type(function_, name, object, "an int from 0 to 2^64 - 1 or None");
+  }
+  void operator()(const char* name, std::optional<std::int64_t>& left, std::optional<std::int64_t>& right) {
+    const nb::handle window = next();
+    if (window.is_none()) return;
+    if (!PyTuple_Check(window.ptr()) || nb::len(window) != 2)
+      wrong_type(function_, name, window, "None or a tuple (left, right) of int or None");
+    left = to_distance(function_, "window[0]", nb::object(window[0]));
+    right = to_distance(function_, "window[1]", nb::object(window[1]));
+  }
 
-/// What attention over a cache has as well.
-Options to_score_options(const char* function, const nb::tuple& given) {
-  const auto at = [&](Option option) { return option_of(given, option); };
-  Options options;
-  options.causal = to_bool(function, "causal", at(kCausal), "True or False");
-  to_window(function, at(kWindow), options);
-  if (!at(kScale).is_none()) options.scale = to_double(function, "scale", at(kScale), "a number or None");
-  options.softcap = to_double(function, "softcap", at(kSoftcap), "a number");
-  return options;
-}
+ private:
+  nb::handle next() { return option_of(given_, place_++); }
+
+  const char* function_;
+  const nb::tuple& given_;
+  std::size_t place_ = kFirstValue;
+};
 
 /// `object` as Python writes it, in one line.
 nb::str written(nb::handle object) {
@@ -93,25 +104,15 @@ std::string described(nb::handle object) try {
 }
 
 Options to_options(const char* function, const nb::tuple& given) {
-  const auto at = [&](Option option) { return option_of(given, option); };
-  Options options = to_score_options(function, given);
-  options.dropout_p = to_double(function, "dropout_p", at(kDropoutP), "a number");
-  options.seed = to_seed(function, at(kSeed));
-  if (!at(kDeterministic).is_none())
-    options.deterministic = to_bool(function, "deterministic", at(kDeterministic), "True, False or None");
+  Options options;
+  options.each(Reader(function, given));
   return options;
 }
 
 KvcacheOptions to_cache_options(const char* function, const nb::tuple& given) {
-  const auto to_choice = [&](const char* name, Option option) {
-    return to_bool(function, name, option_of(given, option), "True or False");
-  };
-  return {
-      .attention = to_score_options(function, given),
-      .rotary_interleaved = to_choice("rotary_interleaved", kRotaryInterleaved),
-      .num_splits = to_count(function, "num_splits", option_of(given, kNumSplits)),
-      .batch_invariant = to_choice("batch_invariant", kBatchInvariant),
-  };
+  KvcacheOptions options;
+  options.each(Reader(function, given));
+  return options;
 }
 
 bool returns_lse(const char* function, const nb::tuple& given) {

@@ -8,36 +8,33 @@
 
 namespace flashtile::bindings {
 
-/// Where each option stands in the tuple; the first two are tensors. kSequences is a tuple of them, or None: dense.
-enum Option : std::size_t {
-  kAlibiSlopes,
-  kSinks,
-  kCausal,
-  kWindow,
-  kScale,
-  kSoftcap,
-  kDropoutP,
-  kSeed,
-  kDeterministic,
-  kSequences,
-  kOptionCount,
-
-  // Of a cache, behind kSoftcap.
-  kRotaryInterleaved = kSoftcap + 1,
-  kNumSplits,
-  kBatchInvariant,
-  kReturnLse,
-  kCacheOptionCount
+struct Count {
+  std::size_t value = 0;
+  constexpr void operator()(const auto&...) { ++value; }
 };
 
-inline nb::handle option_of(const nb::tuple& options, Option option) {
-  return PyTuple_GetItem(options.ptr(), static_cast<Py_ssize_t>(option));
+/// How many places `AnyOptions` has in a tuple.
+template <class AnyOptions>
+constexpr std::size_t count_of() {
+  Count count;
+  AnyOptions().each(count);
+  return count.value;
+}
+
+/// Where options stand in the tuple: two tensors, what Options or KvcacheOptions has, and behind it, of attention, a
+/// tuple of tables, or None for a dense batch.
+inline constexpr std::size_t kAlibiSlopes = 0, kSinks = 1, kFirstValue = 2;
+inline constexpr std::size_t kSequences = kFirstValue + count_of<Options>(), kOptionCount = kSequences + 1;
+inline constexpr std::size_t kReturnLse = kFirstValue + count_of<KvcacheOptions>(), kCacheOptionCount = kReturnLse + 1;
+
+inline nb::handle option_of(const nb::tuple& options, std::size_t place) {
+  return PyTuple_GetItem(options.ptr(), static_cast<Py_ssize_t>(place));
 }
 
 /// What messages say of any Python object, in a few words: as it is written, or the type and shape of an array.
 std::string described(nb::handle object);
 
-/// Those that are scalars. Throws InvalidType naming the option that is not of its type.
+/// The values. Throws InvalidType naming the option that is not of its type.
 Options to_options(const char* function, const nb::tuple& options);
 KvcacheOptions to_cache_options(const char* function, const nb::tuple& options);
 bool returns_lse(const char* function, const nb::tuple& cache_options);
