@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cached import Cached
-from cases import F32, Case
+from cases import F32, ILLEGAL, Case
 from compare import assert_bitwise
 from ragged import Ragged
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,7 +18,7 @@ from traced import quiet
 
 import flashtile
 from flashtile import _C
-from flashtile._options import ATTENTION, CACHE, SEQUENCES, TENSORS, replaced
+from flashtile._options import ATTENTION, CACHE, SCORES, SEQUENCES, TENSORS, replaced
 
 pytestmark = quiet
 
@@ -148,12 +148,8 @@ REFUSED = {  # values of every argument
 }
 # What is known when the operator runs, which fake tensors do not.
 WRONG_VALUES = [
-    ("attention", "window", (-1, 0)),
-    ("attention", "scale", math.nan),
-    ("attention", "scale", 1e39),
-    ("attention_varlen", "softcap", -1.0),
-    ("attention", "dropout_p", 1.0),
-    ("attention", "dropout_p", math.nan),
+    *(("attention_varlen", option, value) for option, values in ILLEGAL.items() for value in values),
+    *(("attention", x.name, y) for x in SCORES if x.arguments.startswith("Scalar") for y in (math.nan, 1e39)),
     ("attention_kvcache", "num_splits", -1),
     ("attention_kvcache", "num_splits", -(2**70)),
     ("attention_varlen", "cu_seqlens_k", torch.tensor(3, dtype=torch.int32)),
