@@ -1,7 +1,8 @@
 """The options of a call, in one list for attention and one for caches.
 
-The compiled module takes options as a tuple in this order, None standing for one left out, and so do the functions
-between it and callers, who give them by name. What follows from the lists is worked out once, at import.
+Callers give options by name. From there on they go as a tuple in the order of these lists, which is also that of the
+compiled module, where None stands for one left out. What follows from the lists is worked out once, at import, so that
+no call pays for it.
 """
 
 from typing import NamedTuple
@@ -47,17 +48,17 @@ def _arguments(options):
     return ", ".join(option.arguments for option in options if option.arguments)
 
 
-# Places in the tuple. Tensors come first.
+# Places in the tuple, where tensors come first.
 ALIBI_SLOPES, SINKS, WINDOW = _places(SCORES, "alibi_slopes", "sinks", "window")
-TENSORS = 2
+TENSORS = sum(option.arguments.startswith("Tensor?") for option in SCORES)
 DROPOUT_P, SEED, DETERMINISTIC, SEQUENCES = _places(ATTENTION, "dropout_p", "seed", "deterministic", "sequences")
 (RETURN_LSE,) = _places(CACHE, "return_lse")
 
-# Of the operators, as their schemas have them.
+# The arguments of operators, as their schemas have them.
 DENSE_ARGUMENTS = _arguments(ATTENTION[:SEQUENCES])
 RAGGED_ARGUMENTS = _arguments(ATTENTION)
 CACHE_ARGUMENTS = _arguments(CACHE)
-# A window is two of them, so that what stands behind it is one place further on than in the tuple.
+# A window is two arguments, so that what stands behind it is one place further on than in the tuple.
 DENSE_COUNT, CACHE_COUNT = SEQUENCES + 1, RETURN_LSE + 1
 SEED_ARGUMENT = SEED + 1
 
@@ -65,7 +66,7 @@ _DEFAULTS = {option.name: option.default for option in ATTENTION}
 
 
 def attention_options(**given):
-    """Those of attention, for callers to whom most are unknown."""
+    """The tuple of `ATTENTION`, for callers who do not know of every option."""
     return tuple({**_DEFAULTS, **given}.values())
 
 
