@@ -77,12 +77,7 @@ __device__ void copy_row(Copy const& copy, const Element* from, Element* to, Rot
 /// The sequence that has a row of the tensor: the last that begins at it or before.
 __device__ int entry_of(Spans const& spans, std::int64_t row) {
   if (!spans.ragged()) return int(row / spans.size);
-  int low = 0, high = spans.entries();  // the answer lies in [low, high)
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (spans.begins[middle] <= row ? low : high) = middle;
-  }
-  return low;
+  return last_where(spans.entries(), [&](int b) { return spans.begins[b] <= row; });
 }
 
 /// A thread block for each row of k_new, then for each of q.

@@ -4,6 +4,7 @@
 
 #include "flashtile/cuda/launch.h"
 #include "flashtile/mainloop/sum_of_dq.h"
+#include "flashtile/math/element.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/math/state.h"
 #include "flashtile/scheduler/list_tiles.h"
@@ -168,8 +169,9 @@ __global__ void __launch_bounds__(kThreads) sinks_kernel(const __grid_constant__
   if (threadIdx.x == 0) params.dsinks[head] = float(sums[0]);
 }
 
-template <class Element>
+template <DType kDType>
 void launch_prepare(PrepareParams const& params, Device device, Stream stream) {
+  using Element = ElementOf<kDType>;
   static KernelHandles narrow, medium, wide;
   const int head_dim_v = params.backward.head_dim_v;
   const int blocks = params.lists + std::max(int(params.backward.workspace.tiles), 1);
@@ -201,7 +203,7 @@ void prepare_backward(BackwardPlan const& plan, BackwardParams const& params, St
       .first_stores = v.arch == Arch::kSm90,
   };
   const bool is_half = v.dtype == DType::kFloat16;
-  (is_half ? launch_prepare<cute::half_t> : launch_prepare<cute::bfloat16_t>)(prepare, problem.device, stream);
+  (is_half ? launch_prepare<DType::kFloat16> : launch_prepare<DType::kBFloat16>)(prepare, problem.device, stream);
   if (params.dsinks) launch(sinks_kernel, sinks, problem.device, {params.heads, kThreads, 0}, params, stream);
 }
 

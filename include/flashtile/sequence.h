@@ -26,6 +26,18 @@ struct Span {
   int used = 0;
 };
 
+/// By bisection, the last of the indices 0 to count − 1 for which `holds`, which it does up to some index and not from
+/// there on; 0 if it never does.
+template <class Holds>
+FLASHTILE_HOST_DEVICE int last_where(int count, Holds&& holds) {
+  int low = 0, high = count;  // the answer lies in [low, high)
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (holds(middle) ? low : high) = middle;
+  }
+  return low;
+}
+
 /// The rows of all batch entries on one side, queries or keys.
 ///
 /// Dense: each entry has `size` rows of its own. Ragged: sequences stand one behind the other among `size` rows, and
@@ -67,12 +79,7 @@ struct Spans {
   /// The entry to which a place belongs: the last that begins at it or before.
   FLASHTILE_HOST_DEVICE int entry_of(int place, int tile) const {
     if (!ragged()) return place / tiles(size, tile);
-    int low = 0, high = batch;  // the answer lies in [low, high)
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (first_place(middle, clamp(begins[middle], 0, size), tile) <= place ? low : high) = middle;
-    }
-    return low;
+    return last_where(batch, [&](int b) { return first_place(b, clamp(begins[b], 0, size), tile) <= place; });
   }
 
   FLASHTILE_HOST_DEVICE static int tiles(int rows, int tile) { return (rows + tile - 1) / tile; }

@@ -1,5 +1,5 @@
 // Multiplications instead of divisions: exact for every dividend that int holds.
-#include "flashtile/math/group_packing.h"
+#include "flashtile/math/head_packing.h"
 
 #include <gtest/gtest.h>
 

@@ -16,6 +16,7 @@
 #include "flashtile/mainloop/key_block.h"
 #include "flashtile/mainloop/scores.h"
 #include "flashtile/mainloop/wgmma.h"
+#include "flashtile/math/element.h"
 #include "flashtile/math/round.h"
 #include "flashtile/params.h"
 #include "flashtile/variant.h"
@@ -39,7 +40,7 @@ struct BackwardKeysSm90 {
   static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
   static_assert(kStages == 2 && kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && kV.tile_n == kN && kV.tile_m % kM == 0);
 
-  using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
+  using Element = ElementOf<kV.dtype>;
   static constexpr int kColumns = 64;  // of one TMA box
   using One = cute::Layout<cute::Shape<cute::_1, cute::_1, cute::_1>>;
   static constexpr auto kMajorK = cute::SM90::GMMA::Major::K;

@@ -21,6 +21,7 @@
 #include "flashtile/mainloop/operands.h"
 #include "flashtile/mainloop/scores.h"
 #include "flashtile/mainloop/sum_of_dq.h"
+#include "flashtile/math/element.h"
 #include "flashtile/params.h"
 #include "flashtile/variant.h"
 
@@ -56,9 +57,8 @@ struct BackwardMainloopSm80 {
   static_assert(kN % (16 * kWarpsOfKeys) == 0 && kM % (16 * kSharers) == 0 && kM % (16 * kWarpsOfQueries) == 0 &&
                 kHeadDim % (16 * kSharers) == 0 && kHeadDim % (16 * (kV.warps / kWarpsOfQueries)) == 0);
 
-  using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
-  using MmaAtom = std::conditional_t<kV.dtype == DType::kFloat16, cute::SM80_16x8x16_F32F16F16F32_TN,
-                                     cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+  using Element = ElementOf<kV.dtype>;
+  using MmaAtom = MmaAtomSm80<kV.dtype>;
   template <int kWarpsM, int kWarpsN>
   using MmaOf = cute::TiledMMA<cute::MMA_Atom<MmaAtom>,
                                cute::Layout<cute::Shape<cute::Int<kWarpsM>, cute::Int<kWarpsN>, cute::_1>>,

@@ -14,6 +14,7 @@
 #include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/operands.h"
 #include "flashtile/mainloop/scores.h"
+#include "flashtile/math/element.h"
 #include "flashtile/math/online_softmax.h"
 #include "flashtile/math/visible_keys.h"
 #include "flashtile/scheduler/single.h"
@@ -40,9 +41,8 @@ struct ForwardMainloopSm80 {
   static_assert(kV.head_dim_v == kHeadDim && kM % (16 * kV.warps) == 0 && kN % 16 == 0 && kHeadDim % 32 == 0 &&
                 kStages >= 2);
 
-  using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
-  using MmaAtom = std::conditional_t<kV.dtype == DType::kFloat16, cute::SM80_16x8x16_F32F16F16F32_TN,
-                                     cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+  using Element = ElementOf<kV.dtype>;
+  using MmaAtom = MmaAtomSm80<kV.dtype>;
   using TiledMma =
       cute::TiledMMA<cute::MMA_Atom<MmaAtom>, cute::Layout<cute::Shape<cute::Int<kV.warps>, cute::_1, cute::_1>>,
                      cute::Tile<cute::Int<16 * kV.warps>, cute::_16, cute::_16>>;

@@ -3,9 +3,15 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/math/element.h"
 #include "flashtile/math/round.h"
 
 namespace flashtile {
+
+/// The matmul of a warp, 16 × 8 × 16, with float32 sums.
+template <DType kDType>
+using MmaAtomSm80 = std::conditional_t<kDType == DType::kFloat16, cute::SM80_16x8x16_F32F16F16F32_TN,
+                                       cute::SM80_16x8x16_F32BF16BF16F32_TN>;
 
 /// Two neighbouring n8 blocks of an accumulator (mma, m, n).
 template <class Accumulator>

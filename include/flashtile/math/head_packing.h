@@ -1,6 +1,7 @@
 // Which query and which head a row of a tile is.
 #pragma once
 
+#include "flashtile/cuda/divisor.h"
 #include "flashtile/macros.h"
 #include "flashtile/math/mask.h"
 
@@ -23,6 +24,15 @@ struct HeadPacking {
     return {query(first_row), end < seqlen_q ? end : seqlen_q};
   }
   bool operator==(const HeadPacking&) const = default;
+};
+
+/// Row r of a sequence is head r % heads of query r / heads, however many heads there are: so keys are read once for
+/// all of a group (PackGQA of FlashAttention-3).
+struct GroupPacking {
+  Divisor heads;
+
+  FLASHTILE_HOST_DEVICE int query(int row) const { return heads.quotient(row); }
+  FLASHTILE_HOST_DEVICE int head(int row) const { return heads.remainder(row); }
 };
 
 }  // namespace flashtile

@@ -4,7 +4,7 @@
 
 #include "flashtile/cache.h"
 #include "flashtile/macros.h"
-#include "flashtile/math/group_packing.h"
+#include "flashtile/math/head_packing.h"
 #include "flashtile/math/mask.h"
 #include "flashtile/sequence.h"
 

@@ -8,6 +8,7 @@
 #include "flashtile/kvcache_params.h"
 #include "flashtile/load/gather.h"
 #include "flashtile/mainloop/forward_sm80.h"
+#include "flashtile/math/element.h"
 
 namespace flashtile {
 
@@ -25,7 +26,7 @@ struct KvcacheSource {
   static constexpr int kN = kV.tile_n;
   static constexpr int kGroups = groups_of(kV);
   using Mainloop = ForwardMainloopSm80<of_group(kV), KvcacheSource>;
-  using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
+  using Element = ElementOf<kV.dtype>;
 
   KvcacheParams const& params;
   TileCoord tile;

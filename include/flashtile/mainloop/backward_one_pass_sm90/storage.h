@@ -8,6 +8,7 @@
 #include "flashtile/load/tensor_map.h"
 #include "flashtile/mainloop/key_block.h"
 #include "flashtile/mainloop/wgmma.h"
+#include "flashtile/math/element.h"
 #include "flashtile/params.h"
 #include "flashtile/variant.h"
 
@@ -45,7 +46,7 @@ struct BackwardOnePassSm90 {
   static_assert(kV.head_dim_v == kHeadDim && kHeadDim % 64 == 0 && kN == 64 * kWarpgroups && kM % 16 == 0 &&
                 kV.warps == 4 * (kWarpgroups + 1));
 
-  using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
+  using Element = ElementOf<kV.dtype>;
   static constexpr int kColumns = 64;  // of one TMA box
   using SmemLayoutdS = SmemTile<Element, kM, kN, 2>;
   using PlacesOfdS = decltype(cute::as_position_independent_swizzle_layout(SmemLayoutdS{}));  // in elements

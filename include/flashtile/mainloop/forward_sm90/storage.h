@@ -7,6 +7,7 @@
 #include "flashtile/cuda/barrier.h"
 #include "flashtile/cuda/marked_count.h"
 #include "flashtile/load/tma.h"
+#include "flashtile/math/element.h"
 #include "flashtile/math/online_softmax.h"
 #include "flashtile/math/visible_keys.h"
 #include "flashtile/params.h"
@@ -46,7 +47,7 @@ struct ForwardMainloopSm90 {
   static_assert(kV.warps == 4 * (kWarpgroups + 1) && kV.stages % 2 == 0 && kM % 64 == 0 && kN % 16 == 0 &&
                 kHeadDim % 32 == 0 && kHeadDimV % 32 == 0);
 
-  using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
+  using Element = ElementOf<kV.dtype>;
   using ShapeQK = cute::Shape<cute::Int<kM>, cute::Int<kN>, cute::Int<kHeadDim>>;
   using ShapePV = cute::Shape<cute::Int<kM>, cute::Int<kHeadDimV>, cute::Int<kN>>;
   using Warpgroups = cute::Layout<cute::Shape<cute::Int<kWarpgroups>, cute::_1, cute::_1>>;
