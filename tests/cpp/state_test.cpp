@@ -44,9 +44,10 @@ struct Online {
       value += weight * scores[i];
     }
   }
-  FinishedRow finish(float sink = -kInfinity) const { return state.finish(sink, kUnit); }
+  RowTotal total(float sink = -kInfinity) const { return state.total(sink, kUnit); }
+  FinishedRow finish(float sink = -kInfinity) const { return total(sink).finished(); }
   float lse() const { return finish().lse(kUnit); }
-  float out(float sink = -kInfinity) const { return value * finish(sink).normaliser; }
+  float out(float sink = -kInfinity) const { return value * total(sink).normaliser; }
 };
 
 Online online(const std::vector<float>& scores, int block) {
@@ -80,10 +81,10 @@ TEST(RowState, AnyReferenceNearTheMaximumGivesTheSameRow) {
 }
 
 TEST(RowState, ARowThatSawNothing) {
-  const FinishedRow nothing = RowState{}.finish(-kInfinity, kUnit);
+  const FinishedRow nothing = RowState{}.total(-kInfinity, kUnit).finished();
   EXPECT_TRUE(nothing.saw_nothing());
   EXPECT_EQ(nothing.lse(kUnit), -kInfinity);
-  EXPECT_EQ(nothing.normaliser, 0.0f);
+  EXPECT_EQ(RowState{}.total(-kInfinity, kUnit).normaliser, 0.0f);
   RowState state;
   EXPECT_EQ(state.rebase(5.0f, kUnitLog2), 0.0f);  // what was accumulated under −inf is nothing
   EXPECT_EQ(state.sum, 0.0f);
@@ -106,8 +107,8 @@ TEST(RowState, ASinkIsOneMoreScoreOfValueZero) {
 
 TEST(RowState, ARowThatSawNothingHasTheSinkForLse) {
   for (const float sink : {-3e30f, -300.0f, 0.0f, 300.0f, 3e30f}) {
-    const FinishedRow row = RowState{}.finish(sink, kUnit);
-    EXPECT_FLOAT_EQ(row.lse(kUnit), sink);
+    const RowTotal row = RowState{}.total(sink, kUnit);
+    EXPECT_FLOAT_EQ(row.finished().lse(kUnit), sink);
     EXPECT_EQ(row.normaliser, 0.0f);  // all weight is the sink's
   }
 }
@@ -128,7 +129,7 @@ TEST(FinishedRow, KeepsTheWeightsOfScoresOfAnySize) {
     const double of_sink = std::exp(double{sink} - double{top} * kUnit);
     const double share = 1 / (2 + smaller + of_sink);
     EXPECT_NEAR(weight(row.finish(sink), top), share, 1e-6) << top;
-    EXPECT_NEAR(row.finish(sink).normaliser, share, 1e-6) << top;
+    EXPECT_NEAR(row.total(sink).normaliser, share, 1e-6) << top;
   }
 }
 

@@ -17,7 +17,7 @@ CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Span q
   using namespace cute;
   softmax.finish_sums();
   const int first_head = params.packing.first_head(tile.head);
-  FinishedRow rows[Softmax::kRowCount];
+  RowTotal rows[Softmax::kRowCount];
   array<float, Softmax::kRowCount> normaliser;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(coord); ++r) {
@@ -28,7 +28,7 @@ CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Span q
       const int head = first_head + params.packing.head(first_row + get<0>(coord(r, 0)));
       if (params.sinks != nullptr && counts) sink = params.sinks[head];
     }
-    rows[r] = softmax.row[r].finish(sink, params.score_map.unit);
+    rows[r] = softmax.row[r].total(sink, params.score_map.unit);
     normaliser[r] = rows[r].normaliser;
     if constexpr (includes(kFeatures, Features::kDropout)) normaliser[r] *= params.dropout.scale;
   }
@@ -39,7 +39,7 @@ CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Span q
     const int row = first_row + get<0>(coord(r, 0));
     const int query = params.packing.query(row);
     if (query < queries.size)
-      params.rows.store(first + params.packing.head(row) * params.rows.strides.head + query, rows[r],
+      params.rows.store(first + params.packing.head(row) * params.rows.strides.head + query, rows[r].finished(),
                         params.score_map.unit);
   }
   return normaliser;

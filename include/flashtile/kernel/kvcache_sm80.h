@@ -131,10 +131,10 @@ struct KvcacheKernelSm80 {
     const int tile_row = s.m_block * kM + row;
     const int query = params.packing.query(tile_row);
     const int head_q = head * params.packing.heads.value + params.packing.head(tile_row);
-    FinishedRow finished;
+    RowTotal total;
     if (query < s.queries.used) {
-      finished = part.state.finish(params.sinks == nullptr ? -kInfinity : params.sinks[head_q], params.score_map.unit);
-      part.scale(finished.normaliser);
+      total = part.state.total(params.sinks == nullptr ? -kInfinity : params.sinks[head_q], params.score_map.unit);
+      part.scale(total.normaliser);
     } else {
       part = {};
     }
@@ -142,7 +142,8 @@ struct KvcacheKernelSm80 {
                         head_q * params.out_strides.head + column;
     *reinterpret_cast<uint2*>(to) = {round_pair<Element>(part.o.x, part.o.y), round_pair<Element>(part.o.z, part.o.w)};
     if (params.lse != nullptr && column == 0)
-      params.lse[params.lse_strides.at(s.batch, head_q, s.queries.first + query)] = finished.lse(params.score_map.unit);
+      params.lse[params.lse_strides.at(s.batch, head_q, s.queries.first + query)] =
+          total.finished().lse(params.score_map.unit);
   }
 
   /// Joins the parts, and finishes the rows. Two threads share a chunk: those of even number and those of odd are

@@ -44,7 +44,6 @@ inline constexpr float kSteep = 0x1p10f;
 struct FinishedRow {
   float reference = 0;          // a score
   float log2_sum = -kInfinity;  // −inf: the row saw nothing
-  float normaliser = 0;         // what the accumulated output is multiplied with; 0 for a row that saw nothing
 
   /// What one float32 can say of it: an lse, natural. Less exact than the row that had it.
   FLASHTILE_HOST_DEVICE static FinishedRow of_lse(float lse, float unit) {
@@ -66,6 +65,20 @@ struct FinishedRow {
   }
 };
 
+/// A row all of whose scores are counted, a sink among them: sum = Σ 2^((score − reference) · unit_log2 − log2_scale).
+struct RowTotal {
+  float reference = 0;
+  float log2_scale = 0;
+  float sum = 0;
+  float normaliser = 0;  // what the accumulated output is multiplied with; 0 for a row that saw nothing
+
+  /// Takes a logarithm, which an inference does without: it wants the normaliser alone.
+  FLASHTILE_HOST_DEVICE FinishedRow finished() const {
+    if (sum == 0) return {};
+    return {reference, log2_scale + log2f(sum)};
+  }
+};
+
 /// sum = Σ 2^((score − reference) · unit_log2). The reference is any finite number near the row's greatest score; −inf:
 /// nothing seen yet.
 struct RowState {
@@ -80,27 +93,21 @@ struct RowState {
     return factor;
   }
 
-  /// That of finish() without a sink.
-  FLASHTILE_HOST_DEVICE float normaliser() const { return sum == 0 ? 0.0f : reciprocal(sum); }
-
-  /// All scores are counted. `sink` is one logit more, that no value belongs to: −inf for none.
-  FLASHTILE_HOST_DEVICE FinishedRow finish(float sink, float unit) const {
-    FinishedRow row{.reference = reference, .log2_sum = 0, .normaliser = 1};
-    float total = sum;
+  /// `sink` is one logit more, that no value belongs to: −inf for none.
+  FLASHTILE_HOST_DEVICE RowTotal total(float sink, float unit) const {
+    RowTotal row{reference, 0, sum, 1};
     if (sink != -kInfinity) {
       const float above = sum == 0 ? kInfinity : less_product(sink, reference, unit) * kLog2e;
       if (above <= 0) {
-        total += exp2f(above);
+        row.sum += exp2f(above);
       } else {
         // The sink is the greatest logit: weights are taken relative to it, or what of it the unit of scores can say.
-        row = FinishedRow::of_lse(sink, unit);
-        row.normaliser = exp2f(-above);
-        total = total * row.normaliser + 1;
+        const FinishedRow of_sink = FinishedRow::of_lse(sink, unit);
+        const float factor = exp2f(-above);
+        row = {of_sink.reference, of_sink.log2_sum, sum * factor + 1, factor};
       }
     }
-    if (total == 0) return {};
-    row.log2_sum += log2f(total);
-    row.normaliser *= reciprocal(total);
+    row.normaliser = row.sum == 0 ? 0.0f : row.normaliser * reciprocal(row.sum);
     return row;
   }
 };
