@@ -146,7 +146,7 @@ TEST(FinishedRow, OfAnLseHasTheWeightsThatTheLseSays) {
 }
 
 TEST(FinishedRow, IsSteepFromWhereRoundingItsLseChangesWeights) {
-  const auto row_at = [](float lse_log2) { return FinishedRow{lse_log2 / kUnitLog2, 0, 1}; };
+  const auto row_at = [](float lse_log2) { return FinishedRow{lse_log2 / kUnitLog2, 0}; };
   EXPECT_FALSE(row_at(0.99f * kSteep).steep(kUnitLog2));
   EXPECT_TRUE(row_at(1.01f * kSteep).steep(kUnitLog2));
   EXPECT_TRUE(row_at(-1.01f * kSteep).steep(kUnitLog2));
