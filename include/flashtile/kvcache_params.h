@@ -17,7 +17,8 @@ namespace flashtile {
 struct Partials {
   float* out = nullptr;       // (slot, KV head, M, D)
   RowState* state = nullptr;  // (slot, KV head, M)
-  // (slot, KV head): the slot of a tile's first partial result counts how many of them are written, see MarkedCount.
+  // (slot, KV head): at the slot of a tile's first partial result, the number of the tile's that are written, see
+  // MarkedCount.
   std::uint64_t* arrivals = nullptr;
   std::uint64_t mark = 0;
 };

@@ -103,8 +103,8 @@ struct ForwardParams {
   }
 };
 
-/// A backward kernel is launched with this. The rows of its score tiles are keys, so `band` is transposed, except in a
-/// pass that forms dQ alone.
+/// A backward kernel is launched with this. The rows of score tiles are keys, for which `band` is transposed, except in
+/// a pass that forms dQ alone.
 struct BackwardParams {
   const void* q;              // (B, S_q, H_q, D)
   const void* k;              // (B, S_k, H_k, D)
