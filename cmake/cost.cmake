@@ -6,7 +6,7 @@ cmake_host_system_information(RESULT FLASHTILE_MEMORY_MIB QUERY TOTAL_PHYSICAL_M
 if(NOT cgroup)
   set(cgroup /sys/fs/cgroup)
 endif()
-if(EXISTS ${cgroup}/cpu.max)  # "150000 100000": microseconds of CPU time in a period of so many, or "max 100000"
+if(EXISTS ${cgroup}/cpu.max)  # "150000 100000" is CPU time per period, in µs; "max 100000" is no limit
   file(READ ${cgroup}/cpu.max limit)
   if(limit MATCHES "^([0-9]+) ([0-9]+)")
     math(EXPR limit "(${CMAKE_MATCH_1} + ${CMAKE_MATCH_2} - 1) / ${CMAKE_MATCH_2}")

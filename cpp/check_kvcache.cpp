@@ -73,7 +73,7 @@ bool same_memory(const TensorView& a, const TensorView& b) {
   return a.data == b.data && a.shape == b.shape && a.strides == b.strides;
 }
 
-/// Checks that new values do not overwrite keys. One tensor may be both caches if the new rows are both too.
+/// Checks that new values do not overwrite keys. One tensor may be both caches if what is written to it is both too.
 void check_apart(const Operand& k, const Operand& v, const KvcacheTensors& t, const KvcacheProblem& cache) {
   if (!share_elements(k.view, v.view)) return;
   if (same_memory(k.view, v.view) && same_memory(t.k_new, t.v_new) && cache.rotary_dim == 0) return;
@@ -210,8 +210,8 @@ class Values {
       });
   }
 
-  /// Checks the positions of rotated rows, of which the last is the sequence's last. A query before the first position
-  /// sees no key under a causal mask, and may have any position.
+  /// Checks the positions of rotated rows, of which the last is the sequence's last. A query before the sequence's
+  /// first row sees no key under a causal mask, and may have any position.
   void check_positions(int b) const {
     const int queries = queries_.at(b).used, end = rows_.at(b).end;
     if (queries == 0 && added_to(b) == 0) return;

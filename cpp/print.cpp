@@ -23,12 +23,12 @@ std::string scaled(double value, double step, const char* unit, const char* larg
   return *prefix == ' ' ? format("%.0f %s", value, unit) : format("%.4g %c%s", value, *prefix, larger);
 }
 
-/// 1.5e12 → "1.5 TFLOP"
+/// Returns "1.5 TFLOP" for 1.5e12.
 std::string flops_string(double flops) {
   return scaled(flops, 1000, "FLOP", "FLOP");
 }
 
-/// 1536 → "1.5 KiB"
+/// Returns "1.5 KiB" for 1536.
 std::string bytes_string(double bytes) {
   return scaled(bytes, 1024, "bytes", "iB");
 }
@@ -61,8 +61,8 @@ std::string features_suffix(const Variant& v) {
 
 /// Says whether arithmetic or memory bounds a well-made kernel.
 std::string bound_string(const Cost& cost, bool on_cpu) {
-  // A processor can do so many FLOPs in the time of one byte from memory: about 200 on an A100, 300 on an H100, and in
-  // the tens on CPUs.
+  // A processor can do this many FLOPs in the time of one byte from memory: about 200 on an A100, 300 on an H100, and
+  // in the tens on CPUs.
   const double ridge = on_cpu ? 20 : 250;
   if (cost.bytes == 0) return "nothing to do";
   const double intensity = cost.flops / cost.bytes;

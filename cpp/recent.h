@@ -1,5 +1,5 @@
-// This file is a small cache for what a call works out on the host from a few numbers, such as the shape of its
-// tensors.
+// This file defines a small cache for what a call works out on the host from a few numbers, such as its tensors'
+// shapes.
 #pragma once
 
 #include <array>

@@ -8,7 +8,7 @@
 namespace flashtile::cpu {
 namespace {
 
-// So many chains of exponentials run side by side; with 16 registers there is room for two.
+// This many chains of exponentials run side by side; with 16 registers there is room for two.
 constexpr int kSoftmaxVectors = kRegisters == 32 ? 4 : 2;
 
 /// Returns |key − diagonal| of the register of queries from `query` on.

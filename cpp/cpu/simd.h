@@ -1,4 +1,4 @@
-// This file is a SIMD register of floats, as wide as the instruction set that the including file is compiled for.
+// This file defines a SIMD register of floats, as wide as the instruction set that the including file is compiled for.
 //
 // kernels.cpp is compiled once per instruction set, each time in another namespace. Everything it uses has internal
 // linkage, because the linker keeps one copy of an inline function and it may keep the one of the wrong set.

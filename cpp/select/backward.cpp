@@ -15,7 +15,7 @@ namespace {
 /// These constants are fitted to runs on an H200 (docs/performance.md).
 namespace h200 {
 
-constexpr int kFewQueries = 4096;             // with no more queries, a block's prologue and epilogue weigh
+constexpr int kFewQueries = 4096;             // with no more queries, a block's prologue and epilogue matter
 constexpr std::int64_t kShortHead = 1 << 16;  // a head is short up to here, in blocks of keys times head_dim²
 constexpr double kBusy = 0.95;                // a grid should use this share of the multiprocessors
 
@@ -27,7 +27,7 @@ int key_blocks(const Problem& p, const Variant& v) {
 
 /// Returns how many thread blocks take `tiles` blocks of keys, and tiles of queries where a second pass has those. Two
 /// passes, or Hopper's one pass over ragged sequences, take one wave of persistent thread blocks. So does one pass over
-/// dense sequences where a block meets few queries, so that its prologue and epilogue weigh. Under a mask such a wave
+/// dense sequences where a block meets so few queries that its prologue and epilogue matter. Under a mask such a wave
 /// is made of whole heads, so that rounds in alternate directions give each thread block equal work; it is not taken
 /// where it would leave too many multiprocessors idle.
 ///

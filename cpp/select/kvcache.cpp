@@ -11,13 +11,13 @@
 namespace flashtile {
 namespace {
 
-constexpr int kKeysOfSplit = 1024;                  // a split of a batch-invariant call has so many keys
+constexpr int kKeysOfSplit = 1024;                  // keys of a split in a batch-invariant call
 constexpr std::int64_t kRoomForSplits = 256 << 20;  // limit in bytes of the results of concurrent splits
 
 /// These constants are fitted to runs on an H200 (docs/performance.md).
 namespace h200 {
 
-constexpr std::int64_t kSmallCache = 200 << 20;  // a cache is small up to so many bytes
+constexpr std::int64_t kSmallCache = 200 << 20;  // a cache is small up to this many bytes
 constexpr int kFewRows = 16;                     // a tile of no more rows is bound by reading its keys
 constexpr int kFewestKeys = 512;                 // least keys of a larger tile that are worth a thread block
 

@@ -39,7 +39,7 @@ Problem as_ragged(const KvcacheProblem& cache) {
   return sequences;
 }
 
-/// A forward over a cache, if Hopper has a row that serves, and who launches it.
+/// This holds the plan of a forward over a cache, if Hopper has a row that serves, and the function that launches it.
 struct Found {
   std::optional<ForwardPlan> forward;
   KvcacheKernel run = nullptr;

@@ -11,11 +11,11 @@ namespace {
 /// These constants are fitted to runs on an H200 (docs/performance.md).
 namespace h200 {
 
-// Where thread blocks of a ragged forward take so many tiles each, these balance the work without sections.
+// Where thread blocks of a ragged forward take this many tiles each, these balance the work without sections.
 constexpr int kManyTiles = 8;
-constexpr int kManyBlocks = 16;     // a head of at least so many blocks of keys gains by sections
+constexpr int kManyBlocks = 16;     // a head of at least this many blocks of keys gains by sections
 constexpr int kLongHead = 2048;     // a head is long from here on, in blocks of keys times head dimension;
-constexpr int kBlocksTogether = 8;  // then so many of its blocks run at the same time and add to its dQ in order
+constexpr int kBlocksTogether = 8;  // then this many of its blocks run at the same time and add to its dQ in order
 
 }  // namespace h200
 

@@ -66,8 +66,8 @@ struct Cost {
 Cost forward_cost(const Problem& problem);
 Cost backward_cost(const Problem& problem);
 
-/// Returns several lines for people: problem, variant, tile, grid, memory, FLOPs, bytes, and which of the two bounds
-/// it.
+/// Returns several lines for people: problem, variant, tile, grid, memory, FLOPs, bytes, and whether arithmetic or
+/// memory bounds a well-made kernel.
 std::string to_string(const ForwardPlan& plan);
 std::string to_string(const BackwardPlan& plan);
 
