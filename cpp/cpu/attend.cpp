@@ -26,7 +26,7 @@ AttendMemory take_attend_memory(Arena& arena, const Sizes& s, bool dropout) {
 
 namespace {
 
-/// Writes what is wanted of the rows of an item besides their output.
+/// This writes what is wanted of the rows of a work item besides their output.
 class Rows {
  public:
   Rows(const Problem& problem, const ForwardTensors& t, const Item& item, const PackedHeads& heads)

@@ -26,7 +26,7 @@ double to_double(const char* function, const char* name, nb::handle object, cons
   return value;
 }
 
-/// Integers beyond 64 bits become the nearest one: as a distance they all mean "unbounded".
+/// Returns the distance; integers beyond 64 bits become the nearest one, as they all mean "unbounded".
 std::optional<std::int64_t> to_distance(const char* function, const char* name, nb::handle object,
                                         const char* expected = "an int or None") {
   if (object.is_none()) return std::nullopt;
@@ -38,7 +38,7 @@ std::optional<std::int64_t> to_distance(const char* function, const char* name, 
   return value;
 }
 
-/// 0 for None.
+/// Returns the seed, which is 0 for None.
 std::uint64_t to_seed(const char* function, nb::handle object) {
   if (object.is_none()) return 0;
   const nb::object index = nb::steal(PyNumber_Index(object.ptr()));
@@ -55,13 +55,13 @@ void to_window(const char* function, nb::handle window, Options& options) {
   options.window_right = to_distance(function, "window[1]", nb::object(window[1]));
 }
 
-/// Integers beyond 64 bits become the nearest one, which no call takes either.
+/// Returns the count; integers beyond 64 bits become the nearest one, which no call accepts either.
 std::int64_t to_count(const char* function, const char* name, nb::handle object) {
   if (object.is_none()) wrong_type(function, name, object, "an int of at least 0");
   return *to_distance(function, name, object, "an int of at least 0");
 }
 
-/// What attention over a cache has as well.
+/// Returns the options that attention over a cache has as well.
 Options to_score_options(const char* function, const nb::tuple& given) {
   const auto at = [&](Option option) { return option_of(given, option); };
   Options options;
@@ -72,7 +72,7 @@ Options to_score_options(const char* function, const nb::tuple& given) {
   return options;
 }
 
-/// `object` as Python writes it, in one line.
+/// Returns `object` as Python writes it, in one line.
 nb::str written(nb::handle object) {
   return nb::borrow<nb::str>(nb::str(" ").attr("join")(nb::repr(object).attr("split")()));
 }
@@ -121,7 +121,7 @@ bool returns_lse(const char* function, const nb::tuple& given) {
 void bind_options(nb::module_& module) {
   module.def(
       "described", [](nb::handle object) { return nb::str(described(object).c_str()); }, nb::arg("object").none());
-  // For callers whose options go another way than through a call of this module.
+  // These two are for callers whose options go another way than through a call of this module.
   module.def(
       "check_options",
       [](const char* function, const nb::tuple& options) {

@@ -1,4 +1,4 @@
-// Options of a call, from the tuple that Python hands over.
+// This file takes the options of a call from the tuple that Python hands over.
 #pragma once
 
 #include <string>
@@ -8,7 +8,8 @@
 
 namespace flashtile::bindings {
 
-/// Where each option stands in the tuple; the first two are tensors. kSequences is a tuple of them, or None: dense.
+/// These are the options' indices in the tuple; the first two are tensors. kSequences is a tuple of tensors, or None
+/// for a dense batch.
 enum Option : std::size_t {
   kAlibiSlopes,
   kSinks,
@@ -22,7 +23,7 @@ enum Option : std::size_t {
   kSequences,
   kOptionCount,
 
-  // Of a cache, behind kSoftcap.
+  // Calls on a cache have these after kSoftcap.
   kRotaryInterleaved = kSoftcap + 1,
   kNumSplits,
   kBatchInvariant,
@@ -34,10 +35,10 @@ inline nb::handle option_of(const nb::tuple& options, Option option) {
   return PyTuple_GetItem(options.ptr(), static_cast<Py_ssize_t>(option));
 }
 
-/// What messages say of any Python object, in a few words: as it is written, or the type and shape of an array.
+/// Returns what messages say of any Python object, in a few words: as it is written, or the type and shape of an array.
 std::string described(nb::handle object);
 
-/// Those that are scalars. Throws InvalidType naming the option that is not of its type.
+/// These convert the options that are scalars. They throw InvalidType, which names the option that has the wrong type.
 Options to_options(const char* function, const nb::tuple& options);
 KvcacheOptions to_cache_options(const char* function, const nb::tuple& options);
 bool returns_lse(const char* function, const nb::tuple& cache_options);

@@ -1,5 +1,5 @@
-// Laws of the softmax state: however the keys are split, and in whatever order the parts meet, the result is one; and
-// however large scores are.
+// These tests check the laws of the softmax state: however the keys are split, in whatever order the parts are merged,
+// and however large scores are, the result is the same.
 #include "flashtile/math/state.h"
 
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@
 namespace flashtile {
 namespace {
 
-constexpr float kUnit = 0.2f;  // of scores
+constexpr float kUnit = 0.2f;  // the unit of scores, see ScoreMap
 constexpr float kUnitLog2 = kUnit * kLog2e;
 
 std::vector<float> random_scores(int count, float spread, unsigned seed) {
@@ -30,7 +30,8 @@ double lse_of(const std::vector<float>& scores, double sink = -INFINITY) {
   return top == -INFINITY ? -INFINITY : top + std::log(sum);
 }
 
-/// Online softmax: blocks of `block` scores, each with the running maximum as reference. `value` is Σ weight · score.
+/// This is online softmax over blocks of `block` scores, each with the running maximum as reference. `value` is Σ
+/// weight · score.
 struct Online {
   RowState state;
   float value = 0;
@@ -109,11 +110,11 @@ TEST(RowState, ARowThatSawNothingHasTheSinkForLse) {
   for (const float sink : {-3e30f, -300.0f, 0.0f, 300.0f, 3e30f}) {
     const RowTotal row = RowState{}.total(sink, kUnit);
     EXPECT_FLOAT_EQ(row.finished().lse(kUnit), sink);
-    EXPECT_EQ(row.normaliser, 0.0f);  // all weight is the sink's
+    EXPECT_EQ(row.normaliser, 0.0f);  // the sink has all weight
   }
 }
 
-/// What a backward takes for the weight of `score`.
+/// Returns what a backward takes for the weight of `score`.
 double weight(const FinishedRow& row, double score) {
   return std::exp2((score - row.reference) * kUnitLog2 - row.log2_sum);
 }
@@ -125,7 +126,7 @@ TEST(FinishedRow, KeepsTheWeightsOfScoresOfAnySize) {
     const double smaller = std::exp((double{next} - top) * kUnit);
     EXPECT_NEAR(weight(row.finish(), top), 1 / (2 + smaller), 1e-6) << top;
     EXPECT_NEAR(weight(row.finish(), next), smaller / (2 + smaller), 1e-6) << top;
-    const float sink = top * kUnit;  // near the scores, as float32 can say it
+    const float sink = top * kUnit;  // as near the scores as float32 allows
     const double of_sink = std::exp(double{sink} - double{top} * kUnit);
     const double share = 1 / (2 + smaller + of_sink);
     EXPECT_NEAR(weight(row.finish(sink), top), share, 1e-6) << top;
@@ -188,7 +189,7 @@ TEST(Merge, IsCommutativeAndAssociative) {
       for (const float z : lse) {
         const float left = Merge::of(xy.lse, z).lse;
         const float right = Merge::of(x, Merge::of(y, z).lse).lse;
-        if (left == right) continue;  // also where both are −inf
+        if (left == right) continue;  // both may be −inf
         EXPECT_NEAR(left, right, 1e-5f * std::max(1.0f, std::abs(left)));
       }
     }
