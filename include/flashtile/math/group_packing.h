@@ -1,4 +1,4 @@
-// The rows of a tile where all query heads of a group stand side by side.
+// This file maps a tile's rows to queries and heads where all query heads of a KV head (a group) share the tile.
 #pragma once
 
 #include "flashtile/cuda/divisor.h"
@@ -6,8 +6,8 @@
 
 namespace flashtile {
 
-/// Row r of a sequence is head r % heads of query r / heads, however many heads there are: so keys are read once for
-/// all of a group (PackGQA of FlashAttention-3).
+/// Row r of a sequence is head r % heads of query r / heads, for any number of heads. So keys are read once for all
+/// heads of a group (PackGQA of FlashAttention-3).
 struct GroupPacking {
   Divisor heads;
 
