@@ -1,4 +1,4 @@
-// What every forward epilogue does with its rows before it stores them.
+// This file has what every forward epilogue does with its rows before it stores them.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -8,9 +8,9 @@
 
 namespace flashtile {
 
-/// Completes the softmax of the rows of one thread, sinks among their weights, and writes their lse, and what a
-/// backward wants of them. Returns what their outputs have to be multiplied with. `coord`, (row, head_dim), holds their
-/// places in the tile. Rows of `queries` that do not count come out as rows that see nothing, sinks or not.
+/// Finishes the softmax of the rows of one thread, with sinks among their weights, and writes their lse and what a
+/// backward needs of them. Returns what their outputs have to be multiplied with. `coord` (row, head_dim) has their
+/// coordinates in the tile. Rows of `queries` that do not count come out as rows that see nothing, sinks or not.
 template <Features kFeatures, class Coord, class Softmax>
 CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Span queries, Coord const& coord,
                              Softmax& softmax, int first_row) {

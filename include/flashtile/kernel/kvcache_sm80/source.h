@@ -1,4 +1,4 @@
-// Where Ampere's mainloop finds its rows, over a cache.
+// This file says where Ampere's mainloop finds its rows over a cache.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -12,13 +12,13 @@
 
 namespace flashtile {
 
-/// What the mainloop of one group is.
+/// Returns the variant of the mainloop of one group of warps.
 constexpr Variant of_group(Variant v) {
   v.warps = warps_of_group(v);
   return v;
 }
 
-/// Rows of a tile of one sequence, and of keys in the pages of a cache.
+/// KvcacheSource is the mainloop's Source for the rows of a tile of one sequence, and of keys in the pages of a cache.
 template <Variant kV>
 struct KvcacheSource {
   using Params = KvcacheParams;
@@ -31,12 +31,13 @@ struct KvcacheSource {
   KvcacheParams const& params;
   TileCoord tile;
   Span queries;
-  int first_row;  // of the cache: that of key 0 of the part
+  int first_row;  // row of the cache that is key 0 of the segment
   int end_row;
   int group;
   int thread;
   CachePolicy policy;
-  Pages::Place place = find(0);  // of a warp: where a lane's row of the next block lies, looked up a block ahead
+  // With kLanePerRow this is where the lane's row of the next block lies, looked up a block ahead.
+  Pages::Place place = find(0);
 
   template <class Shared>
   CUTE_DEVICE void load_q(Shared const& sQ, int thread) const {
@@ -68,7 +69,7 @@ struct KvcacheSource {
   static constexpr bool kLanePerRow = Mainloop::kThreads == 32 && kN <= 32;
 
   CUTE_DEVICE int first_of(int block) const { return first_row + (block * kGroups + group) * kN; }
-  /// Of the lane's row of a block; one that there is, whatever block it is.
+  /// Returns where the lane's row of a block lies: in a row that exists, whatever block it is.
   CUTE_DEVICE Pages::Place find(int block) const {
     return kLanePerRow ? params.pages.at(tile.batch, min(first_of(block) + thread, end_row - 1)) : Pages::Place{};
   }
