@@ -7,7 +7,7 @@
 
 #include <cstring>
 
-#include "flashtile/math/mask.h"
+#include "flashtile/mask/band.h"
 #include "simd.h"
 
 namespace flashtile::cpu {

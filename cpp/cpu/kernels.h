@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "flashtile/math/mask.h"
+#include "flashtile/mask/band.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/tensor_view.h"
 

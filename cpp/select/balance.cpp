@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "flashtile/math/mask.h"
+#include "flashtile/mask/band.h"
 #include "recent.h"
 #include "select/sections.h"
 

@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "flashtile/cuda/marked_count.h"
+#include "flashtile/mask/band.h"
 #include "flashtile/math/dropout.h"
 #include "flashtile/math/head_packing.h"
-#include "flashtile/math/mask.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/plan.h"
 #include "flashtile/row_results.h"

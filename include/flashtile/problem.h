@@ -6,8 +6,8 @@
 #include <optional>
 #include <string>
 
+#include "flashtile/mask/band.h"
 #include "flashtile/math/dropout.h"
-#include "flashtile/math/mask.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/sequence.h"
 #include "flashtile/tensor_view.h"

@@ -16,6 +16,7 @@ LEVELS = [
     {"macros", "error", "tensor_view"},
     {"cuda"},
     {"variant", "sequence", "cache"},
+    {"mask"},
     {"math"},
     {"scheduler"},
     {"load"},
@@ -42,7 +43,7 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 def room_of(path: str) -> str:
-    """The room of "flashtile/math/mask.h" is math, that of "flashtile/plan.h" is plan."""
+    """The room of "flashtile/mask/band.h" is math, that of "flashtile/plan.h" is plan."""
     return path.removeprefix("flashtile/").split("/")[0].removesuffix(".h")
 
 
@@ -75,7 +76,7 @@ def violations(root: Path) -> list[str]:
 def self_test(root: Path) -> list[str]:
     """Returns those violations, of the ones planted in a copy of the tree, that go unnoticed."""
     planted = {
-        "include/flashtile/math/mask.h": "flashtile/plan.h",
+        "include/flashtile/mask/band.h": "flashtile/plan.h",
         "include/flashtile/tensor_view.h": "flashtile/problem.h",
         "include/flashtile/mainloop/planted.h": "flashtile/kernel/planted.h",
         "include/flashtile/epilogue/planted.h": "flashtile/mainloop/planted.h",

@@ -16,9 +16,9 @@
 #include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/operands.h"
 #include "flashtile/mainloop/scores.h"
+#include "flashtile/mask/walk.h"
 #include "flashtile/math/element.h"
 #include "flashtile/math/online_softmax.h"
-#include "flashtile/math/visible_keys.h"
 #include "flashtile/scheduler/single.h"
 #include "flashtile/variant.h"
 

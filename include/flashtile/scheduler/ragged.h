@@ -5,7 +5,7 @@
 
 #include "flashtile/cuda/divisor.h"
 #include "flashtile/macros.h"
-#include "flashtile/math/mask.h"
+#include "flashtile/mask/band.h"
 #include "flashtile/sequence.h"
 
 namespace flashtile {

@@ -4,8 +4,8 @@
 
 #include "flashtile/cache.h"
 #include "flashtile/macros.h"
+#include "flashtile/mask/band.h"
 #include "flashtile/math/head_packing.h"
-#include "flashtile/math/mask.h"
 #include "flashtile/sequence.h"
 
 namespace flashtile {

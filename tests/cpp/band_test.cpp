@@ -1,6 +1,6 @@
 // The mask answers two questions: which elements are visible, and which tiles hold one. These tests check that the
 // answers agree.
-#include "flashtile/math/mask.h"
+#include "flashtile/mask/band.h"
 
 #include <gtest/gtest.h>
 

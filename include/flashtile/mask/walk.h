@@ -1,7 +1,7 @@
 // This file divides the keys that a tile of query rows sees into blocks.
 #pragma once
 
-#include "flashtile/math/mask.h"
+#include "flashtile/mask/band.h"
 
 namespace flashtile {
 
