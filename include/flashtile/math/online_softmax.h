@@ -116,12 +116,18 @@ struct OnlineSoftmax {
     return true;
   }
 
-  /// Raises the reference of each row that holds a larger score. Sets the factors that rescale what was accumulated.
+  /// Raises the reference of each row that outgrew it with the sums `added` to its largest score. Sets the factors that
+  /// rescale what was accumulated so far. The outcome for a row depends on that row alone: others keep their reference,
+  /// also if a score exceeds it, and so their weights, bit for bit.
   template <class Scores>
-  CUTE_DEVICE void raise(Scores const& scores, float (&factor)[kRows]) {
+  CUTE_DEVICE void raise(Scores const& scores, float const (&added)[kRows], float (&factor)[kRows]) {
+    const unsigned first_of_quad = threadIdx.x % 32 & ~3u;
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r)
-      factor[r] = row[r].rebase(fmaxf(row[r].reference, reference_for(top_of_quad(top_of_row(scores, r)))), unit_log2);
+    for (int r = 0; r < kRows; ++r) {
+      const float top = fmaxf(row[r].reference, reference_for(top_of_quad(top_of_row(scores, r))));
+      const bool raised = __ballot_sync(0xffffffff, too_large(added[r])) >> first_of_quad & 0xf;
+      factor[r] = raised ? row[r].rebase(top, unit_log2) : 1.0f;
+    }
     find_offsets();
   }
 
@@ -180,10 +186,9 @@ struct OnlineSoftmax {
   /// that had no reference yet has infinite weights, a steep row infinite ones or NaN. float16 holds kLimit; bfloat16
   /// would hold far more, but the rounding of exponents grows with the distance to the reference.
   CUTE_DEVICE bool outgrown(float const (&added)[kRows]) const {
-    constexpr float kLimit = 0x1p15f;
     bool outgrown = false;
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) outgrown |= !(added[r] <= kLimit);
+    for (int r = 0; r < kRows; ++r) outgrown |= too_large(added[r]);
     return __any_sync(0xffffffff, outgrown);
   }
 
@@ -197,6 +202,10 @@ struct OnlineSoftmax {
   }
 
  private:
+  CUTE_DEVICE static bool too_large(float sum) {
+    constexpr float kLimit = 0x1p15f;
+    return !(sum <= kLimit);
+  }
   CUTE_DEVICE float reference_log2(int r) const { return row[r].reference * unit_log2; }
   CUTE_DEVICE bool is_steep(int r) const {
     return fabsf(reference_log2(r)) >= kSteep && row[r].reference != -kInfinity;

@@ -238,7 +238,6 @@ class ForwardConsumerSm90 {
       if (edge) score_tile.mask(scores, tScS, n_block * kN);
     }
     if (kFirst) softmax.begin(scores);
-    float added[2];
     softmax.weigh(tSrS, tOrP, added, false);  // no branch stands before it, so it begins while P·V is waited for
     if (softmax.outgrown(added)) return false;
     softmax.row[0].sum += added[0];
@@ -251,8 +250,8 @@ class ForwardConsumerSm90 {
   /// raise() leaves them; the sums that it rescales are 0 then, and the next P·V overwrites O.
   CUTE_DEVICE void weigh_again() {
     auto scores = rows_and_columns(tSrS);  // (row, column)
-    float factor[2], added[2];
-    softmax.raise(scores, factor);
+    float factor[2];
+    softmax.raise(scores, added, factor);
     scale_rows(rows_and_columns(tOrO), factor);
     softmax.relate(scores);
     softmax.weigh(tSrS, tOrP, added, true);
@@ -289,6 +288,7 @@ class ForwardConsumerSm90 {
   const bool maps = params.forward.score_map.maps();
   const bool drops = Mainloop::kKnowsDropout && params.forward.dropout.active();
   OnlineSoftmax<2> softmax{params.forward.score_map.unit_log2};
+  float added[2];                     // sums of the block's weights in this thread's columns
   int blocks;                         // key blocks of the current tile
   Range interior;                     // those of them that need no mask
   ScaleOut opening = ScaleOut::Zero;  // the first P·V of a tile overwrites what the last one left
