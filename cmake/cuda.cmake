@@ -1,11 +1,11 @@
-# Finds nvcc, or installs it from PyPI, and enables the language CUDA. Sets FLASHTILE_WITH_CUDA.
+# This file finds nvcc, or installs it from PyPI, and enables the language CUDA. It sets FLASHTILE_WITH_CUDA.
 set(FLASHTILE_WITH_CUDA OFF)
 set(FLASHTILE_CUDA_UNITS 0)
 if(NOT FLASHTILE_CUDA MATCHES "^(AUTO|ON|OFF|PYPI)$")
   message(FATAL_ERROR "FLASHTILE_CUDA is ${FLASHTILE_CUDA}, expected AUTO, ON, OFF or PYPI")
 endif()
 
-# All five are pinned together: nvcc's own requirements are not.
+# All five are pinned together, because nvcc's own requirements are not.
 set(FLASHTILE_CUDA_PACKAGES
     nvidia-cuda-nvcc==13.0.88
     nvidia-nvvm==13.0.88
@@ -41,7 +41,7 @@ if(FLASHTILE_CUDA STREQUAL OFF)
   return()
 endif()
 
-set(CMAKE_CUDA_ARCHITECTURES OFF)  # each row of the variant table names its own
+set(CMAKE_CUDA_ARCHITECTURES OFF)  # each row of the variant tables names its own
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)

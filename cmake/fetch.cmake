@@ -1,7 +1,7 @@
-# What a build needs and this repository does not hold: pinned, fetched once, and kept in a folder of
+# This file fetches what a build needs and this repository does not hold: pinned, fetched once, and kept in a folder of
 # FLASHTILE_CACHE_DIR that is the same for every build, as a path that moved would recompile everything.
 
-# Installs `packages`, without what they depend on, into the folder `name`.
+# Installs `packages`, without their dependencies, into the folder `name`.
 function(flashtile_pip_install name packages out_dir)
   set(dir ${FLASHTILE_CACHE_DIR}/${name})
   set(${out_dir} ${dir} PARENT_SCOPE)
@@ -19,9 +19,9 @@ function(flashtile_pip_install name packages out_dir)
   file(RENAME ${dir}.part ${dir})
 endfunction()
 
-# Downloads one file, from `URL` or as the wheel of `REQUIREMENT` (a package and its version; pip is given what follows
-# too), checks its SHA-256, and extracts its folder `FOLDER`. `out_dir` is that folder in the cache, or NOTFOUND, with a
-# message that says why, where the file could not be had.
+# Downloads one file, from `URL` or as the wheel of `REQUIREMENT` (a package and its version; further words are passed
+# to pip), checks its SHA-256, and extracts its folder `FOLDER`. It sets `out_dir` to that folder in the cache, or to
+# NOTFOUND where the file cannot be downloaded, with a message that says why.
 function(flashtile_fetch name out_dir)
   cmake_parse_arguments(PARSE_ARGV 2 arg "" "URL;SHA256;FOLDER" "REQUIREMENT")
   set(dir ${FLASHTILE_CACHE_DIR}/${name})

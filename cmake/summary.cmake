@@ -1,4 +1,4 @@
-# What this configuration builds, for people.
+# This file prints what this configuration builds.
 file(STRINGS ${CMAKE_CURRENT_SOURCE_DIR}/cpp/variants/forward.def forward_rows REGEX "^FORWARD")
 file(STRINGS ${CMAKE_CURRENT_SOURCE_DIR}/cpp/variants/backward.def backward_rows REGEX "^BACKWARD")
 file(STRINGS ${CMAKE_CURRENT_SOURCE_DIR}/cpp/variants/kvcache.def kvcache_rows REGEX "^KVCACHE")

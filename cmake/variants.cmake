@@ -1,23 +1,24 @@
-# From the variant tables (cpp/variants/*.def) to CUDA translation units: one per CUDA row, made from a template.
+# This file turns the variant tables (cpp/variants/*.def) into CUDA translation units: one per CUDA row, made from a
+# template.
 
-# Targets of each architecture's rows. One front-end pass makes one PTX and from it machine code for several GPUs;
-# the PTX itself goes along for GPUs that are newer than these.
+# These are the targets of each architecture's rows. One front-end pass makes one PTX and from it machine code for
+# several GPUs; the PTX itself is included for GPUs that are newer than these.
 set(FLASHTILE_GENCODE_sm80 arch=compute_80,code=[sm_80,sm_90,compute_80])
 set(FLASHTILE_GENCODE_sm90 arch=compute_90a,code=sm_90a)
-# Kernels that need no row of a table run on every GPU, and on Hopper let the next one start early, which Ampere's PTX
-# cannot say: so Hopper's machine code is made from PTX of its own.
+# Kernels that need no row of a table run on every GPU. On Hopper they let the next kernel start early, which Ampere's
+# PTX cannot express, so Hopper's machine code is made from PTX of its own.
 set(FLASHTILE_GENCODE_every_gpu -gencode=arch=compute_80,code=[sm_80,compute_80] -gencode=arch=compute_90,code=sm_90)
 set(FLASHTILE_CUDA_ARCHITECTURES "sm_80, sm_90, sm_90a, compute_80")
 
-# Widths of Hopper's matmuls that CuTe has in its menu; the others cost 20 seconds of compilation.
+# These widths of Hopper's matmuls are in CuTe's default set; the others cost 20 seconds of compilation.
 set(FLASHTILE_SM90_WIDTHS 8 16 32 64 96 128 192 256)
 
-# What FLASHTILE_STRICT adds to every row that is not marked `may spill`.
+# FLASHTILE_STRICT adds these options to every row that is not marked `may spill`.
 set(FLASHTILE_NO_SPILLS -Xptxas=--warn-on-spills,--warning-as-error)
 
 # Reads the rows `MACRO(arch, dtype, head_dim, head_dim_v, M, N, stages, warps, features)` of `table` and generates a
-# file from `template` for each CUDA row. Appends the files to `out_sources`; those of rows that end in
-# `// may spill: why` have the source property FLASHTILE_MAY_SPILL.
+# file from `template` for each CUDA row. It appends the files to `out_sources`. Files of rows that end in `// may
+# spill: why` get the source property FLASHTILE_MAY_SPILL.
 function(flashtile_variant_sources table template out_sources)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${table} ${template})
   get_filename_component(KIND ${table} NAME_WE)
@@ -57,7 +58,7 @@ function(flashtile_variant_sources table template out_sources)
   set(${out_sources} ${sources} PARENT_SCOPE)
 endfunction()
 
-# The library `target` of all CUDA kernels.
+# Defines the library `target` of all CUDA kernels.
 function(flashtile_add_kernels target)
   set(variants ${CMAKE_CURRENT_SOURCE_DIR}/cpp/variants)
   flashtile_variant_sources(${variants}/forward.def ${variants}/variant.cu.in sources)

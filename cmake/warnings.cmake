@@ -1,6 +1,6 @@
-# Warnings for this project's own C++ code; errors when FLASHTILE_STRICT is on.
+# This file sets warnings for this project's own C++ code; they are errors when FLASHTILE_STRICT is on.
 add_library(flashtile_warnings INTERFACE)
-# A designated initialiser leaves out what has its default: that is what it is for.
+# A designated initialiser is meant to leave out fields that have their default, so this warning is off.
 target_compile_options(
   flashtile_warnings
   INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wshadow;-Wno-missing-field-initializers;$<$<BOOL:${FLASHTILE_STRICT}>:-Werror>>

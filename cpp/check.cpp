@@ -1,6 +1,6 @@
-// Is it legal? Every rule of the contract about arguments stands here, those of caches in check_kvcache.cpp, those of
-// options in options.cpp, and a call that keeps them all pays only for comparisons of integers: messages are built when
-// one is broken.
+// This file answers whether a call is legal. It holds every rule of the contract about arguments, except those of
+// caches, which are in check_kvcache.cpp, and those of options, which are in options.cpp. A call that keeps them all
+// pays only for comparisons of integers: messages are built when one is broken.
 #include "flashtile/flashtile.h"
 #include "operand.h"
 #include "options.h"
@@ -68,7 +68,7 @@ void check_tables(const Operand& begins_operand, const Operand& used_operand, co
                   int batch, Device device) {
   const int* const begins = check_table(begins_operand, Size{batch} + 1, device);
   const int* const used = used_operand.view.given() ? check_table(used_operand, batch, device) : nullptr;
-  if (device.type != DeviceType::kCpu) return;  // not known here: kernels stay inside the tensors whatever it is
+  if (device.type != DeviceType::kCpu) return;  // the host cannot see these values: kernels stay in bounds
   if (begins[0] != 0) begins_operand.refuse(at_index(begins[0], 0), "0");
   for (int b = 0; b < batch; ++b) {
     const int first = begins[b], end = begins[b + 1];
@@ -125,7 +125,7 @@ Problem check_forward(const char* function, const ForwardTensors& t, const Optio
   const Operand q{function, "q", names.q, t.q};
   const Operand k{function, "k", names.k, t.k};
   const Operand v{function, "v", names.v, t.v};
-  const int rows = problem.ragged ? 0 : 1;  // the dimension, behind which stand heads and width
+  const int rows = problem.ragged ? 0 : 1;  // the dimension of rows, which heads and width follow
   q.has_rank(rows + 3);
   k.has_rank(rows + 3);
   v.has_rank(rows + 3);
@@ -182,7 +182,7 @@ Problem check_backward(const char* function, const BackwardTensors& t, const Opt
 
   const auto check_gradient = [&](const char* name, const char* sizes, const TensorView& gradient,
                                   const TensorView& of) {
-    if (!gradient.given()) return;  // not wanted
+    if (!gradient.given()) return;  // the gradient is not wanted
     const int last = of.rank - 1;
     has_rows({function, name, sizes, gradient}, problem, of.shape[last - 2], of.shape[last - 1], of.shape[last])
         .is_matrix_like(f.q);

@@ -1,4 +1,5 @@
-// Is a call on a cache legal? The rules that it has of its own; those of every attention are in check.cpp.
+// This file answers whether a call on a cache is legal. It holds the rules of caches; those of every attention are in
+// check.cpp.
 #include <algorithm>
 #include <vector>
 
@@ -10,18 +11,19 @@
 namespace flashtile {
 namespace {
 
-constexpr Size kRotaryStep = 16;  // of R: 16 bytes of each table's row
+constexpr Size kRotaryStep = 16;  // R is a multiple of this, so that each table's row is a multiple of 16 bytes
 
 const int* data_of(const TensorView& table) {
   return static_cast<const int*>(table.data);
 }
 
-/// Whether the rows of a (B, S, H, D) tensor have one stride, from one entry to the next too.
+/// Returns whether the rows of a (B, S, H, D) tensor have one stride, from the last row of an entry to the next entry
+/// too.
 bool stands_in_line(const TensorView& t) {
   return t.shape[0] <= 1 || t.shape[1] <= 1 || t.strides[0] == t.shape[1] * t.strides[1];
 }
 
-/// Sizes of the cache; the number of pages that a sequence has is the block table's.
+/// Checks the sizes of the cache; the block table says how many pages a sequence has.
 void check_cache(const Operand& k, const Operand& block_table, const Operand& cache_batch_idx, KvcacheProblem& cache) {
   const Problem& p = cache.problem;
   const bool paged = block_table.view.given(), indexed = cache_batch_idx.view.given();
@@ -44,7 +46,7 @@ void check_cache(const Operand& k, const Operand& block_table, const Operand& ca
   cache.pages = static_cast<int>(pages);
   cache.page_size = static_cast<int>(page_size);
   cache.of_sequence = static_cast<int>(of_sequence);
-  cache.problem.seqlen_k = pages == 0 ? 0 : static_cast<int>(of_sequence * page_size);  // no page: room for nothing
+  cache.problem.seqlen_k = pages == 0 ? 0 : static_cast<int>(of_sequence * page_size);  // no page holds no row
 }
 
 void check_new_rows(const Operand& k, const Operand& v, const TensorView& q, KvcacheProblem& cache) {
@@ -61,7 +63,7 @@ void check_new_rows(const Operand& k, const Operand& v, const TensorView& q, Kvc
   cache.seqlen_new = static_cast<int>(rows);
 }
 
-/// New rows go where nothing else lies.
+/// Checks that the rows of a cache that k_new is written to do not share memory.
 void check_writable(const Operand& cache) {
   for (int i = 0; i < cache.view.rank - 1; ++i)
     if (cache.view.shape[i] > 1 && cache.view.strides[i] == 0)
@@ -72,14 +74,14 @@ bool same_memory(const TensorView& a, const TensorView& b) {
   return a.data == b.data && a.shape == b.shape && a.strides == b.strides;
 }
 
-/// New values must not end up where keys are. One tensor may be both caches, where what is written is both too.
+/// Checks that new values do not overwrite keys. One tensor may be both caches if what is written to it is both too.
 void check_apart(const Operand& k, const Operand& v, const KvcacheTensors& t, const KvcacheProblem& cache) {
   if (!share_elements(k.view, v.view)) return;
   if (same_memory(k.view, v.view) && same_memory(t.k_new, t.v_new) && cache.rotary_dim == 0) return;
   v.refuse("shares memory with k_cache", "a cache of its own memory, as k_new is given");
 }
 
-/// What is read while new rows are written must not be what they are written to.
+/// Checks that what is read while new rows are written is not what they are written to.
 void check_written(const Operand& k, const Operand& v, const KvcacheTensors& t, const KvcacheProblem& cache) {
   check_writable(k);
   check_writable(v);
@@ -112,7 +114,8 @@ void check_rotary(const Operand& cos, const Operand& sin, const TensorView& q, K
   cache.rotary_rows = static_cast<int>(positions);
 }
 
-/// What tables on the CPU hold. On a GPU it is not known here: kernels stay inside the tensors whatever it is.
+/// This checks the contents of tables on the CPU. On a GPU the host cannot see them, and kernels stay inside the
+/// tensors whatever they hold.
 class Values {
  public:
   Values(const char* function, const KvcacheTensors& tensors, const KvcacheProblem& cache)
@@ -153,12 +156,12 @@ class Values {
           .refuse(at_index(skipped, b), "from 0 to the sequence's length " + std::to_string(held + added));
   }
 
-  /// Rows of a page, from `first` to before `end`, which stands at `index` in the table of sequence `b`.
+  /// A piece is the rows [first, end) of a page, which stands at `index` in the table of sequence `b`.
   struct Piece {
     int page, b, index, first, end;
   };
 
-  /// Visits the pieces of which rows from `first` to before `end` of a sequence consist.
+  /// Visits the pieces that make up the rows [first, end) of a sequence.
   template <class Visit>
   void for_pieces(int b, int first, int end, Visit&& visit) const {
     const int* const table = data_of(t_.block_table) + b * t_.block_table.strides[0];
@@ -169,7 +172,7 @@ class Values {
     }
   }
 
-  /// Those that count, or that are written.
+  /// Visits the pieces of the rows that count or are written.
   template <class Visit>
   void for_used_pieces(int b, Visit&& visit) const {
     const CachedRows::Rows rows = rows_.at(b);
@@ -188,7 +191,7 @@ class Values {
     });
   }
 
-  /// A row that is written belongs to one sequence, in one place; pages may be shared otherwise.
+  /// Checks that a row that is written belongs to one sequence, at one index; pages may be shared otherwise.
   void check_written_pages() const {
     std::vector<Piece> written;
     for (int b = 0; b < cache_.problem.batch; ++b)
@@ -208,8 +211,8 @@ class Values {
       });
   }
 
-  /// Of rows that are rotated the last is the sequence's last. A query before its first sees no key under a causal
-  /// mask, and may have any position.
+  /// Checks the positions of rotated rows, of which the last is the sequence's last. A query before the sequence's
+  /// first row sees no key under a causal mask, and may have any position.
   void check_positions(int b) const {
     const int queries = queries_.at(b).used, end = rows_.at(b).end;
     if (queries == 0 && added_to(b) == 0) return;
@@ -254,7 +257,7 @@ KvcacheProblem check_kvcache(const char* function, const KvcacheTensors& t, cons
   const Operand k{function, "k_cache", paged ? "(pages, page_size, H_k, D)" : "(B_cache, S_cache, H_k, D)", t.k_cache};
   const Operand v{function, "v_cache", paged ? "(pages, page_size, H_k, D_v)" : "(B_cache, S_cache, H_k, D_v)",
                   t.v_cache};
-  const int rows = p.ragged ? 0 : 1;  // the dimension, behind which stand heads and width
+  const int rows = p.ragged ? 0 : 1;  // the dimension of rows, which heads and width follow
   q.has_rank(rows + 3);
   k.has_rank(4);
   v.has_rank(4);
@@ -308,7 +311,7 @@ KvcacheProblem check_kvcache(const char* function, const KvcacheTensors& t, cons
   if (options.num_splits > 0 && options.batch_invariant)
     refuse<InvalidArgument>(function, "num_splits", "is " + std::to_string(options.num_splits),
                             "0 with batch_invariant, which has splits of its own");
-  // No more parts than keys: the others would be empty.
+  // More splits than keys would leave some empty.
   cache.num_splits = static_cast<int>(std::min<Size>(options.num_splits, std::max(p.seqlen_k, 1)));
   cache.batch_invariant = options.batch_invariant;
   if (p.device.type == DeviceType::kCpu) Values(function, t, cache).check();

@@ -1,11 +1,11 @@
-// What a problem takes at the least, whatever kernel serves it.
+// This file counts what a problem takes at the least, whatever kernel serves it.
 #include "flashtile/kvcache.h"
 #include "flashtile/plan.h"
 
 namespace flashtile {
 namespace {
 
-/// Σ of min(t, limit) over 0 ≤ t < n.
+/// Returns Σ of min(t, limit) over 0 ≤ t < n.
 constexpr std::int64_t ramp_sum(std::int64_t n, std::int64_t limit) {
   if (n <= 0) return 0;
   if (n <= limit) return n * (n - 1) / 2;
@@ -13,7 +13,7 @@ constexpr std::int64_t ramp_sum(std::int64_t n, std::int64_t limit) {
 }
 
 struct Elements {
-  double q, k, v, out, rows;  // rows: of lse
+  double q, k, v, out, rows;  // `rows` counts the elements of lse
 
   explicit Elements(const Problem& p) : Elements(p, p.ragged ? 1 : p.batch) {}
 
@@ -28,7 +28,7 @@ struct Elements {
   static double count(double a, double b, double c, double d) { return a * b * c * d; }
 };
 
-/// Visible pairs of all heads; of a ragged batch as if its sequences were equally long.
+/// Returns the visible pairs of all heads; those of a ragged batch as if its sequences were equally long.
 double all_pairs(const Problem& p) {
   return static_cast<double>(p.dense().visible_elements()) * p.batch * p.heads_q;
 }
@@ -55,7 +55,8 @@ Cost forward_cost(const Problem& p) {
 Cost backward_cost(const Problem& p) {
   const Elements n(p);
   const double pairs = all_pairs(p);
-  // S, dQ and dK are sums over D; dP and dV over D_v. Read: q, k, v, out, dout, lse; written: dq, dk, dv.
+  // S, dQ and dK are sums over D; dP and dV over D_v. A backward reads q, k, v, out, dout and lse, and writes dq, dk
+  // and dv.
   return {.flops = 2 * pairs * (3 * p.head_dim + 2 * p.head_dim_v),
           .bytes = 2 * (n.q + n.k + n.v + n.out) * bytes_of(p.dtype) + n.rows * bytes_of(DType::kFloat32)};
 }

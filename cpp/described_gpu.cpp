@@ -1,4 +1,5 @@
-// GPUs that need not be in this machine: what select knows of a device, by its name, for plans alone.
+// This file describes GPUs by name, as much as select knows of a device, so that plans can be made for a GPU that is
+// not in this machine.
 #include <cctype>
 #include <string>
 
@@ -14,7 +15,7 @@ struct Gpu {
   int multiprocessors;
 };
 
-// The first of a compute capability stands for it.
+// A compute capability without a name stands for the first GPU listed with it.
 constexpr Gpu kGpus[] = {
     {"A100", 80, 108},     {"A30", 80, 56},    {"A40", 86, 84}, {"A10", 86, 72},    {"RTX 3090", 86, 82},
     {"RTX 4090", 89, 128}, {"L40S", 89, 142},  {"L4", 89, 58},  {"H100", 90, 132},  {"H100 PCIe", 90, 114},
@@ -22,7 +23,7 @@ constexpr Gpu kGpus[] = {
     {"V100", 70, 80},      {"T4", 75, 40},
 };
 
-/// KiB that one thread block may ask for.
+/// Returns the KiB of shared memory that one thread block may ask for.
 int shared_memory_kib(int compute_capability) {
   switch (compute_capability) {
     case 70: return 96;
@@ -34,7 +35,7 @@ int shared_memory_kib(int compute_capability) {
   }
 }
 
-/// Letters and digits alone, small: "RTX 4090" and "rtx-4090", "9.0" and "90" are one.
+/// Returns letters and digits alone, in lower case: "RTX 4090" and "rtx-4090", "9.0" and "90" are the same.
 std::string plain(const std::string& name) {
   std::string text;
   for (const unsigned char c : name)

@@ -23,7 +23,7 @@ std::string cpu_name() {
   return "CPU";
 }
 
-/// The cores that this process may run on, or fewer where OMP_NUM_THREADS says so.
+/// Returns how many cores this process may run on, or fewer where OMP_NUM_THREADS says so.
 int cpu_threads() {
   cpu_set_t cores;
   int threads = sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;

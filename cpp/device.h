@@ -1,4 +1,4 @@
-// The device of a launch, and what is said where this build has no kernels for it.
+// This file sets the device of a launch, and refuses one where this build has no kernels for it.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace flashtile {
 
-/// Throws Unsupported: `what`, that this build holds no CUDA kernels, and what to do about it.
+/// Throws Unsupported, which says `what`, that this build holds no CUDA kernels, and what to do about it.
 [[noreturn, gnu::cold]] void refuse_without_cuda(const std::string& what);
 
 /// Makes a problem's device the current one for as long as a launch takes.

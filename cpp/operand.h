@@ -1,4 +1,5 @@
-// What check.cpp and check_kvcache.cpp share: an argument with its name, which knows how to refuse itself.
+// This file holds what check.cpp and check_kvcache.cpp share: an argument with its name, which knows how to refuse
+// itself.
 #pragma once
 
 #include <algorithm>
@@ -14,12 +15,12 @@ namespace flashtile {
 
 using Size = std::int64_t;
 
-inline constexpr Size kSizeLimit = Size{1} << 30;  // what mask.h can add up in an int
-inline constexpr Size kHeadDimStep = 8;            // 16 bytes of the narrowest dtype
+inline constexpr Size kSizeLimit = Size{1} << 30;  // sizes are below this, so that mask.h can add them in an int
+inline constexpr Size kHeadDimStep = 8;            // head dimensions are multiples of this: 16 bytes of a 2-byte dtype
 inline constexpr Size kHeadDimLimit = 256;
 inline constexpr int kAlignment = 16;  // bytes that CUDA kernels read at a time
 
-/// A tensor with its name and the names of its sizes: enough to refuse it.
+/// An operand is a tensor with its name and the names of its sizes: enough to refuse it.
 struct Operand {
   const char* function;
   const char* name;
@@ -58,7 +59,7 @@ struct Operand {
     return *this;
   }
 
-  /// Strides of sizes up to 1 mean nothing.
+  /// Strides of dimensions with fewer than two elements are ignored.
   template <class Error = InvalidArgument>
   const Operand& has_contiguous_last_dimension() const {
     const int last = view.rank - 1;
@@ -84,13 +85,13 @@ struct Operand {
     return *this;
   }
 
-  /// What q, k, v, the output and their gradients have in common.
+  /// Checks what q, k, v, the output and their gradients have in common.
   const Operand& is_matrix_like(const TensorView& q) const {
     return has_dtype(q.dtype, ", as q").is_on(q.device).has_contiguous_last_dimension().is_aligned();
   }
 };
 
-/// How the sizes are called.
+/// These are the names of the sizes in messages.
 struct Names {
   const char *q, *k, *v, *out, *lse, *state;
 };
@@ -100,7 +101,7 @@ inline std::string at_index(int value, int index) {
   return "has " + std::to_string(value) + " at index " + std::to_string(index);
 }
 
-/// Checks that calls have in common (check.cpp).
+/// These checks are common to all calls (check.cpp).
 void check_floating(const Operand& q);
 void check_head_dim(const Operand& operand, const char* size_name);
 void check_sizes(const Operand& operand);
@@ -111,14 +112,14 @@ void check_lse(const char* function, const char* name, const TensorView& lse, co
 void check_state(const char* function, const TensorView& state, const Problem& p);
 void check_out(const char* function, const char* name, const TensorView& out, const TensorView& q, const Problem& p);
 
-/// (T, heads, width) where p is ragged, (B, rows, heads, width) otherwise.
+/// Checks that the shape is (T, heads, width) where p is ragged, and (B, rows, heads, width) otherwise.
 const Operand& has_rows(const Operand& operand, const Problem& p, Size rows, Size heads, Size width);
 
-/// B of a ragged batch, of which only cu_seqlens_q tells.
+/// Returns B of a ragged batch, which only cu_seqlens_q tells.
 Size batch_of(const Operand& begins);
-/// `count` numbers.
+/// Checks a table of `count` int32 numbers and returns them.
 const int* check_table(const Operand& operand, Size count, Device device);
-/// Where sequences begin and how many of their rows count, on one side.
+/// Checks the tables of one side: where sequences begin, and how many of their rows count.
 void check_tables(const Operand& begins, const Operand& used, const char* rows_name, int rows, int batch,
                   Device device);
 

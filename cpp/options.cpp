@@ -1,4 +1,4 @@
-// Of each option: which values are legal, what they make of a problem, and how that is printed.
+// This file says of each option which values are legal, what they set in a problem, and how that is printed.
 #include "options.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What options make of a problem.
+// This file declares what options do to a problem.
 #pragma once
 
 #include <string>
@@ -7,10 +7,11 @@
 
 namespace flashtile {
 
-/// All that options say of a problem whose head_dim is known. Throws InvalidArgument where a value is illegal.
+/// Checks options, and sets what they say of a problem whose head_dim is known. Throws InvalidArgument for an illegal
+/// value.
 void check_options(const char* function, const Options& options, Problem& problem);
 
-/// The same for people: "causal, scale 0.125, softcap 30".
+/// Returns the options as text for people: "causal, scale 0.125, softcap 30".
 std::string options_string(const Problem& problem);
 
 }  // namespace flashtile

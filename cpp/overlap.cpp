@@ -13,10 +13,10 @@ Size address_of(const TensorView& t) {
   return static_cast<Size>(reinterpret_cast<std::uintptr_t>(t.data));
 }
 
-/// Whether `distance` is a sum of strides, each taken a number of times that lies within its limits.
+/// This answers whether `distance` is a sum of strides, each taken a number of times that lies within its limits.
 class Sums {
  public:
-  /// The steps from an element of `a` back to its first one, and from there to an element of `b`.
+  /// The steps lead from an element of `a` back to its first one, and from there to an element of `b`.
   Sums(const TensorView& a, const TensorView& b) {
     for (int i = 0; i < a.rank; ++i) add(a.strides[i], 0, a.shape[i] - 1);
     for (int i = 0; i < b.rank; ++i) add(b.strides[i], 1 - b.shape[i], 0);
@@ -34,8 +34,8 @@ class Sums {
  private:
   struct Step {
     Size stride = 0;
-    Size least = 0, most = 0;                // times
-    Size least_behind = 0, most_behind = 0;  // sums of all shorter strides
+    Size least = 0, most = 0;                // how often the stride may be taken
+    Size least_behind = 0, most_behind = 0;  // bounds of the sums of all shorter strides
   };
 
   static constexpr int kTrials = 4096;
@@ -52,7 +52,7 @@ class Sums {
   bool reach(Size distance, int i) {
     if (i == count_) return distance == 0;
     const Step& step = steps_[i];
-    // With strides as tensors mostly have them, one beyond all that shorter ones reach, these are two at most.
+    // In most tensors a stride exceeds all that the shorter ones reach; then this loop tries at most two values.
     Size times = std::max(step.least, -((step.most_behind - distance) / step.stride));
     for (; times <= step.most && trials_ < kTrials; ++times) {
       const Size rest = distance - times * step.stride;

@@ -1,4 +1,4 @@
-// Whether two tensors have memory in common, by addresses, sizes and strides alone.
+// This file answers whether two tensors have memory in common, by addresses, sizes and strides alone.
 #pragma once
 
 #include <cstdint>
@@ -7,19 +7,19 @@
 
 namespace flashtile {
 
-/// The memory from a tensor's first byte to its last. Between its elements may lie those of others.
+/// A stretch is the memory from a tensor's first byte to its last. Elements of other tensors may lie between its own.
 struct Stretch {
   std::int64_t begin = 0, end = 0;  // addresses
 
-  /// Of tensors on one device: where it is false, they share nothing.
+  /// Two tensors on one device share nothing where this is false.
   bool meets(const Stretch& other) const { return begin < other.end && other.begin < end; }
 };
 
-/// Empty where the tensor is, or is not given.
+/// Returns the stretch of a tensor, an empty one where the tensor is empty or not given.
 Stretch stretch_of(const TensorView& tensor);
 
-/// Whether an element of one is an element of the other too; of tensors of the same dtype, on one device. Layouts that
-/// interleave so irregularly that thousands of combinations would have to be tried are taken to share nothing.
+/// Returns whether an element of one tensor is an element of the other too; both have the same dtype and lie on one
+/// device. Where layouts interleave so irregularly that thousands of combinations would have to be tried, it says no.
 bool share_elements(const TensorView& a, const TensorView& b);
 
 }  // namespace flashtile

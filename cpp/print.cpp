@@ -1,4 +1,4 @@
-// Values as text for people.
+// This file turns values into text for people.
 #include <cstdio>
 #include <string>
 #include <utility>
@@ -17,19 +17,19 @@ std::string format(const char* pattern, Args... args) {
   return text;
 }
 
-/// The number in `unit`, or from `step` on in `larger`, which a prefix stands before.
+/// Returns the number in `unit`, or from `step` on in `larger`, preceded by a prefix.
 std::string scaled(double value, double step, const char* unit, const char* larger) {
   const char* prefix = " KMGTPE";
   while (value >= step && prefix[1] != '\0') value /= step, ++prefix;
   return *prefix == ' ' ? format("%.0f %s", value, unit) : format("%.4g %c%s", value, *prefix, larger);
 }
 
-/// 1.5e12 → "1.5 TFLOP"
+/// Returns "1.5 TFLOP" for 1.5e12.
 std::string flops_string(double flops) {
   return scaled(flops, 1000, "FLOP", "FLOP");
 }
 
-/// 1536 → "1.5 KiB"
+/// Returns "1.5 KiB" for 1536.
 std::string bytes_string(double bytes) {
   return scaled(bytes, 1024, "bytes", "iB");
 }
@@ -38,8 +38,8 @@ std::string line(const char* label, const std::string& text) {
   return format("  %-10s", label) + text + "\n";
 }
 
-/// What a name says of the features that only some rows have: a word of the tables. Of a CPU's rows, which all have
-/// every one, it says nothing.
+/// Returns what a name says of the features that only some rows have, as a word of the tables. It says nothing of a
+/// CPU's rows, which all have every one.
 std::string features_suffix(const Variant& v) {
   constexpr std::pair<Features, const char*> kWords[] = {{Features::kDropout, "_dropout"},
                                                          {Features::kSinks, "_sinks"},
@@ -51,17 +51,17 @@ std::string features_suffix(const Variant& v) {
   return suffix;
 }
 
-/// Whether arithmetic or memory is what a well-made kernel waits for.
+/// Says whether arithmetic or memory bounds a well-made kernel.
 std::string bound_string(const Cost& cost, bool on_cpu) {
-  // FLOPs that a processor can do in the time of one byte from memory: about 200 on an A100, 300 on an H100, and in
-  // the tens on CPUs.
+  // A processor can do this many FLOPs in the time of one byte from memory: about 200 on an A100, 300 on an H100, and
+  // in the tens on CPUs.
   const double ridge = on_cpu ? 20 : 250;
   if (cost.bytes == 0) return "nothing to do";
   const double intensity = cost.flops / cost.bytes;
   return format("%s, at %.1f FLOP per byte", intensity < ridge ? "memory" : "arithmetic", intensity);
 }
 
-/// `further` stands for lines of what only this pass has.
+/// `further` holds the lines that only this pass has.
 std::string plan_string(const char* pass, const Plan& plan, const Cost& cost, bool built,
                         const std::string& further = "") {
   const Problem& p = plan.problem;

@@ -1,5 +1,5 @@
-// The variant tables as arrays. A row's launcher is the CPU backend's, or, in a build with CUDA, the function that
-// the row's own translation unit defines (see cpp/variants/variant.cu.in).
+// This file holds the variant tables as arrays. A row's launcher is the CPU backend's, or, in a build with CUDA, the
+// function that the row's own translation unit defines (see cpp/variants/variant.cu.in).
 #include "flashtile/registry.h"
 
 #include <array>
@@ -17,7 +17,7 @@
 #define FLASHTILE_LAUNCH_BACKWARD(...) FLASHTILE_JOIN(launch_backward_, FLASHTILE_NAME(__VA_ARGS__))
 #define FLASHTILE_LAUNCH_KVCACHE(...) FLASHTILE_JOIN(launch_kvcache_, FLASHTILE_NAME(__VA_ARGS__))
 
-// What to declare and what to list, by the first column.
+// The first column of a row, its architecture, says what to declare and what to list.
 #define FLASHTILE_DECLARE_FORWARD_cpu(...)
 #define FLASHTILE_DECLARE_BACKWARD_cpu(...)
 #define FLASHTILE_DECLARE_KVCACHE_cpu(...)

@@ -26,7 +26,7 @@ AttendMemory take_attend_memory(Arena& arena, const Sizes& s, bool dropout) {
 
 namespace {
 
-/// Writes what is wanted of the rows of an item besides their output.
+/// This writes what is wanted of the rows of a work item besides their output.
 class Rows {
  public:
   Rows(const Problem& problem, const ForwardTensors& t, const Item& item, const PackedHeads& heads)
@@ -65,13 +65,9 @@ void normalise(const Problem& problem, const ForwardTensors& t, const Item& item
   for (int row = rows.begin; row < rows.end; ++row) {
     const int i = row - rows.begin;
     const RowState state{buffers.reference[i], buffers.sum[i]};
-    if (sinks == nullptr && !results.wanted()) {  // nobody needs a logarithm
-      buffers.rescale[i] = state.normaliser();
-      continue;
-    }
-    const FinishedRow finished = state.finish(sinks != nullptr ? sinks[heads.head(row)] : -kInfinity, unit);
-    buffers.rescale[i] = finished.normaliser;
-    results.store(row, finished, unit);
+    const RowTotal total = state.total(sinks != nullptr ? sinks[heads.head(row)] : -kInfinity, unit);
+    buffers.rescale[i] = total.normaliser;
+    if (results.wanted()) results.store(row, total.finished(), unit);
   }
 }
 

@@ -1,5 +1,5 @@
-// Attention of one work item: one block of rows, queries of one head or of several side by side, walks over the visible
-// tiles of keys. forward.cpp and kvcache.cpp say where its rows lie.
+// This file computes the attention of one work item: a block of rows, which are queries of one head or of several
+// packed heads, walks over the visible tiles of keys. forward.cpp and kvcache.cpp say where its rows lie.
 #pragma once
 
 #include "dispatch.h"
@@ -10,7 +10,7 @@
 
 namespace flashtile::cpu {
 
-/// One thread's.
+/// This is the memory of one thread.
 struct AttendMemory {
   ForwardBuffers buffers;
   TileBuffers tile;
@@ -20,11 +20,12 @@ struct AttendMemory {
 
 AttendMemory take_attend_memory(Arena& arena, const Sizes& sizes, bool dropout);
 
-/// Rows that do not count: out = 0, lse = −inf.
+/// Writes the rows that do not count: out = 0, lse = −inf.
 void clear_unused(const Problem& problem, const ForwardTensors& t, const Item& item, const PackedHeads& heads,
                   Range rows);
 
-/// All keys are seen: the sink joins, and what is left is a factor for each row of `out`.
+/// Finishes the softmax once all keys are seen: the sink joins the sum, and buffers.rescale becomes the factor that
+/// still has to multiply each row of `out`.
 void normalise(const Problem& problem, const ForwardTensors& t, const Item& item, const PackedHeads& heads, Range rows,
                const ForwardBuffers& buffers);
 
@@ -33,8 +34,8 @@ struct KeyRows {
   HeadRows v;
 };
 
-/// Of `t` only what belongs to queries and heads is read. `source` has queries(Range), those rows of the item, and
-/// keys(Range), its KeyRows. Packed heads have no slopes and no dropout.
+/// Computes one item. Of `t` it reads only what belongs to queries and heads. `source` has queries(Range), those rows
+/// of the item, and keys(Range), its KeyRows. Packed heads have no slopes and no dropout.
 template <class Source>
 void attend(const Problem& problem, const ForwardTensors& t, const Sizes& largest, const AttendMemory& memory,
             const Item& item, const PackedHeads& heads, const Source& source) {
@@ -42,7 +43,7 @@ void attend(const Problem& problem, const ForwardTensors& t, const Sizes& larges
   const Lengths lengths = item.rows.lengths();
   const Span q = heads.rows(item.rows.q);
   const Sizes sizes = fit(largest, {q.used, lengths.k});
-  // Under a causal mask the last block sees most keys: the longest first.
+  // Under a causal mask the last block sees most keys, so it is taken first: longest first.
   const auto [rows, unused] = block_rows(item.blocks - 1 - item.block, largest.tile_m, q);
   clear_unused(problem, t, item, heads, unused);
   if (rows.empty()) return;

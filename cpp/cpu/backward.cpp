@@ -1,10 +1,10 @@
-// Backward. Every gradient element belongs to one work item, which adds its tiles in one order: results do not depend
-// on the number of threads.
+// This file is the backward. Every gradient element belongs to one work item, which adds its tiles in one order, so
+// that results do not depend on the number of threads.
 //
-// Fused: an item is a (batch, KV head) and makes dQ, dK and dV from one pass of five matmuls a tile, dQ in a float32
-// accumulator of all its queries. Where that leaves threads idle, two passes of smaller items share the work instead:
-// one item per tile of keys makes dK and dV, one per block of queries makes dQ, with seven matmuls a tile in all. Both
-// ways add the same tiles in the same order.
+// Fused, an item is a (batch, KV head) and forms dQ, dK and dV in one pass of five matmuls a tile, dQ in a float32
+// accumulator of all its queries. Where that would leave threads idle, two passes of smaller items share the work
+// instead: one item per tile of keys forms dK and dV, one per block of queries forms dQ, with seven matmuls a tile in
+// all. Both ways add the same tiles in the same order.
 #include <algorithm>
 #include <cmath>
 
@@ -18,13 +18,13 @@
 namespace flashtile::cpu {
 namespace {
 
-/// Kernels read what is known of rows a pair of registers at a time.
+/// Kernels read the statistics of rows a pair of registers at a time, so they are padded to this.
 constexpr int kRowPadding = 2 * kLanePadding;
 
 struct ThreadMemory {
   BackwardBuffers buffers;
   TileBuffers tile;
-  float* dq;  // (queries, D) of the item
+  float* dq;  // (queries, D), of all queries of the item
 };
 
 ThreadMemory divide(Arena& arena, const Sizes& s, std::int64_t dq_rows, bool dropout) {
@@ -51,15 +51,16 @@ ThreadMemory divide(Arena& arena, const Sizes& s, std::int64_t dq_rows, bool dro
           .dq = arena.take(dq_rows * d)};
 }
 
-/// What all threads share. The statistics are of query rows: for each head, the places of all entries.
+/// All threads share this memory. The statistics are one number per query row: for each head, the slots of all entries
+/// (see Spans::places).
 struct SharedMemory {
   float* reference;
   float* log2_sum;
   float* delta;
-  Items::Entry* items;  // of one loop at a time
+  Items::Entry* items;  // table of the loop that runs
 };
 
-/// One backward call: what its work items share.
+/// This is one backward call, which its work items share.
 class Backward {
  public:
   Backward(const Problem& problem, const Variant& variant, int grid)
@@ -69,7 +70,8 @@ class Backward {
         sequences_(entries_of(problem, nullptr)),
         most_fused_(problem.seqlen_q) {
     if (problem.ragged) {
-      // The share that the longest of sequences with as many keys as queries has of the work is at least that of rows.
+      // Where sequences have as many keys as queries, the longest one's share of the work is at least its share of the
+      // rows.
       const double share = kFusedStretch * problem.heads_k / threads_;
       most_fused_ = static_cast<int>(std::min(share, 1.0) * problem.seqlen_q);
     } else {
@@ -108,7 +110,8 @@ class Backward {
   }
 
  private:
-  /// Fused, the run may take this many times an even share of the work: two passes do so many times the work.
+  /// The fused way may take this many times as long as an even share of the work would, because two passes compute
+  /// seven matmuls a tile instead of five.
   static constexpr double kFusedStretch = 7.0 / 5;
 
   bool pays_off(const Items& heads) const { return heads.stretch(threads_) <= kFusedStretch; }
@@ -150,15 +153,15 @@ class Backward {
     return divide_own(arena);
   }
 
-  /// The place of an entry's first row among the statistics.
+  /// Returns the index of an entry's first row among the statistics.
   std::int64_t first_row(int batch, int head) const {
     const Spans& q = sequences_.q;
     const std::int64_t place = q.first_place(batch, q.at(batch).first, kRowPadding);
     return (std::int64_t{head} * q.places(kRowPadding) + place) * kRowPadding;
   }
 
-  /// What the forward left of each row, and delta = rowsum(dO∘O) − dlse. Where a row sees nothing, and past the last
-  /// row, a sum of +inf makes every probability 0.
+  /// Fills the statistics of an item's rows: what the forward stored, and delta = rowsum(dO∘O) − dlse. Where a row sees
+  /// nothing, and past the last row, a log2_sum of +inf makes every probability 0.
   void fill_rows(const Item& item) const {
     const Span& q = item.rows.q;
     const Range queries = block_rows(item.block, sizes_.tile_m, q).used;
@@ -191,7 +194,8 @@ class Backward {
     parallel_for(threads_, blocks.count(), [&](int, std::int64_t item) { fill_rows(blocks.at(item)); });
   }
 
-  /// Σ over rows of −P·delta, P being the weight that the sink takes; its value is 0. In double, for its length.
+  /// Forms the sinks' gradients, Σ over rows of −P·delta, where P is the weight of the sink, whose value is 0. The sums
+  /// are doubles because they are long.
   void run_sinks() const {
     parallel_for(threads_, problem_.heads_q, [this](int, std::int64_t head) {
       const float sink = static_cast<const float*>(tensors_->forward.sinks.data)[head];
@@ -218,7 +222,7 @@ class Backward {
                           head_rows(tensors_->dout, batch, head, first));
   }
 
-  /// Writes `rows` of one of an entry's gradients, those that count, and zeros in those that do not.
+  /// Writes the block `rows` of one of an entry's gradients, and zeros in those of its rows that do not count.
   void store_gradient(const TensorView& gradient, int batch, int head, const Span& span, BlockRows rows,
                       const float* sums, float factor) const {
     kernel_->store_rows(head_rows(gradient, batch, head, span.first + rows.used.begin), sums,
@@ -226,7 +230,7 @@ class Backward {
     clear_rows(gradient, batch, head, {span.first + rows.unused.begin, span.first + rows.unused.end});
   }
 
-  /// One tile, its rows loaded; `dq` is the accumulator of its queries.
+  /// Computes one tile, whose rows are loaded; `dq` is the accumulator of its queries.
   void run_tile(const ThreadMemory& memory, const Sizes& sizes, Wanted wanted, const TileRows& rows, bool edge,
                 float* dq) const {
     const std::int64_t first = first_row(rows.batch, rows.heads.first) + rows.queries.begin;
@@ -242,7 +246,8 @@ class Backward {
          .buffers = memory.buffers});
   }
 
-  /// dK and dV of one tile of keys, from every query that sees it; adds to dQ (of the group's heads) where wanted.
+  /// Forms dK and dV of one tile of keys, from every query that sees it, and adds to dQ (of the group's heads) where
+  /// wanted.
   void run_key_tile(const ThreadMemory& memory, Wanted wanted, const Item& item, int index) const {
     const Span &q = item.rows.q, &k = item.rows.k;
     const Lengths lengths = item.rows.lengths();
@@ -287,13 +292,13 @@ class Backward {
   void run_keys(Wanted wanted) const {
     const Items tiles = key_tiles();
     parallel_for(threads_, tiles.count(), [&](int thread, std::int64_t index) {
-      // Under a causal mask the first tile is seen by most queries: the longest first.
+      // Under a causal mask the first tile is seen by most queries, so tiles are taken from the first: longest first.
       const Item item = tiles.at(index);
       run_key_tile(memory_of(thread), wanted, item, item.block);
     });
   }
 
-  /// dQ of one block of queries, from every key it sees.
+  /// Forms dQ of one block of queries, from every key that it sees.
   void run_query_block(const ThreadMemory& memory, const Item& item, int index) const {
     const Span &q = item.rows.q, &k = item.rows.k;
     const Lengths lengths = item.rows.lengths();
@@ -323,10 +328,10 @@ class Backward {
   }
 
   Problem problem_;
-  Sizes sizes_;  // of the largest tiles
+  Sizes sizes_;  // sizes of the largest tiles
   int threads_;
   Sequences sequences_;
-  int most_fused_;  // queries of an entry, where dQ, dK and dV come from one pass
+  int most_fused_;  // most queries of an entry that the fused way takes
   bool fused_ = false;
 
   const BackwardTensors* tensors_ = nullptr;

@@ -1,9 +1,9 @@
-// Backward attention on one tile. P is computed again from Q, K and lse:
+// This file is the backward of attention on one tile. P is recomputed from Q, K and the statistics of the rows:
 //
 //   dV += P^T·dO     dP = dO·V^T     dS = P∘(dP − delta)∘(softcap's slope)     dK += dS^T·Q     dQ += dS·K
 //
-// With dropout, whose factors are Z, dV takes P∘Z for P and dS takes dP∘Z for dP.
-// The accumulators hold gradients with respect to scale·Q·K^T; the caller multiplies dQ and dK with the scale.
+// With dropout, whose factors are Z, dV takes P∘Z for P and dS takes dP∘Z for dP. The accumulators hold gradients with
+// respect to scale·Q·K^T; the caller multiplies dQ and dK with the scale.
 #pragma once
 
 #include "flashtile/math/state.h"
@@ -43,12 +43,12 @@ bool has_steep_rows(const BackwardTile& t) {
 }
 
 struct Gradient {
-  Vec p;  // with dropout, P∘Z
+  Vec p;  // P, or with dropout P∘Z
   Vec ds;
 };
 
-/// P and dS of one register of queries. Otherwise than kPlain, scores are mapped, or rows are steep: however Q·K is
-/// rounded this time, no weight is above 1 then.
+/// Returns P and dS of one register of queries. Where kPlain is false, scores are mapped or rows are steep (see
+/// math/state.h): there no weight exceeds 1, however Q·K is rounded this time.
 template <bool kPlain>
 FLASHTILE_INLINE Gradient score_gradient(const BackwardTile& t, int key, int query) {
   const Range* const queries = t.tile.visible.queries_of_key;
@@ -74,7 +74,8 @@ FLASHTILE_INLINE Gradient score_gradient(const BackwardTile& t, int key, int que
   return {seen ? p : Vec{}, seen ? ds : Vec{}};
 }
 
-/// P^T and dS^T of the tile, each in the orders in which the matmuls read it: two keys × two registers at a time.
+/// Writes P^T and dS^T of the tile, each in the orders in which the matmuls read it, two keys × two registers at a
+/// time.
 template <Product kProduct, bool kPlain>
 void score_gradients(const BackwardTile& t) {
   const BackwardBuffers& to = t.buffers;
@@ -106,7 +107,7 @@ void score_gradients(const BackwardTile& t) {
   }
 }
 
-/// S^T or dP^T = left·right, over `width`.
+/// Computes S^T or dP^T = left·right, summed over `width`.
 template <Product kProduct>
 void multiply_transposed(const BackwardTile& t, float* target, const float* left, const float* right, int width) {
   contract<kProduct, Order::kRows>({.a = left,
@@ -122,7 +123,7 @@ void multiply_transposed(const BackwardTile& t, float* target, const float* left
                                     .columns_of_row = t.tile.visible.queries_of_key});
 }
 
-/// dK += dS^T·Q or dV += P^T·dO.
+/// Adds dK += dS^T·Q or dV += P^T·dO.
 template <Product kProduct>
 void add_key_gradient(const BackwardTile& t, float* target, const float* left, const float* right, int width) {
   contract_visible<kProduct, Order::kRows>({.a = left,
@@ -138,7 +139,7 @@ void add_key_gradient(const BackwardTile& t, float* target, const float* left, c
                                            t.buffers.shield);
 }
 
-/// dQ += dS·K.
+/// Adds dQ += dS·K.
 template <Product kProduct>
 void add_query_gradient(const BackwardTile& t, const float* dscore_steps, const float* keys) {
   contract_visible<kProduct, Order::kSteps>({.a = dscore_steps,
@@ -182,7 +183,8 @@ void backward_tile(const BackwardTile& t) {
   }
 }
 
-/// A square of the caller's elements as words, a register for each column of words; 0 past the last row and column.
+/// Loads a square of the caller's elements as words, one register for each column of words, with 0 past the last row
+/// and column.
 template <class T>
 FLASHTILE_INLINE void load_columns(Vec (&square)[kLanes], HeadRows source, int row, int rows, int word, int words) {
   constexpr int kPerWord = elements_per_step(kProductOf<T>);
@@ -202,7 +204,7 @@ FLASHTILE_INLINE void load_columns(Vec (&square)[kLanes], HeadRows source, int r
   transpose(square);
 }
 
-/// Sums in the order in which block() sums dO·V: where a row sees one key only, dP − delta is exactly 0.
+/// Adds in the order in which block() adds dO·V: so dP − delta is exactly 0 where a row sees only one key.
 template <class T>
 void row_dots(float* sums, HeadRows a, HeadRows b, int rows, int columns) {
   const int words = columns / elements_per_step(kProductOf<T>);

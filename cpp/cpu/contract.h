@@ -1,13 +1,13 @@
-// Matrix products on packed panels: C (rows, columns) = C·factor + A (rows, steps) · B (steps, columns), where
-// `steps` is the index that is summed over.
+// This file multiplies matrices in packed panels: C (rows, columns) = C·factor + A (rows, steps) · B (steps, columns),
+// where `steps` is the index that is summed over.
 //
-// A step is one 32-bit word of A for each row and one row of words of B. For float32 arithmetic it is one element;
+// A step is one 32-bit word of A for each row and one row of words of B. In float32 arithmetic a word is one element;
 // with bfloat16 dot products (Product::kPairs) it is two neighbours along the summed index.
 #pragma once
 
 #include <cstring>
 
-#include "flashtile/math/mask.h"
+#include "flashtile/mask/band.h"
 #include "simd.h"
 
 namespace flashtile::cpu {
@@ -19,30 +19,30 @@ constexpr int elements_per_step(Product product) {
   return product == Product::kPairs ? 2 : 1;
 }
 
-/// How A lies in memory: a row's steps side by side, or a step's rows side by side.
+/// This says how A lies in memory: with a row's steps side by side, or with a step's rows side by side.
 enum class Order { kRows, kSteps };
 
-// A block of C stays in registers: rows × vectors accumulators, and one row of vectors of B.
+// A block of C stays in registers: rows × vectors accumulators, beside one row of vectors of B.
 constexpr int kBlockVectors = kRegisters == 32 ? 4 : 2;
 constexpr int kBlockRows = 6;
 constexpr int kPanel = kBlockVectors * kLanes;
 
 struct Contraction {
   const float* a;
-  int a_stride;  // of rows, or of steps: see Order
+  int a_stride;  // stride of rows or of steps: see Order
   const float* b;
   int b_stride;
   float* c;
   int c_stride;
   int rows;
   int columns;
-  int steps;                      // in elements of the summed index
-  const float* factor = nullptr;  // per row of C; null: 1
-  bool accumulate = true;         // false: C is 0 before
+  int steps;                      // count of elements along the summed index
+  const float* factor = nullptr;  // factor of each row of C; null: 1
+  bool accumulate = true;         // false: C counts as 0 before
 
-  // For edge tiles, both growing with the row; null: everything.
-  const Range* columns_of_row = nullptr;  // elsewhere C may be left as it is
-  const Range* steps_of_row = nullptr;    // elsewhere A is 0
+  // In edge tiles these say what each row sees; both bounds grow with the row. Null: everything.
+  const Range* columns_of_row = nullptr;  // C may be left unwritten elsewhere
+  const Range* steps_of_row = nullptr;    // A is 0 elsewhere
 };
 
 FLASHTILE_INLINE int min(int a, int b) {
@@ -54,7 +54,7 @@ FLASHTILE_INLINE Vec multiply_add(Vec sum, Vec a, Vec b) {
   return kProduct == Product::kPairs ? dot_pairs(sum, a, b) : sum + a * b;
 }
 
-// Loops over a block of C, unrolled so that it lives in registers.
+// These loops over a block of C are unrolled, so that the block lives in registers.
 #define FLASHTILE_EACH_ROW _Pragma("GCC unroll 8") for (int i = 0; i < kRows; ++i)
 #define FLASHTILE_EACH_VECTOR _Pragma("GCC unroll 8") for (int j = 0; j < kVectors; ++j)
 
@@ -75,7 +75,7 @@ void block(const Contraction& t, int row, int column, Range steps, const float* 
       FLASHTILE_EACH_VECTOR c[i][j] = multiply_add<kProduct>(c[i][j], word, b_row[j]);
     }
   }
-  // What was there before is added last: sums of tile sums round less than one chain through all tiles.
+  // The old value of C is added last: sums of tile sums round less than one chain through all tiles.
   const std::int64_t c_stride = t.c_stride;
   float* const target = t.c + row * c_stride + column;
   FLASHTILE_EACH_ROW {
@@ -89,7 +89,7 @@ void block(const Contraction& t, int row, int column, Range steps, const float* 
 
 using Block = void (*)(const Contraction&, int row, int column, Range steps, const float* b);
 
-/// The block of `rows` × `vectors`: one of the compiled sizes.
+/// Returns the function for a block of `rows` × `vectors`, which is one of the compiled sizes.
 template <Product kProduct, Order kOrder, int kRows = kBlockRows, int kVectors = kBlockVectors>
 Block find_block(int rows, int vectors) {
   if constexpr (kVectors > 1) {
@@ -101,7 +101,7 @@ Block find_block(int rows, int vectors) {
   return block<kProduct, kOrder, kRows, kVectors>;
 }
 
-/// Columns are written up to the next multiple of kLanes.
+/// Multiplies; it writes columns up to the next multiple of kLanes.
 template <Product kProduct, Order kOrder>
 void contract(const Contraction& t) {
   constexpr int kPerStep = elements_per_step(kProduct);
@@ -123,7 +123,7 @@ void contract(const Contraction& t) {
   }
 }
 
-/// The rows of B as one row of C may see them: 0 outside of `visible`.
+/// Copies B as one row of C may see it: with 0 outside of `visible`.
 template <Product kProduct>
 void copy_visible(float* target, const Contraction& t, Range visible) {
   constexpr int kPerStep = elements_per_step(kProduct);
@@ -144,8 +144,9 @@ void copy_visible(float* target, const Contraction& t, Range visible) {
   }
 }
 
-/// contract for an edge tile whose B holds NaN or infinity: a row of C must not even multiply what it does not see
-/// by 0. `shield` has room for B. The result is, bit for bit, that of contract where the hidden rows of B are finite.
+/// Does what contract does for an edge tile whose B holds NaN or infinity: a row of C must not even multiply what it
+/// does not see by 0. `shield` has room for B. The result is, bit for bit, that of contract where the hidden rows of B
+/// are finite.
 template <Product kProduct, Order kOrder>
 void contract_shielded(const Contraction& t, float* shield) {
   for (int row = 0; row < t.rows; ++row) {
@@ -161,7 +162,7 @@ void contract_shielded(const Contraction& t, float* shield) {
   }
 }
 
-/// Whether no word (or half of one) is NaN or infinite.
+/// Returns whether no word (or half of one) is NaN or infinite.
 template <Product kProduct>
 bool all_finite(const float* words, std::int64_t count) {
   std::uint32_t found = 0;
@@ -174,7 +175,7 @@ bool all_finite(const float* words, std::int64_t count) {
   return found == 0;
 }
 
-/// contract, or contract_shielded where an edge tile needs it. B has t.b_stride words a step.
+/// Calls contract, or contract_shielded where an edge tile needs it. B has t.b_stride words a step.
 template <Product kProduct, Order kOrder>
 void contract_visible(const Contraction& t, float* shield) {
   const std::int64_t b_words =

@@ -6,7 +6,7 @@
 
 namespace flashtile::cpu {
 
-// kernels.cpp, compiled for each instruction set.
+// kernels.cpp defines these, compiled once for each instruction set.
 const Kernels& baseline_kernels(DType dtype);
 #if defined(__x86_64__)
 const Kernels& avx2_kernels(DType dtype);
@@ -38,8 +38,8 @@ std::atomic<InstructionSet>& chosen() {
   return set;
 }
 
-/// Whether scores differ by less than 2^-38 where all products of Q·K below float32's normal range, 2^-126, count as 0:
-/// the instruction for dot products of bfloat16 takes them so. There are up to 2^8 of them in a score.
+/// Returns whether scores differ by less than 2^-38 if all products of Q·K below float32's normal range, 2^-126, count
+/// as 0, which is how the instruction for dot products of bfloat16 takes them. There are up to 2^8 of them in a score.
 bool tiny_products_are_nothing(const Problem& problem) {
   constexpr float kLargestScale = 0x1p80f;
   return std::abs(problem.scale) <= kLargestScale && std::abs(problem.score_map().inner) <= kLargestScale;

@@ -1,4 +1,4 @@
-// Which compiled copy of the kernels runs.
+// This file says which compiled copy of the kernels runs.
 #pragma once
 
 #include "cpu.h"
@@ -7,7 +7,8 @@
 
 namespace flashtile::cpu {
 
-/// The kernels of the instruction set in use that give this problem's numbers.
+/// Returns the kernels of the instruction set in use, or plain AVX-512 ones where dot products of bfloat16 would not
+/// give this problem's numbers.
 const Kernels& kernels(const Problem& problem);
 
 }  // namespace flashtile::cpu

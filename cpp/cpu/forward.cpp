@@ -1,4 +1,4 @@
-// Forward: the items of a dense or ragged batch, handed to threads.
+// This file is the forward: it hands the work items of a dense or ragged batch to threads.
 #include "attend.h"
 #include "cpu.h"
 #include "parallel.h"
@@ -12,7 +12,7 @@ std::int64_t thread_bytes(const Sizes& sizes, bool dropout) {
   return arena.bytes();
 }
 
-/// Where the rows of an item lie in q, k and v.
+/// This says where the rows of a work item lie in q, k and v.
 struct Source {
   const ForwardTensors& t;
   const Item& item;

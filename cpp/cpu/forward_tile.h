@@ -1,4 +1,4 @@
-// Forward attention of one block of queries, one tile of keys at a time: S^T = K·Q^T, online softmax, O += P·V.
+// This file is the forward of one block of queries, one tile of keys at a time: S^T = K·Q^T, online softmax, O += P·V.
 #pragma once
 
 #include "flashtile/math/state.h"
@@ -23,7 +23,7 @@ void forward_begin(const ForwardBlock& block) {
   }
 }
 
-/// The keys that any of the queries [begin, end) sees, in whole pairs.
+/// Returns the keys that any of the queries [begin, end) sees, in whole pairs.
 FLASHTILE_INLINE Range seen_keys(const Tile& tile, int begin, int end) {
   if (tile.visible.keys_of_query == nullptr) return {0, tile.keys};
   const Range* const keys = tile.visible.keys_of_query;
@@ -31,7 +31,7 @@ FLASHTILE_INLINE Range seen_keys(const Tile& tile, int begin, int end) {
   return last <= first ? Range{0, 0} : Range{first, min(round_up(last, 2), tile.keys)};
 }
 
-/// Scores of +inf, which Q·K has beyond float32's range, become the largest float32. Returns the row maxima then.
+/// Replaces scores of +inf, which Q·K has beyond float32's range, by the largest float32. Returns the row maxima then.
 inline Vec make_finite(float* scores, Range keys, int stride) {
   Vec top = splat(-kInfinity);
   for (int key = keys.begin; key < keys.end; ++key) {
@@ -42,7 +42,7 @@ inline Vec make_finite(float* scores, Range keys, int stride) {
   return top;
 }
 
-/// RowState::rebase and the tile's P^T, for kVectors registers of queries from `column` on.
+/// Does RowState::rebase and computes the tile's P^T, for kVectors registers of queries from `column` on.
 template <Product kProduct, int kVectors>
 void online_softmax(const ForwardBlock& block, const Tile& tile, int column) {
   const ForwardBuffers& to = block.buffers;
@@ -65,7 +65,7 @@ void online_softmax(const ForwardBlock& block, const Tile& tile, int column) {
     const Vec old = load(to.reference + i);
     const Vec next = max_or_second(top[j], old);
     store(to.reference + i, next);
-    reference[j] = next == -kInfinity ? Vec{} : next;  // nothing seen yet: keeps −inf − −inf out
+    reference[j] = next == -kInfinity ? Vec{} : next;  // a row that saw nothing yet must not compute −inf − −inf
     const Vec rescale = exp2(old - reference[j], unit_log2);
     store(to.rescale + i, rescale);
     store(to.sum + i, load(to.sum + i) * rescale);

@@ -45,7 +45,7 @@ Items::Items(const Problem& problem, const Sequences& sequences, Entry* table, i
 Item Items::at(std::int64_t index) const {
   int batch = 0, blocks = blocks_;
   if (sequences_.q.ragged()) {
-    // The last that begins at the item or before: the one before the first that begins behind it.
+    // This is the last entry whose first item is not after the index: the one before the first that begins after it.
     const Entry* const entry =
         std::upper_bound(table_, table_ + entries_, index, [](std::int64_t i, const Entry& e) { return i < e.first; }) -
         1;
@@ -59,8 +59,8 @@ Item Items::at(std::int64_t index) const {
   return {sequences_.at(batch), batch, static_cast<int>(index / blocks), static_cast<int>(index % blocks), blocks};
 }
 
-/// Of items that begin in this order as threads become free, some thread takes n of the first (n − 1) · threads + 1,
-/// each as long as the last of them at the least.
+/// Items begin in this order as threads become free, so some thread takes n of the first (n − 1) · threads + 1, each at
+/// least as long as the last of them.
 double Items::stretch(int threads) const {
   const auto rounds = [&](std::int64_t items) { return static_cast<double>((items + threads - 1) / threads); };
   if (count_ == 0) return 1;

@@ -1,5 +1,5 @@
-// The tile arithmetic of the CPU backend, compiled once per instruction set: FLASHTILE_CPU_KERNELS names the function
-// that hands it out.
+// This file is the tile arithmetic of the CPU backend, compiled once per instruction set: FLASHTILE_CPU_KERNELS names
+// the function that hands it out.
 #include "backward_tile.h"
 #include "forward_tile.h"
 #include "rotate.h"

@@ -1,5 +1,6 @@
-// Attention over a cache: new rows are written to it, then items are attended to as in the forward. The keys of a tile
-// need not lie side by side, but tiles are the same wherever they lie, and so is the result, bit for bit.
+// This file computes attention over a cache: new rows are written to it, then work items are computed as in the
+// forward. The keys of a tile need not lie side by side, but tiles are the same wherever they lie, and so is the
+// result, bit for bit.
 #include "attend.h"
 #include "cpu.h"
 #include "parallel.h"
@@ -7,7 +8,7 @@
 namespace flashtile::cpu {
 namespace {
 
-/// One thread's.
+/// This is the memory of one thread.
 struct ThreadMemory {
   AttendMemory attend;
   std::byte* queries;          // (M, D), rotated, of the caller's dtype
@@ -29,10 +30,10 @@ std::int64_t thread_bytes(const Sizes& sizes, const KvcacheProblem& cache) {
   return arena.bytes();
 }
 
-/// What all threads share.
+/// All threads share these tables.
 struct Tables {
   Items::Entry* items;
-  int* counting;  // (entries): keys of each sequence
+  int* counting;  // (entries): keys of each sequence that count
 };
 
 Tables take_tables(Arena& arena, const Problem& problem) {
@@ -76,8 +77,8 @@ class Call {
   }
 
  private:
-  /// The call as a forward, but for keys and values: of each sequence's capacity, what counts is its used part, which
-  /// `counting` has room for.
+  /// Returns the call as a forward's tensors, without keys and values. The keys that count are the used part of each
+  /// sequence's capacity; `counting` has room for their numbers.
   ForwardTensors query_tensors(int* counting) const {
     for (int b = 0; b < problem_.batch; ++b) {
       const CachedRows::Rows rows = cached_.at(b);
@@ -98,7 +99,7 @@ class Call {
     return head_rows(cache, place.page, head, place.row);
   }
 
-  /// One row, its first R elements rotated to a position.
+  /// Copies one row and rotates its first R elements to a position.
   void copy_rotated(void* target, const void* source, int position) const {
     const int at = std::clamp(position, 0, cache_.rotary_rows - 1), pairs = cache_.rotary_dim / 2;
     const auto angles = [&](const TensorView& table) {
@@ -127,7 +128,8 @@ class Call {
     }
   }
 
-  /// The rows of an item: those of q, rotated if need be, and its keys, counted from the first that counts.
+  /// This says where the rows of a work item lie: those of q, rotated if need be, and its keys, numbered from the first
+  /// that counts.
   class Source {
    public:
     Source(const Call& call, const ThreadMemory& memory, const Item& item, const PackedHeads& heads)

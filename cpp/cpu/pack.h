@@ -1,4 +1,5 @@
-// From the caller's rows to the layouts that contract.h reads, and back: conversion, pairing, transposition.
+// This file converts the caller's rows to the layouts that contract.h reads, and back: conversion, pairing,
+// transposition.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +42,8 @@ FLASHTILE_INLINE float widen(BFloat16 x) {
 }
 FLASHTILE_INLINE float widen(Half x) {
   const std::uint32_t magnitude = x.bits & 0x7fffu, sign = (x.bits & 0x8000u) << 16;
-  // 2^112 moves the exponent from half's bias to float's, subnormals included; infinity and NaN keep theirs full.
+  // 2^112 moves the exponent from half's bias to float's, subnormals included; infinity and NaN keep an exponent of all
+  // ones.
   const float finite = float_of(magnitude << 13) * 0x1p112f;
   const std::uint32_t special = (magnitude << 13) | 0x7f800000u;
   return float_of((magnitude >= 0x7c00u ? special : bits_of(finite)) | sign);
@@ -57,9 +59,10 @@ FLASHTILE_INLINE void round_to(BFloat16& target, float x) {
 }
 FLASHTILE_INLINE void round_to(Half& target, float x) {
   const std::uint32_t bits = bits_of(x), magnitude = bits & 0x7fffffffu;
-  // Normal results: rebias by −112 and round to nearest even; a carry into the exponent is right, up to infinity.
+  // Normal results are rebiased by −112 and rounded to nearest even; a carry into the exponent is right, up to
+  // infinity.
   const std::uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  // Subnormal results: adding ½ leaves the multiple of 2^−24 in the low bits, rounded by the addition.
+  // For subnormal results, adding ½ leaves the multiple of 2^−24 in the low bits, rounded by the addition.
   const std::uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
   std::uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
   half = magnitude >= 0x47800000u ? 0x7c00u : half;
@@ -67,13 +70,14 @@ FLASHTILE_INLINE void round_to(Half& target, float x) {
   target.bits = static_cast<std::uint16_t>(half | (bits >> 16 & 0x8000u));
 }
 
-/// The layouts of one dtype: pairs where the instruction set multiplies them, else floats.
+/// This chooses the layouts of one dtype: pairs where the instruction set multiplies them, else floats.
 template <class T>
 constexpr Product kProductOf = Product::kFloats;
 template <>
 constexpr Product kProductOf<BFloat16> = kHasPairs ? Product::kPairs : Product::kFloats;
 
-/// Words from row to row: of a row of `width` elements that are summed over, and of one whose columns stay apart.
+/// These are strides in words from row to row: of rows of `width` elements that are summed over, and of rows whose
+/// columns stay apart.
 template <Product kProduct>
 constexpr int summed_stride(int width) {
   return round_up(width / elements_per_step(kProduct), kLanePadding);
@@ -87,7 +91,8 @@ FLASHTILE_INLINE T* row_at(const HeadRows& rows, int row) {
   return static_cast<T*>(rows.data) + (rows.starts == nullptr ? row * rows.stride : rows.starts[row]);
 }
 
-/// Rows of a head lie a whole row of all heads apart, often a page, which no processor foresees.
+/// Rows of a head lie a whole row of all heads apart, often a memory page, which hardware prefetchers do not foresee.
+/// So rows are prefetched this many ahead.
 constexpr int kRowsAhead = 8;
 
 template <class T>
@@ -96,7 +101,7 @@ FLASHTILE_INLINE void prefetch(const T* row, int width) {
   for (int i = 0; i < width; i += kOfLine) __builtin_prefetch(row + i);
 }
 
-/// `rows` rows as words, side by side along the row; zeros up to the stride and up to `padded_rows`.
+/// Loads `rows` rows as words, side by side along the row, with zeros up to the stride and up to `padded_rows`.
 template <class T>
 void load_rows(float* target, HeadRows source, int rows, int width, int padded_rows) {
   constexpr Product kProduct = kProductOf<T>;
@@ -116,7 +121,7 @@ void load_rows(float* target, HeadRows source, int rows, int width, int padded_r
   }
 }
 
-/// (rows, words) to (words, rows); `rows` and `words` are padded to kLanes.
+/// Transposes (rows, words) to (words, rows); `rows` and `words` are padded to kLanes.
 FLASHTILE_INLINE void transpose_words(float* target, int target_stride, const float* source, int source_stride,
                                       int rows, int words) {
   for (int row = 0; row < rows; row += kLanes) {
@@ -129,8 +134,8 @@ FLASHTILE_INLINE void transpose_words(float* target, int target_stride, const fl
   }
 }
 
-/// Rows in the order that a matmul sums over them: for floats `rows` itself, for pairs each word holds one column of
-/// two neighbouring rows.
+/// Returns rows in the order in which a matmul sums over them: for floats `source` itself; for pairs each word of
+/// `target` holds one column of two neighbouring rows.
 template <Product kProduct>
 const float* steps_of(float* target, const float* source, int rows, int width) {
   if constexpr (kProduct == Product::kFloats) return source;
@@ -149,7 +154,7 @@ const float* steps_of(float* target, const float* source, int rows, int width) {
   return target;
 }
 
-/// target = factor · source, rounded to T.
+/// Stores target = factor · source, rounded to T.
 template <class T>
 FLASHTILE_INLINE void store_row(T* target, const float* source, int width, float factor) {
   for (int i = 0; i < width; ++i) round_to(target[i], factor * source[i]);

@@ -12,13 +12,13 @@
 namespace flashtile::cpu {
 namespace {
 
-/// Runs `body` on `threads` threads at most, and returns when all are done.
+/// A function of this type runs `body` on at most `threads` threads, and returns when all are done.
 using Team = void (*)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
 
 std::atomic<Team> openmp{nullptr};
 
-/// The entry of the OpenMP runtime that is already in the process (PyTorch brings one), or null. Its threads are awake,
-/// and between regions they spin: threads of our own would compete with them for the cores.
+/// Returns the entry of the OpenMP runtime that is already in the process (PyTorch brings one), or null. Its threads
+/// are awake, and between regions they spin: threads of our own would compete with them for the cores.
 Team openmp_of_process() {
   static const bool looked_up = [] {
     openmp = reinterpret_cast<Team>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
@@ -34,7 +34,7 @@ void run_on_new_threads(void (*body)(void*), void* data, unsigned threads, unsig
   try {
     for (unsigned i = 1; i < threads; ++i) helpers.emplace_back(body, data);
   } catch (const std::system_error&) {
-    // The system gives no more threads: those that run take all items.
+    // The system gives no more threads, so those that run take all items.
   }
   body(data);
 }

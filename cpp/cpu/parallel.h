@@ -1,4 +1,5 @@
-// Work items handed to threads: those of the OpenMP runtime in the process, else new ones that live for one call.
+// This file hands work items to threads: those of the OpenMP runtime in the process, else new ones that live for one
+// call.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Rotary embedding of one row.
+// This file applies the rotary embedding to one row.
 #pragma once
 
 #include "kernels.h"

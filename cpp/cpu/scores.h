@@ -1,4 +1,4 @@
-// From raw scores to scores, on a tile of S^T.
+// This file turns raw scores into scores, on a tile of S^T.
 #pragma once
 
 #include "flashtile/math/softmax.h"
@@ -8,21 +8,21 @@
 namespace flashtile::cpu {
 namespace {
 
-// Chains of exponentials that run side by side; with 16 registers there is room for two.
+// This many chains of exponentials run side by side; with 16 registers there is room for two.
 constexpr int kSoftmaxVectors = kRegisters == 32 ? 4 : 2;
 
-/// |key − diagonal| of the register of queries from `query` on.
+/// Returns |key − diagonal| of the register of queries from `query` on.
 FLASHTILE_INLINE Vec distances(const Tile& tile, int key, int query) {
   return abs(__builtin_convertvector(tile.distance + key - query - iota(), Vec));
 }
 
-/// The lanes of the register from `query` on that lie in `range`.
+/// Returns the lanes of the register from `query` on that lie in `range`.
 FLASHTILE_INLINE IntVec lanes_in(Range range, int query) {
   const IntVec lane = iota() + query;
   return (lane >= range.begin) & (lane < range.end);
 }
 
-/// ScoreMap on a register; a score that is 0 without a cap needs its slope no more.
+/// These two apply ScoreMap to a register, in steps: a backward takes the softcap's slope from what the first returns.
 FLASHTILE_INLINE Vec capped(const ScoreMap& map, Vec raw) {
   return map.capped ? tanh(map.inner * raw) : raw;
 }
@@ -41,7 +41,7 @@ void map_scores(const Scores& scores, const Tile& tile, float* s, int stride) {
   }
 }
 
-/// −inf where an edge tile hides the score.
+/// Sets scores to −inf where an edge tile hides them.
 void hide(const Tile& tile, float* s, int stride) {
   for (int key = 0; key < tile.keys; ++key, s += stride) {
     const Range visible = tile.visible.queries_of_key[key];

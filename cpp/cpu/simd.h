@@ -1,4 +1,4 @@
-// A SIMD register of floats, as wide as the instruction set that the including file is compiled for.
+// This file defines a SIMD register of floats, as wide as the instruction set that the including file is compiled for.
 //
 // kernels.cpp is compiled once per instruction set, each time in another namespace. Everything it uses has internal
 // linkage, because the linker keeps one copy of an inline function and it may keep the one of the wrong set.
@@ -31,7 +31,7 @@ constexpr int kRegisters = 32;
 
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef std::int32_t IntVec __attribute__((vector_size(4 * kLanes)));
-// The same register in memory, at any address and over any type.
+// This is the same register in memory, at any address and over any type.
 typedef float LooseVec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 
 FLASHTILE_INLINE Vec load(const float* p) {
@@ -52,7 +52,7 @@ FLASHTILE_INLINE Vec abs(Vec x) {
   return (Vec)((IntVec)x & 0x7fffffff);
 }
 
-/// a where it is the greater, else b: also where a is NaN.
+/// Returns a where it is the greater, else b: also where a is NaN.
 FLASHTILE_INLINE Vec max_or_second(Vec a, Vec b) {
 #if defined(__AVX512F__)
   return _mm512_max_ps(a, b);
@@ -61,7 +61,7 @@ FLASHTILE_INLINE Vec max_or_second(Vec a, Vec b) {
 #endif
 }
 
-/// a where it is the smaller, else b: also where a is NaN.
+/// Returns a where it is the smaller, else b: also where a is NaN.
 FLASHTILE_INLINE Vec min_or_second(Vec a, Vec b) {
 #if defined(__AVX512F__)
   return _mm512_min_ps(a, b);
@@ -70,7 +70,7 @@ FLASHTILE_INLINE Vec min_or_second(Vec a, Vec b) {
 #endif
 }
 
-/// Whether any lane of a comparison holds.
+/// Returns whether any lane of a comparison holds.
 FLASHTILE_INLINE bool any(IntVec lanes) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes) != 0;
@@ -83,8 +83,8 @@ FLASHTILE_INLINE bool any(IntVec lanes) {
 #endif
 }
 
-/// 2^(x · factor) within 1 ulp of that of the rounded product, which is at most 127; results below 2^−126 may be 0,
-/// 2^−inf is, and NaN stays NaN.
+/// Returns 2^(x · factor) within 1 ulp of that of the rounded product, which is at most 127. Results below 2^−126 may
+/// be 0, 2^−inf is 0, and NaN stays NaN.
 FLASHTILE_INLINE Vec exp2(Vec x, float factor = 1) {
   x *= factor;
 #if defined(__AVX512F__)
@@ -95,7 +95,7 @@ FLASHTILE_INLINE Vec exp2(Vec x, float factor = 1) {
   const Vec whole = shifted - 12582912.0f;
 #endif
   const Vec r = x - whole;  // in [−½, ½]; NaN where the product is −inf
-  // Minimax polynomial for 2^r with constant term 1: relative error 2e-9, below float's.
+  // This is a minimax polynomial for 2^r with constant term 1: its relative error is 2e-9, below float's.
   Vec p = splat(1.5353362e-4f);
   p = p * r + 1.3398875e-3f;
   p = p * r + 9.61843692e-3f;
@@ -107,14 +107,14 @@ FLASHTILE_INLINE Vec exp2(Vec x, float factor = 1) {
   return _mm512_scalef_ps(p, whole);  // VSCALEFPS of a quiet NaN and −inf is 0 by definition
 #else
   const Vec power = (Vec)(((IntVec)shifted << 23) + 0x3f800000);
-  return whole < -126.0f ? Vec{} : p * power;  // without x, the product can be a part of FMAs
+  return whole < -126.0f ? Vec{} : p * power;  // not a test of x, so that the product can be part of FMAs
 #endif
 }
 
-/// tanh within 2 ulp.
+/// Returns tanh within 2 ulp.
 FLASHTILE_INLINE Vec tanh(Vec x) {
   const Vec y = abs(x);
-  // Minimax polynomial for (tanh(y) − y) / y³, y < 0.625: relative error of tanh 4e-9.
+  // This is a minimax polynomial for (tanh(y) − y) / y³, y < 0.625: the relative error of tanh is 4e-9.
   const Vec z = y * y;
   Vec p = splat(-5.70498547e-3f);
   p = p * z + 2.06390861e-2f;
@@ -164,17 +164,17 @@ FLASHTILE_INLINE void transpose(Vec (&rows)[kLanes]) {
 #if defined(__AVX512BF16__)
 constexpr bool kHasPairs = true;
 
-/// acc + a.low · b.low + a.high · b.high, a register holding two bfloat16 in each 32-bit lane.
+/// Returns acc + a.low · b.low + a.high · b.high, where a register holds two bfloat16 in each 32-bit lane.
 FLASHTILE_INLINE Vec dot_pairs(Vec acc, Vec a, Vec b) {
   return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
 }
 
-/// 32 consecutive bfloat16 out of two registers of floats.
+/// Returns 32 consecutive bfloat16 out of two registers of floats.
 FLASHTILE_INLINE Vec narrow(Vec first, Vec second) {
   return (Vec)_mm512_cvtne2ps_pbh(second, first);
 }
 
-/// The 32 halves of `v` in the order 0, 16, 1, 17, …: turns narrow(low, high) into lanes (low, high).
+/// Returns the 32 halves of `v` in the order 0, 16, 1, 17, …: this turns narrow(low, high) into lanes (low, high).
 FLASHTILE_INLINE Vec interleave_halves(Vec v) {
   const IntVec order = iota() | ((iota() + 16) << 16);
   return (Vec)_mm512_permutexvar_epi16((__m512i)order, (__m512i)v);

@@ -25,7 +25,7 @@ HeadRows packed_rows(const TensorView& t, int batch, const PackedHeads& heads, i
 
 namespace {
 
-/// What each row of a tile sees of its columns, where each row and column of `band` stands so many times.
+/// Computes what each row of a tile sees of its columns, where each row and column of `band` is repeated so many times.
 void local_ranges(Range* target, Range rows, int times_rows, Range columns, int times_columns, Band band,
                   Lengths lengths) {
   for (int row = rows.begin; row < rows.end; ++row) {
@@ -37,8 +37,8 @@ void local_ranges(Range* target, Range rows, int times_rows, Range columns, int 
   }
 }
 
-/// What each weight is multiplied with: 0 where it is dropped. In whole squares of 16 × 16, which hold all four of the
-/// elements that share random words, since tiles begin at multiples of 16.
+/// Fills the factor of each weight: 0 where it is dropped. It goes by whole squares of 16 × 16, which hold all four of
+/// the elements that share random words, since tiles begin at multiples of 16.
 void fill_dropout(float* target, const Dropout& dropout, const TileRows& rows, int stride) {
   for (int key = rows.keys.begin; key < rows.keys.end; key += 16) {
     for (int query = rows.queries.begin; query < rows.queries.end; query += 16) {

@@ -1,5 +1,5 @@
-// What forward, backward and attention over a cache share: where a head's rows lie, which elements of a tile are
-// visible, how a thread's memory is divided.
+// This file holds what forward, backward and attention over a cache share: where a head's rows lie, which elements of a
+// tile are visible, and how a thread's memory is divided.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ constexpr std::int64_t round_up(std::int64_t x, std::int64_t multiple) {
   return (x + multiple - 1) / multiple * multiple;
 }
 
-/// Hands out pieces of a block of memory; with no block it only adds up their sizes.
+/// An arena hands out pieces of a block of memory; with no block it only adds up their sizes.
 class Arena {
  public:
   explicit Arena(void* memory = nullptr) : memory_(static_cast<std::byte*>(memory)) {}
@@ -24,7 +24,8 @@ class Arena {
   template <class T = float>
   T* take(std::int64_t count) {
     const std::int64_t at = bytes_;
-    // Whole cache lines, and an odd number of them between buffers, so that equal rows fall into different cache sets.
+    // Buffers take whole cache lines, and an odd number of lines lies between them, so that equal rows fall into
+    // different cache sets.
     bytes_ += round_up(count * static_cast<std::int64_t>(sizeof(T)), kLine) + 5 * kLine;
     return memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + at);
   }
@@ -37,9 +38,9 @@ class Arena {
   std::int64_t bytes_ = 0;
 };
 
-/// Tiles no larger than the lengths, in whole registers (two where bfloat16 pairs are written side by side). Of one
-/// batch entry these are the sizes that it has alone, and its tiles are those of the whole problem's sizes: where the
-/// two differ, it has one.
+/// Returns tile sizes no larger than the lengths, in whole registers (two where bfloat16 pairs are written side by
+/// side). For one batch entry these are the sizes that it has alone. Its tiles are still those of the whole problem's
+/// sizes: where the two sizes differ, the entry has only one tile.
 inline Sizes fit(Sizes sizes, Lengths lengths) {
   const auto fit_side = [](int tile, int length) {
     return static_cast<int>(round_up(std::clamp(length, 1, tile), 2 * kLanePadding));
@@ -49,8 +50,8 @@ inline Sizes fit(Sizes sizes, Lengths lengths) {
   return sizes;
 }
 
-/// `count` query heads of a group side by side: row r is head r % count of query r / count, counted from the first of
-/// each, so that keys are read once for all of them.
+/// These are `count` query heads of a group side by side: row r is head r % count of query r / count, counted from the
+/// first of each, so that keys are read once for all of them.
 struct PackedHeads {
   int count = 1;
   int first = 0;
@@ -61,24 +62,25 @@ struct PackedHeads {
   Range queries(Range rows) const { return {query(rows.begin), query(rows.end - 1) + 1}; }
 };
 
-/// Sizes for any entry of the problem, each of which may be as long as all of a ragged batch.
+/// Returns sizes for any entry of the problem, each of which may be as long as a whole ragged batch.
 inline Sizes tile_sizes(const Problem& problem, const Variant& variant, int packed_heads = 1) {
   return fit({variant.tile_m, variant.tile_n, problem.head_dim, problem.head_dim_v},
              {problem.seqlen_q * packed_heads, problem.seqlen_k});
 }
 
-/// Rows of one head of a (B, S, H, D) tensor, from `row` on. Where the batch is ragged, B is 1 and the stride of
-/// entries 0, so that `row` is one of all the sequences'.
+/// Returns the rows of one head of a (B, S, H, D) tensor, from `row` on. Of a ragged batch, B is 1 and the batch stride
+/// 0, so that `row` counts the rows of all sequences.
 inline HeadRows head_rows(const TensorView& t, int batch, int head, int row) {
   const std::int64_t offset = batch * t.strides[0] + row * t.strides[1] + head * t.strides[2];
   return {static_cast<std::byte*>(t.data) + offset * bytes_of(t.dtype), t.strides[1]};
 }
 
-/// The rows [begin, end) of `heads`, of which row 0 is `first_row` of the tensor. `starts` has room for them.
+/// Returns the rows [begin, end) of packed `heads`, where row 0 is `first_row` of the tensor. `starts` has room for
+/// them.
 HeadRows packed_rows(const TensorView& t, int batch, const PackedHeads& heads, int first_row, Range rows,
                      std::int64_t* starts);
 
-/// Zeros in rows of one head.
+/// Writes zeros to rows of one head.
 inline void clear_rows(const TensorView& t, int batch, int head, Range rows) {
   const HeadRows target = head_rows(t, batch, head, 0);
   for (int row = rows.begin; row < rows.end; ++row) {
@@ -87,10 +89,11 @@ inline void clear_rows(const TensorView& t, int batch, int head, Range rows) {
   }
 }
 
-/// The score map of one head.
+/// Returns the score map of one head.
 Scores head_scores(const Problem& problem, const TensorView& alibi_slopes, int batch, int head);
 
-/// The rows and keys of a tile, by their places in the entry. A row is a query, unless heads are packed.
+/// These are the rows and keys of a tile, by their indices in the batch entry. A row is a query, unless heads are
+/// packed.
 struct TileRows {
   int batch;
   PackedHeads heads;
@@ -99,7 +102,7 @@ struct TileRows {
   Range keys;
 };
 
-/// Room for what only some tiles have.
+/// These buffers are for what only some tiles have.
 struct TileBuffers {
   Range* queries_of_key;  // (N), of an edge tile
   Range* keys_of_query;   // (M), of an edge tile
@@ -111,14 +114,14 @@ inline TileBuffers take_tile_buffers(Arena& arena, const Sizes& s, bool dropout)
           dropout ? arena.take(std::int64_t{s.tile_n} * s.tile_m) : nullptr};
 }
 
-/// The tile as the kernels see it; `edge`: it may hold hidden elements.
+/// Returns the tile as the kernels see it; `edge` says that it may hold hidden elements.
 Tile make_tile(const Problem& problem, const Sizes& sizes, const TileRows& rows, bool edge, const TileBuffers& buffers);
 
 inline Range tile_range(int index, int tile, int length) {
   return {index * tile, std::min((index + 1) * tile, length)};
 }
 
-/// The rows of one of an entry's blocks: first those that count.
+/// These are the rows of one of an entry's blocks: first those that count.
 struct BlockRows {
   Range used;
   Range unused;

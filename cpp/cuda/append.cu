@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kThreads = 128;
 
-/// Rows of one tensor that become rows of another.
+/// This copies rows of one tensor to rows of another.
 struct Copy {
   const void* from = nullptr;
   void* to = nullptr;
@@ -22,11 +22,11 @@ struct Copy {
 
 struct AppendParams {
   Copy k, v, q;
-  Spans added;    // rows of k_new and v_new
-  Spans queries;  // of q, to be rotated
+  Spans added;    // rows of k_new and v_new that are appended
+  Spans queries;  // rows of q that are rotated
   CachedRows rows;
   Pages pages;
-  std::int64_t new_rows = 0;  // of all sequences
+  std::int64_t new_rows = 0;  // rows of k_new over all sequences
   const void* cos = nullptr;  // (positions, R / 2), or null
   const void* sin = nullptr;
   std::int64_t cos_stride = 0, sin_stride = 0;
@@ -35,7 +35,7 @@ struct AppendParams {
   bool interleaved = true;
 };
 
-/// The angles of one row; none where it is copied as it is.
+/// These are the angles of one row; there are none where it is copied as it is.
 template <class Element>
 struct Rotation {
   const Element* cos = nullptr;
@@ -51,7 +51,7 @@ struct Rotation {
   }
 };
 
-/// All heads of a row, two elements a thread at a time: those that are rotated together.
+/// Copies all heads of a row. A thread takes two elements at a time: those that are rotated together.
 template <class Element>
 __device__ void copy_row(Copy const& copy, const Element* from, Element* to, Rotation<Element> const& rotation) {
   const int pairs = copy.head_dim / 2;
@@ -74,18 +74,13 @@ __device__ void copy_row(Copy const& copy, const Element* from, Element* to, Rot
   }
 }
 
-/// The sequence that has a row of the tensor: the last that begins at it or before.
+/// Returns the sequence that has a row of the tensor: the last one that begins at the row or before it.
 __device__ int entry_of(Spans const& spans, std::int64_t row) {
   if (!spans.ragged()) return int(row / spans.size);
-  int low = 0, high = spans.entries();  // the answer lies in [low, high)
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (spans.begins[middle] <= row ? low : high) = middle;
-  }
-  return low;
+  return last_where(spans.entries(), [&](int b) { return spans.begins[b] <= row; });
 }
 
-/// A thread block for each row of k_new, then for each of q.
+/// Runs one thread block for each row of k_new, then one for each row of q.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) append_rows(const __grid_constant__ AppendParams params) {
   std::int64_t row = blockIdx.x;

@@ -32,7 +32,7 @@ struct SplitParams {
   int batch;
 };
 
-/// Of the rows of all sequences one behind the other, those of each.
+/// Copies each sequence's rows out of those of all sequences, which are concatenated within each head.
 __global__ void __launch_bounds__(kThreads) split_rows(const __grid_constant__ SplitParams params) {
   const int b = blockIdx.x / params.heads, head = blockIdx.x % params.heads;
   const float* const from = params.from + (std::int64_t(head) * params.batch + b) * params.seqlen;
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads) split_rows(const __grid_constant__ S
   for (int i = threadIdx.x; i < params.seqlen; i += kThreads) to[i] = from[i];
 }
 
-/// (B, S, H, D) whose rows stand one behind the other, as (1, B · S, H, D).
+/// Returns (B, S, H, D), whose rows have one stride across entries, as (1, B · S, H, D).
 TensorView in_line(TensorView view) {
   view.strides[1] = view.shape[1] > 1 ? view.strides[1] : view.strides[0];
   view.shape[1] *= view.shape[0];
@@ -52,7 +52,7 @@ TensorView in_line(TensorView view) {
 void attend_in_line(const KvcachePlan& plan, const KvcacheTensors&, const ForwardTensors& tensors, void* memory,
                     Stream stream) {
   ForwardTensors forward = tensors;
-  // Entries of the cache that no sequence has are none of the last one's.
+  // The ragged batch ends with the last sequence's rows: entries of the cache beyond B belong to no sequence.
   for (TensorView* view : {&forward.k, &forward.v}) view->shape[1] = plan.prefill->problem.seqlen_k;
   plan.prefill->run(*plan.prefill, forward, memory, stream);
 }

@@ -4,6 +4,7 @@
 
 #include "flashtile/cuda/launch.h"
 #include "flashtile/mainloop/sum_of_dq.h"
+#include "flashtile/math/element.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/math/state.h"
 #include "flashtile/scheduler/list_tiles.h"
@@ -17,12 +18,13 @@ static_assert(kThreads >= RaggedOrder::kClasses && kThreads >= kMostRowsOfBackwa
 struct PrepareParams {
   BackwardParams backward;
   RaggedOrder orders[2];
-  int lists;          // 2, of a dense batch 0
+  int lists;          // 2 for a ragged batch, 0 for a dense one
   int tile_n;         // keys of the backward kernel's tiles
-  bool first_stores;  // the first block of keys to add to a tile of dQ: see SumOfDq
+  bool first_stores;  // the first block of keys that adds to a tile of dQ stores it instead: see SumOfDq
 };
 
-/// The entry of a place, as Spans::entry_of has it, by a whole warp: the lists are only being written at this time.
+/// Returns the entry of a slot, as Spans::entry_of does, by a whole warp. The lists of tiles cannot say it, as they are
+/// only being written at this time.
 __device__ int entry_of_place(Spans const& spans, int place, int tile) {
   int low = 0, high = spans.entries();
   while (high - low > 1) {
@@ -35,7 +37,7 @@ __device__ int entry_of_place(Spans const& spans, int place, int tile) {
   return low;
 }
 
-/// The tile of queries at place `index` of the workspace, by a whole warp; false if there is none.
+/// Finds the tile of queries at slot `index` of the workspace, by a whole warp; returns false if there is none.
 __device__ bool query_tile_at(BackwardParams const& params, int index, BackwardParams::QueryTile& tile) {
   if (!params.ragged_queries.given()) return params.find_query_tile(unsigned(index), tile);
   const Spans& spans = params.sequences.q;
@@ -47,8 +49,8 @@ __device__ bool query_tile_at(BackwardParams const& params, int index, BackwardP
   return tile.m_block >= 0 && tile.m_block * tile_m < sequence.q.size;
 }
 
-/// One thread block per tile of the workspace, see BackwardWorkspace; of a ragged batch, before those, one for each
-/// list of tiles, which the next kernel goes by. `kLanes` threads read a row of O and of dO, 8 elements each.
+/// Runs one thread block per tile of the workspace, see BackwardWorkspace; of a ragged batch, before those, one for
+/// each list of tiles, by which the next kernel goes. `kLanes` threads read a row of O and of dO, 8 elements each.
 template <class Element, int kLanes>
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ PrepareParams prepare) {
   constexpr int kVector = 8;  // elements of a 16-byte load
@@ -70,9 +72,9 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   const Element* const dout = origin(params.dout, params.dout_strides);
 
   constexpr int kRowsAtATime = kThreads / kLanes;
-  constexpr int kTogether = kLanes == 16 ? 5 : 4;  // steps whose loads are on their way together: 5 make a tile of 80
-  // The numbers of row r are read and written by thread r, so that neighbours in memory are neighbours in a warp. Their
-  // loads start here and are used behind the loop, whose own loads take as long.
+  constexpr int kTogether = kLanes == 16 ? 5 : 4;  // steps whose loads are in flight together: 5 make a tile of 80
+  // Thread r reads and writes the numbers of row r, so that a warp's accesses coalesce. The loads start here and are
+  // used after the loop, whose own loads take as long.
   const int own_query = tile.m_block * tile_m + int(threadIdx.x);
   const bool owns = int(threadIdx.x) < tile_m, counts = owns && own_query < queries.used;
   RowResults::Stored stored;
@@ -112,7 +114,8 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
     const std::int64_t row = tile.place * tile_m + threadIdx.x;
     const float unit_log2 = params.score_map.unit_log2;
     const FinishedRow finished = counts ? params.rows.finished(stored, params.score_map.unit) : FinishedRow{};
-    float lse_log2 = finished.saw_nothing() ? kInfinity : finished.lse_log2(unit_log2) + 0.0f;  // −0 becomes 0
+    // Adding 0 turns a −0, which would say that the row is steep, into 0.
+    float lse_log2 = finished.saw_nothing() ? kInfinity : finished.lse_log2(unit_log2) + 0.0f;
     if (finished.steep(unit_log2)) {
       lse_log2 = BackwardWorkspace::kSteepRow;
       workspace.steep_rows(params.memory)[row] = {finished.reference, quotient(finished.log2_sum, unit_log2)};
@@ -137,15 +140,15 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   }
 }
 
-/// dsinks = −Σ weight of the sink · delta, over all rows of a head, one thread block to each: in the same order in
-/// every run.
+/// Forms dsinks = −Σ weight of the sink · delta over all rows of a head, with one thread block for each head: the order
+/// of the sum is the same in every run.
 __global__ void __launch_bounds__(kThreads) sinks_kernel(const __grid_constant__ BackwardParams params) {
   const int head = blockIdx.x;
   const float sink = params.sinks[head], unit = params.score_map.unit;
   const int tile_m = params.workspace.tile_m;
   const std::int64_t rows = params.sequences.q.places(tile_m) * tile_m;
   double sum = 0;
-  // By place, not as they are listed: of equally long sequences that may differ from run to run.
+  // Rows are taken by slot, not in the order of the list, which may differ from run to run for equally long sequences.
   for (std::int64_t row = threadIdx.x; row < rows; row += kThreads) {
     const int place = int(row / tile_m);
     const int batch = params.sequences.q.entry_of(place, tile_m);
@@ -168,8 +171,9 @@ __global__ void __launch_bounds__(kThreads) sinks_kernel(const __grid_constant__
   if (threadIdx.x == 0) params.dsinks[head] = float(sums[0]);
 }
 
-template <class Element>
+template <DType kDType>
 void launch_prepare(PrepareParams const& params, Device device, Stream stream) {
+  using Element = ElementOf<kDType>;
   static KernelHandles narrow, medium, wide;
   const int head_dim_v = params.backward.head_dim_v;
   const int blocks = params.lists + std::max(int(params.backward.workspace.tiles), 1);
@@ -201,7 +205,7 @@ void prepare_backward(BackwardPlan const& plan, BackwardParams const& params, St
       .first_stores = v.arch == Arch::kSm90,
   };
   const bool is_half = v.dtype == DType::kFloat16;
-  (is_half ? launch_prepare<cute::half_t> : launch_prepare<cute::bfloat16_t>)(prepare, problem.device, stream);
+  (is_half ? launch_prepare<DType::kFloat16> : launch_prepare<DType::kBFloat16>)(prepare, problem.device, stream);
   if (params.dsinks) launch(sinks_kernel, sinks, problem.device, {params.heads, kThreads, 0}, params, stream);
 }
 

@@ -8,7 +8,7 @@
 namespace flashtile {
 namespace {
 
-/// All that a description holds but the address.
+/// A tensor map depends on all this, and on the address.
 struct Key {
   DType dtype = DType::kOther;
   int rows = 0, columns_per_box = 0;
@@ -26,12 +26,12 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
 CUtensorMap encode(const Key& key, const TensorView& t) {
   const auto size = static_cast<std::uint64_t>(bytes_of(key.dtype));
   const auto extent = [&](std::size_t i) { return static_cast<std::uint64_t>(key.shape[i]); };
-  // In bytes. A dimension of one element may have any stride, also one that TMA does not take.
+  // Returns a stride in bytes. A dimension of one element may have any stride, even one that TMA does not take.
   const auto stride = [&](std::size_t i) {
     return extent(i) == 1 ? 16 : static_cast<std::uint64_t>(key.strides[i]) * size;
   };
   using Shape = std::array<std::uint64_t, 5>;
-  using Strides = std::array<std::uint64_t, 4>;  // of all but columns
+  using Strides = std::array<std::uint64_t, 4>;  // of all dimensions but columns
   constexpr std::uint64_t kRowsOfStep = kEndOfRows / kWayBack, kStep = (~std::uint64_t{0} / kWayBack) + 1;
   const Shape shape = key.ragged ? Shape{extent(3), extent(2), kEndOfRows, extent(1) + 1, kWayBack + 1}
                                  : Shape{extent(3), extent(2), extent(1), extent(0), 1};
@@ -54,7 +54,7 @@ CUtensorMap encode(const Key& key, const TensorView& t) {
 
 }  // namespace
 
-// To encode a description takes the driver far longer than to give a known one another address.
+// The driver takes far longer to encode a tensor map than to give a known one another address.
 CUtensorMap head_tiles(const TensorView& t, int rows, int columns_per_box, bool ragged, HeadPacking packing) {
   if (t.empty()) return {};
   static const auto replace_address =

@@ -15,9 +15,9 @@ namespace {
 /// These constants are fitted to runs on an H200 (docs/performance.md).
 namespace h200 {
 
-constexpr int kFewQueries = 4096;             // A block's beginning and end weigh where it meets no more queries.
-constexpr std::int64_t kShortHead = 1 << 16;  // A head is short up to here, in blocks of keys times head_dim².
-constexpr double kBusy = 0.95;                // A grid should use so many of the multiprocessors.
+constexpr int kFewQueries = 4096;             // with no more queries, a block's prologue and epilogue matter
+constexpr std::int64_t kShortHead = 1 << 16;  // a head is short up to here, in blocks of keys times head_dim²
+constexpr double kBusy = 0.95;                // a grid should use this share of the multiprocessors
 
 }  // namespace h200
 
@@ -25,15 +25,15 @@ int key_blocks(const Problem& p, const Variant& v) {
   return std::max((p.seqlen_k + v.tile_n - 1) / v.tile_n, 1);
 }
 
-/// Returns how many thread blocks take `tiles` blocks of keys, and tiles of queries if those have a pass of their own.
-/// Two passes, or one over ragged sequences, take one wave, whose thread blocks go on to the next tile. So does one
-/// pass over dense sequences where a block meets few queries, so that its beginning and its end weigh. Under a mask
-/// such a wave is made of whole heads, so that rounds in alternate directions give each thread block as much to do; it
-/// is not taken where it would leave too many multiprocessors idle.
+/// Returns how many thread blocks take `tiles` blocks of keys, and tiles of queries where a second pass has those. Two
+/// passes, or Hopper's one pass over ragged sequences, take one wave of persistent thread blocks. So does one pass over
+/// dense sequences where a block meets so few queries that its prologue and epilogue matter. Under a mask such a wave
+/// is made of whole heads, so that rounds in alternate directions give each thread block equal work; it is not taken
+/// where it would leave too many multiprocessors idle.
 ///
-/// Where sums are in order, each thread block takes the next block of keys that nobody has taken, so that whoever
-/// waits, waits for one that runs. That pays only in short heads, of which more can share the L2 cache than have to
-/// wait for each other.
+/// Where dQ is summed in a fixed order, each thread block takes the next block of keys that nobody has taken, so that a
+/// block only ever waits for one that already runs. That pays only in short heads, of which more can share the L2 cache
+/// than have to wait for each other.
 int thread_blocks(const Problem& p, const Variant& v, const DeviceInfo& device, int tiles) {
   const int wave = device.multiprocessors;
   if (v.two_passes() || (p.ragged && v.one_pass())) return std::min(tiles, wave);
@@ -56,12 +56,13 @@ void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
   const BackwardWorkspace workspace = BackwardWorkspace::of(p, v);
-  countable("q", workspace.tiles, kTiles);  // of which int64 counts the rows
+  countable("q", workspace.tiles, kTiles);  // the rows of these tiles still fit in int64
   countable("q", workspace.rows(), "rows (batch × heads × whole blocks)");
   if (v.two_passes()) plan.tiles += workspace.tiles;
   plan.grid = thread_blocks(p, v, device, countable("k", plan.tiles, kTiles));
   plan.heads_at_once = heads_at_once(p, v, device, key_blocks(p, v), v.may_loop() && plan.grid < plan.tiles);
-  // Where sums are in order, so are the blocks of a head. Of two passes the second fills up the last wave of the first.
+  // Where dQ is summed in a fixed order, the blocks of a head have to be taken in order too. With two passes, the
+  // second one fills the tail of the first.
   plan.parts_of_sequence = p.deterministic || v.two_passes() ? 1 : parts_of_sequence(p);
   plan.blocks_of_section = blocks_of_section(p, v, device);
   plan.workspace_bytes = workspace.bytes();

@@ -6,41 +6,41 @@
 #include <utility>
 #include <vector>
 
-#include "flashtile/math/mask.h"
+#include "flashtile/mask/band.h"
 #include "recent.h"
 #include "select/sections.h"
 
 namespace flashtile {
 namespace {
 
-constexpr int kSmallestSection = 32;      // Sections of fewer tiles let too few neighbours share keys.
-constexpr unsigned kLargestCount = 4096;  // Beyond so many tiles any section of a few rounds is even.
-constexpr int kTileOverhead = 1;          // Each tile costs so much beside its key blocks, in key blocks.
-constexpr double kAsGood = 0.998;         // A section divides the work as well as the best if it comes so close.
+constexpr int kSmallestSection = 32;      // in sections of fewer tiles, too few neighbours share keys
+constexpr unsigned kLargestCount = 4096;  // with more tiles, any section of a few rounds is balanced
+constexpr int kTileOverhead = 1;          // the cost of a tile beside its key blocks, in key blocks
+constexpr double kAsGood = 0.998;         // a section balances as well as the best if its score is this close
 
 /// This constant is fitted to runs on an H200 (docs/performance.md), as kCachedBytes is.
 namespace h200 {
 
-constexpr double kSpeedUncached = 0.9;  // A section whose keys and values leave the L2 cache has so much of the speed.
+constexpr double kSpeedUncached = 0.9;  // relative speed of a section whose keys and values leave the L2 cache
 
 }  // namespace h200
 
-/// What a schedule depends on, and nothing else.
+/// A schedule depends on these fields and on nothing else.
 struct Key {
   Band band;
   Lengths lengths;
   HeadPacking packing;
   int batch = 0, heads = 0, m_blocks = 0, tile_m = 0, tile_n = 0, blocks = 0;
-  double key_bytes = 0;  // see key_bytes_of_head
+  double key_bytes = 0;  // of one head, see key_bytes_of_head
   bool operator==(const Key&) const = default;
 };
 
-/// Returns what a tile of each block of rows costs, in key blocks.
+/// Returns the cost of a tile of each block of rows, in key blocks.
 std::vector<int> costs(const ForwardPlan& plan) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
   std::vector<int> cost(static_cast<std::size_t>(plan.m_blocks), kTileOverhead);
-  if (p.band == Band::full()) return cost;  // all are equal
+  if (p.band == Band::full()) return cost;  // all tiles cost the same
   for (int m = 0; m < plan.m_blocks; ++m) {
     const Range queries = plan.packing.queries(m * v.tile_m, v.tile_m, p.seqlen_q);
     const Range visible = p.band.tiles(queries, v.tile_n, p.lengths()).visible;
@@ -55,9 +55,9 @@ double key_bytes_of_head(const ForwardPlan& plan) {
 
 PersistentScheduler search(const ForwardPlan& plan) {
   const int packs = plan.problem.heads_q / plan.packing.heads();
-  const int all = plan.tiles == 0 ? 0 : plan.problem.batch * packs;  // without a tile int might not count them
+  const int all = plan.tiles == 0 ? 0 : plan.problem.batch * packs;  // without tiles, an int might not hold it
   const std::vector<int> cost = costs(plan);
-  const bool equal = plan.problem.band == Band::full();  // Then head comes after head.
+  const bool equal = plan.problem.band == Band::full();  // then heads need no section: one follows the other
   PersistentScheduler scheduler{.heads = packs, .m_blocks = plan.m_blocks, .batch_heads = all, .blocks = plan.grid};
   const unsigned tiles = scheduler.tiles();
   if (equal || tiles <= static_cast<unsigned>(plan.grid) || tiles > kLargestCount) {
@@ -86,11 +86,11 @@ double divide(PersistentScheduler& scheduler, std::span<const int> cost) {
   const unsigned tiles = scheduler.tiles();
   const auto blocks = static_cast<unsigned>(scheduler.blocks);
   const int all_rounds = tiles == 0 ? 0 : static_cast<int>((tiles + blocks - 1) / blocks);
-  // After an even number of rounds blocks have about equal work.
+  // Rounds alternate in direction, so after an even number of them thread blocks have about equal work.
   scheduler.rounds = std::max(all_rounds - 2, 0) / 2 * 2;
   const auto work = [&](unsigned index) { return cost[static_cast<std::size_t>(scheduler.tile(index).m_block)]; };
 
-  using Busy = std::pair<std::int64_t, int>;  // work so far, block
+  using Busy = std::pair<std::int64_t, int>;  // (work so far, thread block)
   std::priority_queue<Busy, std::vector<Busy>, std::greater<>> least_busy;
   std::int64_t sum = 0, most = 0;
   for (int block = 0; block < scheduler.blocks; ++block) {

@@ -7,9 +7,10 @@ constexpr Features when(bool asked, Features feature) {
   return asked ? feature : Features::kNone;
 }
 
-/// Hopper leaves an unusual softcap to Ampere's rows. A large one is unusual, because the tanh of Hopper's kernels is
-/// too coarse for it. Of a backward a cap of stretched scores is unusual too: Hopper's finds the slope of a cap by the
-/// score, which therefore has to be the tanh itself, of a row that is not steep, and no row is steep by a usual cap.
+/// Returns whether Hopper leaves a softcap to Ampere's rows. A large one is unusual, because the tanh of Hopper's
+/// kernels is too coarse for it. In a backward a softcap of stretched scores (see ScoreMap) is unusual too: Hopper's
+/// derives the softcap's slope from the score, which therefore has to be the tanh itself, of a row that is not steep
+/// (see math/state.h), and no row is steep under a usual softcap.
 bool is_unusual_softcap(const Problem& p, bool backward) {
   const ScoreMap map = p.score_map();
   return map.capped && (p.softcap > kUsualSoftcap || (backward && map.stretched));

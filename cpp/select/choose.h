@@ -1,6 +1,6 @@
-// This file answers which row of a table computes a problem, and refuses a problem that none does. Rows serve a problem
-// if they are wide enough and know what it asks; select takes the narrowest of those, and of several that are equally
-// narrow the one with the least estimated time.
+// This file answers which row of a table computes a problem, and refuses a problem that none does. A row serves a
+// problem if it is wide enough and knows the features that it asks for; select takes the narrowest of those, and of
+// several that are equally narrow the one with the least estimated time.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +19,9 @@ inline constexpr const char* kSmallerTile =
     "the first row of this dtype that is wide enough and fits the GPU's shared memory";
 inline constexpr const char* kFastest = "of the rows that are just wide enough, the one with the least estimated time";
 
-/// Returns what a problem asks of the row `v` that not every row of the table `kind` knows on that architecture. A row
-/// whose features include the answer can compute the problem, so this is the only place that asks for options.
+/// Returns the features that a problem asks of the row `v` and that not every row of the table `kind` knows on that
+/// architecture. A row whose features include the answer can compute the problem, so nothing else has to ask for
+/// options.
 Features features_of(const Problem& problem, Kind kind, const Variant& v);
 
 /// Returns the bytes of shared memory that a thread block of the kernel takes: none on a CPU.
@@ -47,15 +48,15 @@ template <class Row>
                     ", expected at most " + std::to_string(widest) + " (less where shared memory is short)");
 }
 
-/// Returns whether a row is wide enough for a problem and knows what it asks.
+/// Returns whether a row is wide enough for a problem and knows the features that it asks for.
 template <class Row>
 bool serves(const Row& row, const Problem& p) {
   const Variant& v = row.variant;
   return v.head_dim >= p.head_dim && v.head_dim_v >= p.head_dim_v && v.knows(features_of(p, Row::kKind, v));
 }
 
-/// Returns whose kernels a GPU runs. Hopper has its own for head dimensions up to the widest of `rows`, and falls back
-/// to Ampere's where none of them serves; every newer GPU runs Ampere's.
+/// Returns the architecture whose kernels a GPU runs. Hopper has its own for head dimensions up to the widest of
+/// `rows`, and falls back to Ampere's where none of them serves; every newer GPU runs Ampere's.
 template <class Row, class Suits>
 Arch gpu_arch(std::span<const Row> rows, const DeviceInfo& device, const Problem& problem, const Suits& suits) {
   const auto on_hopper = [&](const Row& row) {
@@ -64,7 +65,7 @@ Arch gpu_arch(std::span<const Row> rows, const DeviceInfo& device, const Problem
   return device.compute_capability == 90 && std::ranges::any_of(rows, on_hopper) ? Arch::kSm90 : Arch::kSm80;
 }
 
-/// Lets every row pass.
+/// This lets every row pass.
 inline constexpr auto kEveryRow = [](const auto&) { return true; };
 
 template <class Row>

@@ -12,21 +12,24 @@ namespace {
 /// These constants are fitted to runs on an H200 (docs/performance.md). Other GPUs go by them too.
 namespace h200 {
 
-// A tile of 192 rows of Hopper's forward is faster in the long run than one of 128, but begins and ends slower.
-constexpr double kSpeedOf192Rows = 1.06;        // The tile's rows go so much faster than those of a tile of 128,
-constexpr double kSpeedOf192NarrowRows = 1.24;  // and at head dimension 64 so much.
-constexpr double kEndsOf128Rows = 100;          // A tile's beginning and end take as long as so many keys.
+// A tile of 192 rows of Hopper's forward is faster in the steady state than one of 128, but has a longer prologue and
+// epilogue.
+constexpr double kSpeedOf192Rows = 1.06;        // speed per row relative to a tile of 128,
+constexpr double kSpeedOf192NarrowRows = 1.24;  // and at head dimension 64
+constexpr double kEndsOf128Rows = 100;          // a tile's prologue and epilogue, in the time of keys
 constexpr double kEndsOf192Rows = 180;
 
-// In Hopper's backward of one pass a query takes less time where tiles have 80 of them than where they have 64.
+// In Hopper's backward of one pass this is the time of a query in tiles of 80 queries, relative to tiles of 64.
 constexpr double kQueryOf80 = 0.945;
 
-// A tile of 16 rows over a cache takes as long as its keys take to read; one of 64 takes longer, for its matmuls.
+// A tile of 16 rows over a cache takes as long as its keys take to read. This is the time of a tile of 64, which takes
+// longer for its matmuls, relative to that.
 constexpr double kTileOf64Rows = 2.2;
 
 }  // namespace h200
 
-/// Returns how many keys a tile is multiplied with, on average: those that its queries see, and what its edges waste.
+/// Returns how many keys a tile is multiplied with, on average: those that its queries see, and those that are wasted
+/// in the tiles at the mask's edges.
 double keys_per_tile(const Variant& v, const Problem& p, HeadPacking packing) {
   const double all = (p.seqlen_k + v.tile_n - 1) / v.tile_n * v.tile_n;
   if (p.band == Band::full() || p.seqlen_q == 0) return all;
@@ -42,8 +45,9 @@ double estimated_time(const Variant& v, const Problem& p, HeadPacking packing) {
   return tiles * (keys_per_tile(v, p, packing) / speed + ends) / packing.heads();
 }
 
-/// Packs as many heads of a group as one warp's rows take side by side. It packs none for lengths whose rows int cannot
-/// count, nor where heads have slopes, since a tile has one, nor with dropout, whose random words go by rows of a head.
+/// Packs as many heads of a GQA group as the 16 rows of one warp hold. It packs none where int cannot count the rows of
+/// so long a sequence, nor where heads have ALiBi slopes, since a tile has one slope, nor with dropout, whose random
+/// words are indexed by the rows of a head.
 HeadPacking widest_packing(const Problem& p) {
   if (p.seqlen_q >= 1 << 25 || p.alibi || p.dropout.active()) return {};
   return {std::min(std::countr_zero(static_cast<unsigned>(p.group())), 4)};
@@ -62,8 +66,8 @@ Estimate estimate(const ForwardRow& row, const Problem& p) {
   return estimate_forward(row.variant, p);
 }
 
-/// The kernel of one pass takes as long as the queries that the tiles of a block go through, on average: those that see
-/// a key, what the edges waste, and what fills up the last tile.
+/// The kernel of one pass takes as long as the queries that the tiles of a block of keys go through, on average: those
+/// that see a key, those that are wasted at the mask's edges, and the padding of the last tile.
 Estimate estimate(const BackwardRow& row, const Problem& p) {
   const Variant& v = row.variant;
   if (!v.one_pass() || p.seqlen_k == 0) return {};

@@ -19,9 +19,9 @@ void plan_on_cpu(ForwardPlan& plan, const DeviceInfo& device) {
   plan.workspace_bytes = cpu::forward_workspace_bytes(plan);
 }
 
-/// Plans the scheduler metadata of a ragged batch, whose tiles have `places` places in one head. A kernel that runs
-/// before this one lists the tiles by work, longest first. Hopper's thread blocks do without a list where sequences are
-/// few and their tiles can be counted in a few bits: then each puts them in order by itself.
+/// Plans the scheduler metadata of a ragged batch, which has `places` slots for tiles in one head (see Spans). A kernel
+/// that runs before this one lists the tiles by work, longest first. Hopper's thread blocks do without a list where
+/// sequences are few and their tiles can be counted in a few bits: then each orders them by itself (see FewSequences).
 void plan_metadata(ForwardPlan& plan, std::int64_t places) {
   const bool few = plan.problem.batch <= RaggedOrder::kFewSequences && places <= RaggedOrder::kFewPlaces &&
                    plan.tiles < static_cast<std::int64_t>(MarkedCount::kLimit);
@@ -36,7 +36,7 @@ void plan_on_gpu(ForwardPlan& plan, HeadPacking packing, const DeviceInfo& devic
   const Variant& v = plan.variant;
   plan.packing = packing;
   plan.packed_heads = packing.heads();
-  const int queries = packing.query(v.tile_m);  // of a tile
+  const int queries = packing.query(v.tile_m);  // queries of a tile
   const std::int64_t places = p.places_q(queries);
   plan.m_blocks = p.ragged ? static_cast<int>(places) : Spans::tiles(p.seqlen_q, queries);
   plan.tiles = p.heads_q / packing.heads() * places;

@@ -11,29 +11,29 @@
 namespace flashtile {
 namespace {
 
-constexpr int kKeysOfSplit = 1024;                  // A batch-invariant call splits keys after so many.
-constexpr std::int64_t kRoomForSplits = 256 << 20;  // Results of splits that lie apart take so many bytes at the most.
+constexpr int kKeysOfSplit = 1024;                  // keys of a split in a batch-invariant call
+constexpr std::int64_t kRoomForSplits = 256 << 20;  // limit in bytes of the results of concurrent splits
 
 /// These constants are fitted to runs on an H200 (docs/performance.md).
 namespace h200 {
 
-constexpr std::int64_t kSmallCache = 200 << 20;  // A cache is small up to so many bytes.
-constexpr int kFewRows = 16;                     // A tile of no more rows takes as long as its keys take to read.
-constexpr int kFewestKeys = 512;                 // Of a tile of more rows a team takes so many keys at the least.
+constexpr std::int64_t kSmallCache = 200 << 20;  // a cache is small up to this many bytes
+constexpr int kFewRows = 16;                     // a tile of no more rows is bound by reading its keys
+constexpr int kFewestKeys = 512;                 // least keys of a larger tile that are worth a thread block
 
 }  // namespace h200
 
-/// Returns how many parts of `part` make up the whole.
+/// Returns how many parts of size `part` make up the whole.
 std::int64_t parts(std::int64_t whole, std::int64_t part) {
   return (whole + part - 1) / part;
 }
 
-/// Returns how many blocks of keys a tile has. A block is what the groups of a thread block take at a time.
+/// Returns how many key blocks a tile has. A key block is what the groups of warps of a thread block take at a time.
 std::int64_t key_blocks(const KvcachePlan& plan) {
   return parts(plan.problem.seqlen_k, groups_of(plan.variant) * plan.variant.tile_n);
 }
 
-/// Refuses what a GPU cannot count, and returns the tiles of rows of a KV head.
+/// Refuses what a GPU cannot count in an int, and returns the number of query tiles of a KV head.
 std::int64_t counted_tiles(const KvcachePlan& plan) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
@@ -43,7 +43,8 @@ std::int64_t counted_tiles(const KvcachePlan& plan) {
   return tiles;
 }
 
-/// Sets how the keys of each tile are split. Returns into how many splits, or 0 where teams share all keys evenly.
+/// Sets how the keys of each tile are split. Returns the number of splits, or 0 where thread blocks share the keys of
+/// all tiles evenly.
 std::int64_t plan_splits(KvcachePlan& plan, std::int64_t tiles) {
   const bool invariant = plan.cache.batch_invariant;
   plan.num_splits = static_cast<int>(std::min(std::int64_t{plan.cache.num_splits}, key_blocks(plan)));
@@ -55,7 +56,7 @@ std::int64_t plan_splits(KvcachePlan& plan, std::int64_t tiles) {
   return splits;
 }
 
-/// Returns into how many pieces the keys of all tiles of a KV head can go, if each is to be worth a thread block.
+/// Returns into how many pieces the keys of all tiles of a KV head can be cut, if each is to be worth a thread block.
 std::int64_t pieces(const KvcachePlan& plan, std::int64_t tiles, std::int64_t splits) {
   if (plan.splits_apart) return tiles * splits;
   if (splits > 0) return tiles;
@@ -65,9 +66,9 @@ std::int64_t pieces(const KvcachePlan& plan, std::int64_t tiles, std::int64_t sp
 }
 
 /// Returns how many thread blocks share the work of a KV head: one wave, or fewer where each would have too little to
-/// do.
+/// do. Thread blocks of the same index, one for each KV head, form a team: see SplitKeys.
 int teams(const KvcachePlan& plan, const DeviceInfo& device, std::int64_t pieces) {
-  constexpr int kOfSystem = 1024;  // Each thread block takes so many bytes of shared memory for the system.
+  constexpr int kOfSystem = 1024;  // the bytes of shared memory that the system reserves for each thread block
   const int of_multiprocessor =
       std::clamp((device.max_shared_memory + kOfSystem) / (plan.shared_memory + kOfSystem), 1, 2);
   const int at_a_time = device.multiprocessors * of_multiprocessor;
@@ -76,15 +77,15 @@ int teams(const KvcachePlan& plan, const DeviceInfo& device, std::int64_t pieces
 }
 
 /// Returns how many slots a KV head has for partial results. Where teams share keys evenly, each has a slot for the
-/// tile that it begins with and one for the tile that it ends with. Where it takes the splits of a tile one after the
-/// other, it has two for the sums so far.
+/// tile that it begins with and one for the tile that it ends with. Where a team computes the splits of a tile one
+/// after the other, it has two for its running sums.
 int partials(const KvcachePlan& plan, std::int64_t tiles, std::int64_t splits) {
   if (plan.splits_apart) return static_cast<int>(tiles * splits);
   return splits == 1 ? 0 : 2 * plan.teams;
 }
 
-/// Returns whether lines of keys and values that were read should make room for each other in the L2 cache. That is 3
-/// to 7 % faster where a cache is small, and 2 to 4 % slower where it is large.
+/// Returns whether the L2 cache should evict lines of keys and values first once they are read. That is 3 to 7 % faster
+/// where a cache is small, and 2 to 4 % slower where it is large.
 bool passes_by(const Problem& p, std::int64_t tiles) {
   const std::int64_t row_bytes = std::int64_t{p.heads_k} * (p.head_dim + p.head_dim_v) * bytes_of(p.dtype);
   return tiles <= p.batch && std::int64_t{p.batch} * p.seqlen_k <= h200::kSmallCache / row_bytes;
@@ -127,7 +128,7 @@ KvcachePlan select_kvcache(const KvcacheProblem& cache, const DeviceInfo& device
     countable("k_new", new_rows + cache.queries(), "rows, with those of q");
     if (select_prefill(plan, device)) return plan;
   }
-  // Only where warps go through keys of their own can one block have several splits.
+  // One thread block can compute several splits only where each group of warps has keys of its own.
   const bool splits = cache.num_splits > 0 || cache.batch_invariant;
   const auto suits = [&](const KvcacheRow& row) {
     const Arch arch = row.variant.arch;

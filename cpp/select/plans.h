@@ -1,4 +1,4 @@
-// This file holds what the makers of plans need of each other.
+// This file holds what the files that make plans need of each other.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// This file makes the plan of many rows over a cache on Hopper, where the forward kernel goes over it as over ragged
-// sequences.
+// This file makes the plan for many query rows over a cache on Hopper, where the forward kernel goes over it as over
+// ragged sequences.
 #include <algorithm>
 #include <memory>
 #include <optional>
@@ -16,11 +16,11 @@ namespace {
 
 constexpr const char* kPrefill = "many rows over a cache, on Hopper: the forward kernel";
 
-constexpr int kFewestRows = 128;      // Sequences of fewer rows are left to the kernels over a cache,
-constexpr int kFewestRowsOfBox = 16;  // and so are pages of which TMA could bring fewer rows at a time.
+constexpr int kFewestRows = 128;      // sequences of fewer rows are left to the kernels over a cache,
+constexpr int kFewestRowsOfBox = 16;  // and so are pages of which TMA could load only fewer rows at a time
 
-/// Returns whether the forward kernel can go over the cache, and has enough rows to do. It cannot split keys, and int
-/// has to count all rows of the cache, and those of q.
+/// Returns whether the forward kernel can go over the cache, and has enough rows to do. It cannot split keys, and an
+/// int has to count all rows of the cache, and those of q.
 bool may_prefill(const KvcacheProblem& cache, const DeviceInfo& device) {
   const Problem& p = cache.problem;
   if (device.compute_capability != 90 || !cache.in_line || cache.num_splits > 0 || cache.batch_invariant) return false;
@@ -39,7 +39,7 @@ Problem as_ragged(const KvcacheProblem& cache) {
   return sequences;
 }
 
-/// A forward over a cache, if Hopper has a row that serves, and who launches it.
+/// This holds the plan of a forward over a cache, if Hopper has a row that serves, and the function that launches it.
 struct Found {
   std::optional<ForwardPlan> forward;
   KvcacheKernel run = nullptr;
@@ -72,7 +72,7 @@ bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   const KvcacheProblem& cache = plan.cache;
   if (!may_prefill(cache, device)) return false;
   auto [forward, run] = cache.has_table ? over_pages(cache, device) : over_rows(cache, device);
-  // Half a wave is too little: the kernels over a cache split keys, and keep all of a GPU busy.
+  // Half a wave is too little: the kernels over a cache split keys, and so fill the GPU.
   if (!forward || 2 * forward->tiles < device.multiprocessors) return false;
   plan.variant = forward->variant;
   plan.packed_heads = forward->packed_heads;

@@ -11,14 +11,16 @@ namespace {
 /// These constants are fitted to runs on an H200 (docs/performance.md).
 namespace h200 {
 
-constexpr int kManyTiles = 8;       // A thread block of a ragged forward that takes so many evens out their work.
-constexpr int kManyBlocks = 16;     // A head of so many blocks of keys gains by sections.
-constexpr int kLongHead = 2048;     // A head is long if it has so much in blocks of keys times head dimension;
-constexpr int kBlocksTogether = 8;  // then so many of its blocks run at the same time and add to its dQ in order.
+// Where thread blocks of a ragged forward take this many tiles each, these balance the work without sections.
+constexpr int kManyTiles = 8;
+constexpr int kManyBlocks = 16;     // a head of at least this many blocks of keys gains by sections
+constexpr int kLongHead = 2048;     // a head is long from here on, in blocks of keys times head dimension;
+constexpr int kBlocksTogether = 8;  // then this many of its blocks run at the same time and add to its dQ in order
 
 }  // namespace h200
 
-/// Kernels that list tiles add numbers of heads to the size of a section, so it stays well below what int holds.
+/// Kernels that list tiles add numbers of heads to the size of a section, so this keeps it well below what an int
+/// holds.
 int few_enough(double blocks_of_section) {
   return static_cast<int>(std::min<double>(blocks_of_section, 1 << 30));
 }
@@ -29,12 +31,12 @@ bool adds_in_order(const Problem& p, const Variant& v) {
 }
 
 /// Returns the size of a section of a backward in blocks of keys, of which each head has `key_blocks`, or 1 where the
-/// host does not know. 0 stands for sections of one head. `several` is as heads_at_once takes it.
+/// host does not know. 0 stands for sections of one head. `several` means the same as in heads_at_once.
 ///
 /// Where blocks add to dQ in order, few of those that run at the same time should belong to one head, as they wait for
 /// each other, but some should, as they share its queries in the L2 cache. Otherwise, under a mask, the work of a
-/// head's blocks differs; then a section is one wave, so that neighbours have about as much to do, and more where a
-/// block has a whole group of query heads to go through.
+/// head's blocks differs; then a section is one wave, so that neighbours have about equal work, and more than a wave
+/// where a block goes through a whole group of query heads.
 std::int64_t backward_section(const Problem& p, const Variant& v, const DeviceInfo& device, int key_blocks,
                               bool several) {
   const std::int64_t wave = device.multiprocessors;
@@ -68,8 +70,8 @@ int blocks_of_section(const Problem& p, const Variant& v, const DeviceInfo& devi
 }
 
 int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, int key_blocks, bool several) {
-  // Wider sections take more of the L2 cache for dQ. Where a head has few blocks that costs more than evenness gains,
-  // unless thread blocks take several.
+  // A wider section keeps more of dQ in the L2 cache. Where a head has few blocks this costs more than better balance
+  // gains, unless thread blocks take several.
   const bool pays = adds_in_order(p, v) || several || key_blocks >= h200::kManyBlocks;
   const std::int64_t wanted = pays ? backward_section(p, v, device, key_blocks, several) / key_blocks : 1;
   const std::int64_t all = std::int64_t{p.batch} * p.heads_k;

@@ -1,29 +1,29 @@
-// This file says how many heads stand side by side on a GPU: a section. Tiles of its heads run at the same time, those
-// with the most work first, which evens out their work. They share the L2 cache, which has no room for too many heads.
-// PersistentScheduler, RaggedPart and KeyBlock are what kernels make of the number.
+// This file chooses sections. A section is a set of heads whose tiles are interleaved on a GPU: tiles of its heads run
+// at the same time, those with the most work first, which balances the work. They share the L2 cache, which has no room
+// for too many heads. PersistentScheduler, RaggedPart and KeyBlock turn the size of a section into an order of tiles.
 #pragma once
 
 #include "flashtile/plan.h"
 
 namespace flashtile {
 
-/// Keys and values of a section should have no more bytes, or the L2 cache does not keep them. The number is fitted to
-/// runs on an H200 (docs/performance.md), where larger sections were slower. It is not the size of the cache, which is
-/// larger, 50 MB on an H100. Other GPUs go by it too.
+/// Keys and values of a section should take at most this many bytes, or the L2 cache does not keep them. The number is
+/// fitted to runs on an H200 (docs/performance.md), where larger sections were slower. It is not the size of the cache,
+/// which is larger, 50 MB on an H100. Other GPUs go by it too.
 inline constexpr double kCachedBytes = 32e6;
 
-/// Returns how many bytes `keys` keys and their values have, as far as one query head or one pack of them is their
-/// reader.
+/// Returns the bytes of `keys` keys and their values, divided among the query heads, or packs of them, that read them.
 double key_bytes_of_head(const ForwardPlan& plan, int keys);
 
-/// Returns in how many parts a ragged sequence is listed. Under a mask, where the work of its blocks differs, it is
-/// divided until the last part is a twelfth, as far as the kernel that lists parts can count them in an int.
+/// Returns in how many parts a ragged sequence is listed (see RaggedTiles). Under a mask, where the work of its blocks
+/// differs, it is divided until the last part is a twelfth, as far as the kernel that lists parts can count them in an
+/// int.
 int parts_of_sequence(const Problem& p);
 
-/// Returns the size of a section of a ragged forward, in blocks of rows (see RaggedOrder): as many heads stand side by
-/// side as have their keys and values in the L2 cache together. It is 0, and head comes after head, under a full mask,
-/// where all tiles of a sequence have equal work, and where a thread block takes many tiles: there the parts at the end
-/// of the list even out the work, and neighbours read the same keys.
+/// Returns the size of a section of a ragged forward, in blocks of rows (see RaggedOrder): as many heads are
+/// interleaved as have their keys and values in the L2 cache together. It is 0, and one head follows the other, under a
+/// full mask, where all tiles of a sequence have equal work, and where a thread block takes many tiles: there the parts
+/// at the end of the list balance the work, and neighbours read the same keys.
 int blocks_of_section(const ForwardPlan& plan);
 
 /// Returns the size of a section of a ragged backward, in blocks of keys (see RaggedOrder).

@@ -10,22 +10,22 @@ namespace flashtile {
 
 inline constexpr const char* kTiles = "tiles (batch × heads × blocks of rows)";
 
-/// Returns `count`, or throws Unsupported where it is more than an int. A GPU counts its thread blocks in one, and the
-/// rows that TMA is asked for.
+/// Returns `count`, or throws Unsupported where an int does not hold it. A GPU counts its thread blocks in an int, and
+/// TMA the rows that it is asked for.
 int countable(const char* tensor, std::int64_t count, const char* of_what);
 
-/// Returns the rows that a sequence over a cache has, where all heads of a group stand side by side.
+/// Returns the rows that a sequence over a cache has, where all heads of a group are packed.
 std::int64_t rows_of_sequence(const Problem& p);
 
-/// Returns how many tiles of rows all sequences have at the most, where `heads` heads stand side by side.
+/// Returns how many tiles of rows all sequences have at the most, where `heads` heads are packed.
 std::int64_t tiles_of_rows(const Problem& p, const Variant& v, int heads);
 
 /// Returns how many CPU threads `tiles` work items are worth.
 int threads_for(std::int64_t tiles, Cost cost, const DeviceInfo& device);
 
-/// Sets work items and threads of a CPU. It packs heads of a group, since keys are read once for all that are packed,
-/// but not so many that threads are left without an item. It packs none for lengths whose rows int cannot count, nor
-/// where heads have slopes or dropout, which the kernels take for a tile.
+/// Sets work items and threads of a CPU. It packs heads of a group, since keys are read once for all packed heads, but
+/// not so many that threads are left without an item. It packs none where int cannot count the rows of so long a
+/// sequence, nor where heads have slopes or dropout, of which the kernels take one for a tile.
 void share_out(Plan& plan, Cost cost, const DeviceInfo& device);
 
 }  // namespace flashtile

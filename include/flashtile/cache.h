@@ -1,4 +1,4 @@
-// Where the keys and values of each sequence lie in a cache.
+// This file says where the keys and values of each sequence lie in a cache.
 #pragma once
 
 #include <cstdint>
@@ -7,21 +7,22 @@
 
 namespace flashtile {
 
-/// The pages that hold the rows of each sequence. A contiguous cache has a page for each sequence, as long as it is.
+/// These pages hold the rows of each sequence. A contiguous cache counts as one page per sequence, as long as its
+/// capacity.
 struct Pages {
-  const int* table = nullptr;     // (batch, of_sequence); null: sequence b has page b
-  std::int64_t table_stride = 0;  // from one sequence to the next
+  const int* table = nullptr;     // (batch, of_sequence), page numbers; null: sequence b has page b
+  std::int64_t table_stride = 0;  // from one row of the table to the next
   int of_sequence = 1;
-  int pages = 0;  // that there are
-  Divisor size;   // rows of each
+  int pages = 0;  // in the whole cache
+  Divisor size;   // rows of a page
 
   struct Place {
     int page;
-    int row;  // of the page
+    int row;  // within the page
   };
 
-  /// Where a row of a sequence, from 0 up to of_sequence · size, lies: in a page that there is, whatever the table
-  /// holds.
+  /// Returns where a row of a sequence lies, for rows from 0 up to of_sequence · size. The page is clamped to those
+  /// that exist, whatever the table holds, so that no kernel leaves the cache.
   FLASHTILE_HOST_DEVICE Place at(int b, int row) const {
     const int index = of_sequence == 1 ? 0 : size.quotient(row);
     int page = table == nullptr ? b : table[b * table_stride + index];
@@ -30,25 +31,25 @@ struct Pages {
   }
 };
 
-/// Which rows of a cache count, in each sequence.
+/// This says which rows of a cache count in each sequence, and which of them a call adds.
 struct CachedRows {
   int batch = 0;
   int capacity = 0;                   // rows that a sequence has room for
-  const int* held = nullptr;          // (batch): those that it holds before anything is added
-  const int* skipped = nullptr;       // (batch): rows at the beginning that do not count; null: none
-  int added = 0;                      // rows that are added to each sequence; ragged: to all of them
-  const int* added_begins = nullptr;  // (batch + 1): ragged, sequence b is given [b]..[b + 1] of them
+  const int* held = nullptr;          // (batch): rows that each sequence holds before anything is added
+  const int* skipped = nullptr;       // (batch): rows at the beginning that do not count (left padding); null: none
+  int added = 0;                      // rows that are added to each sequence; of a ragged batch, to all together
+  const int* added_begins = nullptr;  // (batch + 1): of a ragged batch, rows [b]..[b + 1] go to sequence b
 
   struct Rows {
-    int begin = 0, held = 0, end = 0;  // counting rows are [begin, end), those added [held, end)
+    int begin = 0, held = 0, end = 0;  // rows [begin, end) count; rows [held, end) are added
   };
 
-  /// Inside the capacity, whatever the tables hold. What does not fit is not added. Where there are no sequences, the
-  /// only entry (see Spans) has no rows.
+  /// Returns rows that lie inside the capacity, whatever the tables hold. New rows that do not fit are not added. A
+  /// batch of no sequences has one entry all the same (see Spans), which has no rows.
   FLASHTILE_HOST_DEVICE Rows at(int b) const { return at(b, held_of(b)); }
   FLASHTILE_HOST_DEVICE int held_of(int b) const { return b < batch ? held[b] : 0; }
 
-  /// The same where held_of(b) is known.
+  /// Returns the same, for callers that have loaded held_of(b) already.
   FLASHTILE_HOST_DEVICE Rows at(int b, int held_of_b) const {
     Rows rows;
     if (b >= batch) return rows;

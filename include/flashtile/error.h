@@ -1,4 +1,4 @@
-// What can go wrong, by who can mend it. The Python layer maps each type to one built-in exception.
+// This file lists what can go wrong, by who can mend it. The Python layer maps each type to one built-in exception.
 #pragma once
 
 #include <stdexcept>
@@ -16,14 +16,15 @@ struct InvalidType : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-/// Legal, but no kernel serves it; the message names the nearest request that is served
-/// (Python: NotImplementedError).
+/// The request is legal, but no kernel serves it; the message names the nearest request that is served (Python:
+/// NotImplementedError).
 struct Unsupported : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// Legal, but no kernel can read an operand as it lies in memory; a contiguous copy of it could be read. The Python
-/// layer answers with that copy, so users see this of caches alone, which are written where they are.
+/// The request is legal, but no kernel can read an operand as it lies in memory; a contiguous copy of it could be read.
+/// The Python layer makes that copy and tries again, so users see this error only for caches, which are written in
+/// place.
 struct Unreadable : Unsupported {
   using Unsupported::Unsupported;
 };

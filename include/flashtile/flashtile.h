@@ -1,4 +1,4 @@
-// The public host API. A call is plan (check, then select: pure host code) and run (launch).
+// This file is the public host API. A call is plan (check, then select: pure host code) and then run (launch).
 //
 //   ForwardPlan plan = plan_forward("attention", tensors, options, device_info(tensors.q.device));
 //   run_forward(plan, tensors, workspace, stream);
@@ -12,8 +12,8 @@
 
 namespace flashtile {
 
-/// Checks arguments in the name of `function` (for messages) and returns the problem they pose.
-/// `out` and `lse` are checked where given. Throws InvalidArgument, InvalidType or Unsupported.
+/// Checks arguments in the name of `function` (for messages) and returns the problem they pose. `out` and `lse` are
+/// checked where given. Throws InvalidArgument, InvalidType or Unsupported.
 Problem check_forward(const char* function, const ForwardTensors& tensors, const Options& options);
 Problem check_backward(const char* function, const BackwardTensors& tensors, const Options& options);
 
@@ -21,28 +21,29 @@ Problem check_backward(const char* function, const BackwardTensors& tensors, con
 ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device);
 BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device);
 
-/// check, then select.
+/// Checks, then selects.
 ForwardPlan plan_forward(const char* function, const ForwardTensors& tensors, const Options& options,
                          const DeviceInfo& device);
 BackwardPlan plan_backward(const char* function, const BackwardTensors& tensors, const Options& options,
                            const DeviceInfo& device);
 
-/// Launches on `stream`. `workspace` has plan.workspace_bytes bytes on the problem's device.
+/// Launches on `stream`. `workspace` points to plan.workspace_bytes bytes on the problem's device.
 void run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace, Stream stream);
 void run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace, Stream stream);
 
-/// Facts about a device, read once and cached. CUDA devices throw Unsupported in a build without CUDA.
+/// Returns facts about a device, which are read once and cached. For a CUDA device it throws Unsupported in a build
+/// without CUDA.
 const DeviceInfo& device_info(Device device);
 
-/// A GPU that need not be in this machine, by its name ("H100") or compute capability ("9.0"): enough for a plan.
-/// Throws InvalidArgument, which lists the names.
+/// Returns a GPU that need not be in this machine, by its name ("H100") or compute capability ("9.0"): it is enough for
+/// a plan. Throws InvalidArgument, which lists the names.
 DeviceInfo described_gpu(const std::string& name);
 
-/// Whether this build holds CUDA kernels, and for what: "sm_80, sm_90, compute_80" or "".
+/// These say whether this build holds CUDA kernels, and for what: "sm_80, sm_90, compute_80" or "".
 bool built_with_cuda();
 const char* cuda_architectures();
 
-/// What to do about a build without them.
+/// Messages give this advice to users of a build without CUDA kernels.
 inline constexpr const char* kCudaRemedy =
     "build it with nvcc on PATH, or with an nvcc from PyPI: `make build CUDA=PYPI` or "
     "`pip install . -C cmake.define.FLASHTILE_CUDA=PYPI`";

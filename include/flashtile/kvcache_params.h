@@ -1,4 +1,4 @@
-// What the kernel over a cache is launched with, flattened from plan and tensors.
+// This file flattens plan and tensors into what the kernel over a cache is launched with.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,13 @@
 
 namespace flashtile {
 
-/// Results over some of a tile's keys, in the workspace, for whoever joins them.
+/// These slots in the workspace hold partial results, over some of a tile's keys, until the thread block that finishes
+/// last merges them.
 struct Partials {
-  float* out = nullptr;       // (place, KV head, M, D)
-  RowState* state = nullptr;  // (place, KV head, M)
-  // (place, KV head), that of a tile's first part: how many of its parts are written, as MarkedCount has it.
+  float* out = nullptr;       // (slot, KV head, M, D)
+  RowState* state = nullptr;  // (slot, KV head, M)
+  // (slot, KV head): at the slot of a tile's first partial result, the number of the tile's that are written, see
+  // MarkedCount.
   std::uint64_t* arrivals = nullptr;
   std::uint64_t mark = 0;
 };
@@ -41,7 +43,7 @@ struct KvcacheParams {
   int head_dim_v;
   SplitKeys schedule;
   Partials partials;
-  bool passes_by;  // see CachePolicy
+  bool passes_by;  // whether L2 evicts keys and values first: see CachePolicy
 
   static KvcacheParams of(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, std::uint64_t mark) {
     const Problem& p = plan.problem;
@@ -87,7 +89,7 @@ struct KvcacheParams {
     }
     const std::int64_t places = std::int64_t{plan.partials} * p.heads_k;
     const std::int64_t rows = places * plan.variant.tile_m;
-    params.partials.out = static_cast<float*>(memory);  // first: it is read and written 16 bytes at a time
+    params.partials.out = static_cast<float*>(memory);  // `out` comes first: float4 accesses need its 16-byte alignment
     params.partials.state = reinterpret_cast<RowState*>(params.partials.out + rows * plan.variant.head_dim);
     params.partials.arrivals = reinterpret_cast<std::uint64_t*>(params.partials.state + rows);
     params.partials.mark = mark;

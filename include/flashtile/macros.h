@@ -1,4 +1,4 @@
-// Marks functions that run on the host and in CUDA kernels alike.
+// This macro marks functions that run on the host and in CUDA kernels alike.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -1,5 +1,5 @@
-// Before a forward kernel on ragged sequences: which blocks of rows there are, in the order of their work. A backward
-// has them listed beside what else comes before it.
+// This file declares the kernel that runs before a forward over ragged sequences: it lists the blocks of query rows,
+// longest first. A backward has its lists made by prepare_backward, beside what else comes before it.
 #pragma once
 
 #include "flashtile/plan.h"

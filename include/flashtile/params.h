@@ -1,12 +1,12 @@
-// What a kernel is launched with: pointers, strides and run-time options, flattened from plan and tensors.
+// This file flattens plan and tensors into what a kernel is launched with: pointers, strides and run-time options.
 #pragma once
 
 #include <cstdint>
 
 #include "flashtile/cuda/marked_count.h"
+#include "flashtile/mask/band.h"
 #include "flashtile/math/dropout.h"
 #include "flashtile/math/head_packing.h"
-#include "flashtile/math/mask.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/plan.h"
 #include "flashtile/row_results.h"
@@ -17,8 +17,8 @@
 
 namespace flashtile {
 
-/// Strides in elements of a (B, S, H, D) tensor whose last dimension is contiguous; of a ragged one, B is 1 and its
-/// stride 0.
+/// These are the strides, in elements, of a (B, S, H, D) tensor whose last dimension is contiguous; a ragged tensor has
+/// B = 1 and a batch stride of 0.
 struct Strides {
   std::int64_t batch = 0;
   std::int64_t row = 0;
@@ -45,13 +45,13 @@ struct ForwardParams {
   ScoreMap score_map;
   Dropout dropout;
   Divisor group;        // query heads per KV head
-  HeadPacking packing;  // of the rows of a tile, whose `head` counts packs
+  HeadPacking packing;  // of a tile's rows; then the `head` of a tile counts packs
   int head_dim;         // of Q and K
   int head_dim_v;
-  SingleTileScheduler scheduler;  // of a dense batch, where a thread block has one tile
-  RaggedOrder ragged;             // of a ragged one, whose heads are packs of them
+  SingleTileScheduler scheduler;  // of a dense batch in a kernel with one thread block per tile
+  RaggedOrder ragged;             // of a ragged batch; its `heads` counts packs
 
-  /// `memory`: of the list of ragged tiles.
+  /// `memory` is where the list of ragged tiles lies.
   static ForwardParams of(const ForwardPlan& plan, const ForwardTensors& t, void* memory) {
     const Problem& p = plan.problem;
     const TensorView& slopes = t.alibi_slopes;
@@ -88,7 +88,7 @@ struct ForwardParams {
     };
   }
 
-  /// For a kernel with a thread block for each tile: whether there is one for block `index`, and which.
+  /// Returns whether thread block `index` has a tile, and sets which, in a kernel with one thread block per tile.
   FLASHTILE_HOST_DEVICE bool find_tile(unsigned index, TileCoord& tile, Sequence& sequence) const {
     if (ragged.tiles.given()) {
       RaggedTile found;
@@ -103,7 +103,8 @@ struct ForwardParams {
   }
 };
 
-/// What a backward kernel is launched with. Rows of its tiles of scores are keys, except in a pass that forms dQ alone.
+/// A backward kernel is launched with this. The rows of score tiles are keys, for which `band` is transposed, except in
+/// a pass that forms dQ alone.
 struct BackwardParams {
   const void* q;              // (B, S_q, H_q, D)
   const void* k;              // (B, S_k, H_k, D)
@@ -113,7 +114,7 @@ struct BackwardParams {
   const float* dlse;          // (B, H_q, S_q) contiguous, or null
   const float* alibi_slopes;  // one per (batch, query head), or null
   const float* sinks;         // one per query head, or null
-  void* dq;                   // like q; null where not wanted, as the others
+  void* dq;                   // like q; null where the gradient is not wanted, as for the others
   void* dk;                   // like k
   void* dv;                   // like v
   float* dsinks;              // like sinks
@@ -123,7 +124,7 @@ struct BackwardParams {
   Lengths lengths;  // of a dense batch
   Sequences sequences;
   Band band;            // transposed
-  HeadPacking packing;  // none; ScoreTile asks
+  HeadPacking packing;  // log2 = 0, no packing: ScoreTile asks for it
   ScoreMap score_map;
   Dropout dropout;
   float scale;
@@ -134,16 +135,18 @@ struct BackwardParams {
   int group;     // query heads per KV head; may be 0
   int head_dim;  // of Q and K
   int head_dim_v;
-  int m_blocks;       // tiles of query rows in one head; of a ragged batch, places
+  int m_blocks;       // tiles of query rows in one head; of a ragged batch, slots for them (see Spans)
   int n_blocks;       // tiles of keys in one head
-  int heads_at_once;  // KV heads whose key blocks take turns: see KeyBlock
+  int heads_at_once;  // KV heads whose key blocks are interleaved: see KeyBlock
   RaggedTiles ragged_queries, ragged_keys;
-  int* taken;  // see RaggedTiles; of dense batches too: of blocks of keys, and of a second pass's tiles of queries
+  // This counts the tiles asked for so far, as RaggedTiles has it, of dense batches too: blocks of keys, and after them
+  // the tiles of queries of a second pass.
+  int* taken;
   BackwardWorkspace workspace;
-  void* memory;   // of `workspace`
-  unsigned mark;  // of this launch: see BackwardWorkspace
+  void* memory;   // where `workspace` lies
+  unsigned mark;  // a number that no other launch has: see BackwardWorkspace
 
-  /// Where in the workspace the first tile of a head of a dense batch lies, or that of a sequence.
+  /// Returns the workspace's index of the first tile of a head: in a dense batch, or of one sequence of a ragged one.
   FLASHTILE_HOST_DEVICE std::int64_t workspace_tile(int batch, int head) const {
     return (std::int64_t(batch) * heads + head) * m_blocks;
   }
@@ -151,17 +154,18 @@ struct BackwardParams {
     return std::int64_t(head) * m_blocks + sequences.q.first_place(batch, queries.first, workspace.tile_m);
   }
 
-  /// Whether there are steep rows, whose weights are relative to more than lse_log2 says of a row. Hopper's kernels
-  /// read it once a thread: read for each block of keys, it kept the first weights waiting for memory.
+  /// Returns whether any row is steep (see math/state.h): its weights need more than the lse_log2 of the row. Each
+  /// thread of Hopper's kernels reads this once: read for every key block, it kept the first weights waiting for
+  /// memory.
   FLASHTILE_HOST_DEVICE bool steep() const { return *workspace.steep(memory) == mark; }
 
-  /// One tile of queries of one head.
+  /// This is one tile of queries of one head.
   struct QueryTile {
     int batch, head, m_block;
     Sequence sequence;
-    std::int64_t place;  // in the workspace, in tiles
+    std::int64_t place;  // index of the tile in the workspace
 
-    /// The blocks of keys that rows of it see.
+    /// Returns the key blocks that rows of the tile see.
     FLASHTILE_HOST_DEVICE TileRanges keys(BackwardParams const& params, int tile_m, int tile_n) const {
       const int end = (m_block + 1) * tile_m;
       const Range rows = {m_block * tile_m, end < sequence.q.used ? end : sequence.q.used};
@@ -169,7 +173,7 @@ struct BackwardParams {
     }
   };
 
-  /// The tiles of queries in the order in which kernels take them: whether there is one `index`, and which.
+  /// Returns whether there is a query tile `index`, in the order in which kernels take them, and sets which.
   FLASHTILE_HOST_DEVICE bool find_query_tile(unsigned index, QueryTile& tile) const {
     if (ragged_queries.given()) {
       RaggedTile found;

@@ -1,5 +1,5 @@
-// What was decided: which kernel, with which tile, grid and memory, and why. cpp/select is the only place that
-// makes these decisions.
+// This file holds what was decided: which kernel, with which tile, grid and memory, and why. cpp/select is the only
+// place that makes these decisions.
 #pragma once
 
 #include <cstdint>
@@ -13,52 +13,52 @@
 
 namespace flashtile {
 
-/// What select knows of a device.
+/// This is what select knows of a device.
 struct DeviceInfo {
   Device device;
   std::string name;
   int compute_capability = 0;  // 10 · major + minor; 0 for a CPU
   int multiprocessors = 0;     // 0 for a CPU
-  int max_shared_memory = 0;   // bytes that one thread block may ask for; 0 for a CPU
+  int max_shared_memory = 0;   // bytes of shared memory that one thread block may ask for; 0 for a CPU
   int threads = 1;             // CPU threads that a call may use
 };
 
 struct Plan {
   Problem problem;
   Variant variant;
-  int packed_heads = 1;              // query heads of a group that stand side by side in a tile's rows
-  std::int64_t tiles = 0;            // work items: batch × heads × blocks; of two passes, those of both
+  int packed_heads = 1;              // query heads of a GQA group that share the rows of a tile (PackGQA)
+  std::int64_t tiles = 0;            // work items: batch × heads × blocks; with two passes, of both passes
   int grid = 0;                      // thread blocks, or CPU threads
   int shared_memory = 0;             // bytes per thread block
-  std::int64_t workspace_bytes = 0;  // the caller provides it; 64-byte aligned; contents undefined
+  std::int64_t workspace_bytes = 0;  // memory that the caller provides, 64-byte aligned, contents undefined
   const char* why = "";              // the rule that chose the variant
 };
 
 struct ForwardPlan;
 struct BackwardPlan;
 
-/// Runs what the plan says. Asynchronous on CUDA; never allocates device memory, never synchronises.
+/// Runs what the plan says. It is asynchronous on CUDA, never allocates device memory and never synchronises.
 using ForwardKernel = void (*)(const ForwardPlan&, const ForwardTensors&, void* workspace, Stream);
 using BackwardKernel = void (*)(const BackwardPlan&, const BackwardTensors&, void* workspace, Stream);
 
 struct ForwardPlan : Plan {
   HeadPacking packing;        // of the rows of a tile
   int m_blocks = 0;           // tiles of rows in one head, or one pack of heads
-  bool lists = false;         // of a ragged batch, as the next: whether a kernel lists the tiles before this one
+  bool lists = false;         // of a ragged batch, as the next two: whether a kernel that runs before lists the tiles
   int parts_of_sequence = 1;  // see RaggedOrder
   int blocks_of_section = 0;
-  std::shared_ptr<const PersistentScheduler> scheduler;  // of a persistent kernel: Hopper's
-  ForwardKernel run = nullptr;  // null: this build holds no such kernel (planned for another device)
+  std::shared_ptr<const PersistentScheduler> scheduler;  // of Hopper's persistent kernel; else null
+  ForwardKernel run = nullptr;  // null: this build holds no such kernel (the plan is for another device)
 };
 struct BackwardPlan : Plan {
-  int heads_at_once = 1;      // KV heads whose key blocks take turns: see KeyBlock
-  int parts_of_sequence = 1;  // of a ragged batch, as the next: see RaggedOrder
+  int heads_at_once = 1;      // KV heads whose key blocks are interleaved: see KeyBlock
+  int parts_of_sequence = 1;  // of a ragged batch, as the next field: see RaggedOrder
   int blocks_of_section = 0;
   BackwardKernel run = nullptr;
 };
 
-/// FLOPs of the matmuls over visible elements, and the fewest bytes that memory must move: of a legal problem perhaps
-/// more than 64 bits count.
+/// This counts the FLOPs of the matmuls over visible elements, and the fewest bytes that memory must move. They are
+/// doubles because those of a legal problem may exceed 64 bits.
 struct Cost {
   double flops = 0;
   double bytes = 0;
@@ -66,7 +66,8 @@ struct Cost {
 Cost forward_cost(const Problem& problem);
 Cost backward_cost(const Problem& problem);
 
-/// Several lines for people: problem, variant, tile, grid, memory, FLOPs, bytes, the bound.
+/// Returns several lines for people: problem, variant, tile, grid, memory, FLOPs, bytes, and whether arithmetic or
+/// memory bounds a well-made kernel.
 std::string to_string(const ForwardPlan& plan);
 std::string to_string(const BackwardPlan& plan);
 

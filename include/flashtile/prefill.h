@@ -1,4 +1,5 @@
-// Many rows of queries over a cache, on Hopper: the forward kernel goes over it, as over ragged sequences.
+// This file declares attention of many query rows over a cache on Hopper: the forward kernel goes over the cache as
+// over ragged sequences.
 #pragma once
 
 #include <numeric>
@@ -7,16 +8,16 @@
 
 namespace flashtile {
 
-/// Where things lie in the workspace, in bytes.
+/// These are offsets into the workspace, in bytes.
 struct PrefillWorkspace {
   std::int64_t begins_q = 0;  // (B + 1), int32: where the sequences begin among all rows of q
-  std::int64_t begins_k = 0;  // (B + 1), int32: and among all rows of the cache, as if each had its pages to itself
+  std::int64_t begins_k = 0;  // (B + 1), int32: and among all keys, where each sequence counts with its whole capacity
   std::int64_t used_k = 0;    // (B), int32: rows of the cache that count
-  std::int64_t lse = 0;       // (H_q, B · S_q), float32: as the kernel leaves it
-  std::int64_t forward = 0;   // the kernel's own
+  std::int64_t lse = 0;       // (H_q, B · S_q), float32: as the forward kernel writes it
+  std::int64_t forward = 0;   // the forward kernel's own workspace
   std::int64_t bytes = 0;
 
-  /// Behind `before` bytes of others.
+  /// Returns the offsets of a workspace that follows `before` bytes of other data.
   static PrefillWorkspace of(std::int64_t before, const Problem& problem, const ForwardPlan& forward) {
     PrefillWorkspace workspace;
     const auto take = [&](std::int64_t& place, std::int64_t bytes) {
@@ -35,18 +36,19 @@ struct PrefillWorkspace {
   }
 };
 
-/// Keys that TMA brings at a time: of one page, where the cache has a table of them.
+/// Returns how many keys TMA loads at a time: those of a box lie in one page, where the cache has a table of pages.
 inline int rows_of_box(const KvcacheProblem& cache, const Variant& v) {
   return std::gcd(cache.page_size, v.tile_n);
 }
 
-/// Launches a forward kernel on tensors as plan.prefill has them.
+/// Launches a forward kernel on tensors that fit plan.prefill.
 using PrefillKernel = void (*)(const KvcachePlan&, const KvcacheTensors&, const ForwardTensors&, void* memory, Stream);
 
-/// Appends, rotates, tells where sequences begin and end, and has `attend` attend.
+/// Appends and rotates, writes where the sequences begin and end, and launches the forward kernel by `attend`.
 void prefill(const KvcachePlan& plan, const KvcacheTensors& tensors, void* memory, Stream stream, PrefillKernel attend);
 
-/// The same by plan.prefill's own kernel, of a cache without a table. Null in a build without CUDA.
+/// Returns the launcher that does the same by plan.prefill's own kernel, for a cache without a table. It is null in a
+/// build without CUDA.
 KvcacheKernel prefill_kernel();
 
 }  // namespace flashtile

@@ -1,14 +1,15 @@
-// Before a backward kernel: what it needs of each row, lists of ragged tiles, the beginning of dQ, gradients of sinks.
+// This file declares what runs before a backward kernel: it computes what that needs of each row, lists ragged tiles,
+// initialises dQ, and forms the gradients of sinks.
 #pragma once
 
 #include "flashtile/params.h"
 
 namespace flashtile {
 
-/// No row of the table has more.
+/// No variant of a backward kernel has a tile of more query rows.
 inline constexpr int kMostRowsOfBackwardTile = 128;
 
-/// Fills the workspace of the kernel that comes next, and dsinks if those are wanted.
+/// Fills the workspace of the kernel that comes next, and dsinks if that is wanted.
 void prepare_backward(BackwardPlan const& plan, BackwardParams const& params, Stream stream);
 
 }  // namespace flashtile

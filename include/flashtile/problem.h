@@ -1,19 +1,20 @@
-// What is asked: sizes, types and options of one attention call, after check has found them legal. A plain value.
+// This file holds what is asked: sizes, types and options of one attention call, after check has found them legal. All
+// of it is plain values.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 #include <string>
 
+#include "flashtile/mask/band.h"
 #include "flashtile/math/dropout.h"
-#include "flashtile/math/mask.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/sequence.h"
 #include "flashtile/tensor_view.h"
 
 namespace flashtile {
 
-/// The options of a call as the caller gave them; an unset optional stands for its default.
+/// These are the options of a call as the caller gave them; an unset optional stands for its default.
 struct Options {
   bool causal = false;
   std::optional<std::int64_t> window_left;   // unset: unbounded
@@ -21,8 +22,8 @@ struct Options {
   std::optional<double> scale;               // unset: 1/√D
   double softcap = 0;                        // 0: none
   double dropout_p = 0;                      // 0: none
-  std::uint64_t seed = 0;                    // of dropout
-  std::optional<bool> deterministic;         // of the backward; unset: false
+  std::uint64_t seed = 0;                    // seed of dropout's random numbers
+  std::optional<bool> deterministic;         // whether a backward gives the same bits in every run; unset: false
 
   /// Calls `visit` with the name and the value of each option. The bindings read options by this, so the order is that
   /// in which Python hands them over (_options.py).
@@ -34,7 +35,7 @@ struct Options {
     visit("deterministic", deterministic);
   }
 
-  /// The same for those that attention over a cache has too.
+  /// Does the same for the options that attention over a cache has too.
   template <class Visit>
   constexpr void each_of_scores(Visit&& visit) {
     visit("causal", causal);
@@ -44,10 +45,12 @@ struct Options {
   }
 };
 
-/// Tensors of a forward call. `lse`, `state`, `alibi_slopes`, `sinks` and all of the second part are optional.
+/// These are the tensors of a forward call. `lse`, `state`, `alibi_slopes`, `sinks` and all of the second part are
+/// optional.
 ///
-/// With `cu_seqlens_q` and `cu_seqlens_k` the batch is ragged: B sequences stand one behind the other in q, k, v and
-/// out, which have T_q or T_k rows and no batch dimension, lse is (H_q, T_q) and state (2, H_q, T_q).
+/// With `cu_seqlens_q` and `cu_seqlens_k` the batch is ragged: its B sequences, of different lengths, are concatenated
+/// in q, k, v and out, which have T_q or T_k rows and no batch dimension. lse is then (H_q, T_q), and state (2, H_q,
+/// T_q).
 struct ForwardTensors {
   TensorView q;             // (B, S_q, H_q, D)
   TensorView k;             // (B, S_k, H_k, D)
@@ -56,24 +59,25 @@ struct ForwardTensors {
   TensorView sinks;         // (H_q), float32
   TensorView out;           // (B, S_q, H_q, D_v)
   TensorView lse;           // (B, H_q, S_q), float32, contiguous
-  TensorView state;         // (2, B, H_q, S_q), float32, contiguous: what a backward wants of rows, see FinishedRow
+  TensorView state;         // (2, B, H_q, S_q), float32, contiguous: what a backward needs of each row, see FinishedRow
 
   TensorView cu_seqlens_q;  // (B + 1), int32, contiguous: where sequences begin, and where the last one ends
   TensorView cu_seqlens_k;  // (B + 1), int32, contiguous
   TensorView seqused_q;     // (B), int32, contiguous: how many rows of a sequence count
   TensorView seqused_k;     // (B), int32, contiguous
 
-  /// The same with an only batch entry where the batch is ragged: kernels know one kind of shape.
+  /// Returns the same tensors, with a batch dimension of one entry where the batch is ragged: kernels know one kind of
+  /// shape.
   ForwardTensors with_batch() const;
 };
 
-/// Tensors of a backward call. `forward.out` and `forward.state` are what the forward wrote. Without the state, weights
-/// are taken from `forward.lse`, which one float32 cannot say well where scores are large.
+/// These are the tensors of a backward call. `forward.out` and `forward.state` are what the forward wrote. Without the
+/// state, weights are recomputed from `forward.lse`, one float32 a row, which is too coarse where scores are large.
 struct BackwardTensors {
   ForwardTensors forward;
   TensorView dout;    // like out
   TensorView dlse;    // like lse; optional
-  TensorView dq;      // like q; left out where not wanted, as the others
+  TensorView dq;      // like q; left out where it is not wanted, as the others
   TensorView dk;      // like k
   TensorView dv;      // like v
   TensorView dsinks;  // (H_q), float32, contiguous
@@ -82,8 +86,8 @@ struct BackwardTensors {
 };
 
 struct Problem {
-  int batch = 0;     // of sequences, where they are ragged
-  int seqlen_q = 0;  // ragged: of all sequences together
+  int batch = 0;     // entries of a dense batch, or sequences of a ragged one
+  int seqlen_q = 0;  // of a ragged batch, rows of all sequences together, as seqlen_k
   int seqlen_k = 0;
   bool ragged = false;
   int heads_q = 0;
@@ -98,32 +102,33 @@ struct Problem {
   bool alibi = false;
   bool sinks = false;
   Dropout dropout;
-  bool deterministic = false;  // of the backward
+  bool deterministic = false;  // whether a backward gives the same bits in every run
 
   Lengths lengths() const { return {seqlen_q, seqlen_k}; }
   ScoreMap score_map() const { return ScoreMap::of(scale, softcap, alibi); }
   int group() const { return heads_q / heads_k; }  // query heads per KV head
-  std::int64_t query_rows() const { return std::int64_t{heads_q} * (ragged ? 1 : batch) * seqlen_q; }  // of all heads
+  std::int64_t query_rows() const { return std::int64_t{heads_q} * (ragged ? 1 : batch) * seqlen_q; }  // over all heads
   int wider_head_dim() const { return head_dim > head_dim_v ? head_dim : head_dim_v; }
 
-  /// Where each batch entry lies in `tensors`.
+  /// Returns where the rows of each batch entry lie in `tensors`.
   Sequences sequences(const ForwardTensors& tensors) const;
 
-  /// Places for tiles of `tile` rows of one head: see Spans.
+  /// Returns how many slots one head needs for tiles of `tile` rows: see Spans.
   std::int64_t places_q(int tile) const { return places(seqlen_q, tile); }
   std::int64_t places_k(int tile) const { return places(seqlen_k, tile); }
 
-  /// Itself, or for a ragged batch, whose lengths the host does not know, a dense one as large: what estimates go by.
+  /// Returns this problem, or for a ragged batch a dense one of the same size, by which estimates go, as the host does
+  /// not know the sequences' lengths.
   Problem dense() const;
 
-  /// Visible (row, column) pairs of one head, of one entry of a dense batch.
+  /// Returns the number of visible (row, column) pairs in one head of one entry of a dense batch.
   std::int64_t visible_elements() const;
 
   bool operator==(const Problem&) const = default;
 
  private:
   std::int64_t places(int rows, int tile) const {
-    constexpr int kBegins[1] = {0};  // no table need be read
+    constexpr int kBegins[1] = {0};  // only says that the batch is ragged: places() reads no table
     return Spans{batch, rows, ragged ? kBegins : nullptr}.places(tile);
   }
 };

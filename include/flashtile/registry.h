@@ -1,4 +1,4 @@
-// The kernels that exist: one row per line of cpp/variants/*.def, in the same order.
+// This file lists the kernels that exist: one row per line of cpp/variants/*.def, in the same order.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,13 @@
 
 namespace flashtile {
 
-/// Which table a row stands in.
+/// This says in which table a row stands.
 enum class Kind : std::uint8_t { kForward, kBackward, kKvcache };
 
 struct ForwardRow {
   static constexpr Kind kKind = Kind::kForward;
   Variant variant;
-  ForwardKernel run;  // null in a build without CUDA, for CUDA rows
+  ForwardKernel run;  // null for a CUDA kernel in a build without CUDA
 };
 struct BackwardRow {
   static constexpr Kind kKind = Kind::kBackward;

@@ -1,4 +1,4 @@
-// What is known of each query row besides its output.
+// This file holds what is stored of each query row besides its output.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,8 @@
 
 namespace flashtile {
 
-/// Strides of numbers a row, (B, H_q, S_q) or, where the batch is ragged, (H_q, T_q), both contiguous.
+/// These are the strides of an array with one number per row, (B, H_q, S_q) or, of a ragged batch, (H_q, T_q),
+/// contiguous.
 struct RowStrides {
   std::int64_t batch;
   std::int64_t head;
@@ -22,7 +23,7 @@ struct RowStrides {
   }
 };
 
-/// A forward writes it, a backward reads it.
+/// A forward writes these results, and a backward reads them.
 struct RowResults {
   float* lse;    // (B, H_q, S_q) contiguous, or null
   float* state;  // (2, B, H_q, S_q) contiguous: reference and log2_sum of FinishedRow; or null
@@ -43,8 +44,8 @@ struct RowResults {
   }
   FLASHTILE_HOST_DEVICE FinishedRow load(std::int64_t index, float unit) const { return finished(stored(index), unit); }
 
-  /// load() in two steps, between which other work can hide the trip to memory: what memory holds of a row, and the row
-  /// that it says.
+  /// stored() and finished() are load() in two steps, so that other work can hide the latency of memory between them:
+  /// the first returns what memory holds of a row, the second the row that this stands for.
   struct Stored {
     float lse_or_reference = 0;
     float log2_sum = 0;

@@ -1,4 +1,5 @@
-// A tensor as the core sees it: memory, type, place, shape. It owns nothing and knows no framework.
+// This file describes a tensor as the core sees it: memory, type, device, shape. It owns nothing and knows no
+// framework.
 #pragma once
 
 #include <array>
@@ -16,7 +17,7 @@ struct Device {
   bool operator==(const Device&) const = default;
 };
 
-/// A CUDA stream handle; unused on a CPU.
+/// This is a CUDA stream handle; a CPU ignores it.
 using Stream = void*;
 
 constexpr int bytes_of(DType dtype) {
@@ -42,7 +43,7 @@ struct TensorView {
   void* data = nullptr;
   DType dtype = DType::kOther;
   Device device;
-  int rank = -1;  // -1: no tensor (an optional argument left out)
+  int rank = -1;  // -1: no tensor, as for an optional argument that is left out
   std::array<std::int64_t, kMaxRank> shape{};
   std::array<std::int64_t, kMaxRank> strides{};  // in elements
 
@@ -52,7 +53,8 @@ struct TensorView {
       if (shape[i] == 0) return true;
     return false;
   }
-  /// Rows of a ragged batch, (T, H, D), as an only batch entry, (1, T, H, D); any other tensor as it is.
+  /// Returns the rows of a ragged batch, (T, H, D), as a batch of one entry, (1, T, H, D), and any other tensor
+  /// unchanged.
   TensorView with_batch() const {
     if (rank != 3) return *this;
     TensorView view = *this;
@@ -61,7 +63,7 @@ struct TensorView {
     view.strides = {0, strides[0], strides[1], strides[2]};
     return view;
   }
-  /// Strides of sizes up to 1 mean nothing.
+  /// Strides of dimensions with fewer than two elements are ignored.
   bool contiguous() const {
     std::int64_t stride = 1;
     for (int i = rank - 1; i >= 0; stride *= shape[i--])
@@ -70,7 +72,7 @@ struct TensorView {
   }
 };
 
-/// "(2, 100, 4, 128)", as Python prints a shape.
+/// Returns "(2, 100, 4, 128)", as Python prints a shape.
 std::string shape_string(const std::int64_t* shape, int rank);
 inline std::string shape_string(const TensorView& t) {
   return shape_string(t.shape.data(), t.rank);

@@ -1,5 +1,6 @@
-// The compile-time choices of a kernel, one row of cpp/variants/*.def. A row may become several kernels, say for ragged
-// sequences and for dense ones: then its launcher takes the one that the problem needs.
+// This file holds the compile-time choices of a kernel, one row of cpp/variants/*.def. A row may become several
+// kernels, such as one for ragged sequences and one for dense ones; its launcher then takes the one that the problem
+// needs.
 #pragma once
 
 #include <string>
@@ -10,16 +11,16 @@ namespace flashtile {
 
 enum class Arch : std::uint8_t { kCpu, kSm80, kSm90 };
 
-/// Options that not all rows of a table know on some architecture, as a set. Their code would slow the others down by 2
-/// to 20 % though it is jumped over (docs/performance.md). Which of them a problem asks of a row, and so what each
-/// means there, features_of says (cpp/select/choose.h).
+/// This is a set of options that not every row of a table knows on some architecture: their code would slow the other
+/// rows down by 2 to 20 % though it is jumped over (docs/performance.md). features_of in cpp/select/choose.h says which
+/// of them a problem asks of a row, and so what each means there.
 enum class Features : std::uint8_t {
   kNone = 0,
   kDropout = 1,
-  kSinks = 2,            // of a forward; every backward knows them
-  kOrderedDq = 4,        // of Ampere's backward: sums of dQ in the same order in every run
-  kSoftcap = 8,          // of Hopper's backward of one pass: the slope of a cap
-  kUnusualSoftcap = 16,  // of no row on Hopper: a cap that its tanh is too coarse for
+  kSinks = 2,            // sinks in a forward; every backward knows them
+  kOrderedDq = 4,        // in Ampere's backward: dQ is summed in the same order in every run
+  kSoftcap = 8,          // in Hopper's backward of one pass: the derivative of softcap
+  kUnusualSoftcap = 16,  // known to no row on Hopper, whose tanh is too coarse for it: see choose.cpp
   kEvery = 31,
 };
 
@@ -27,7 +28,7 @@ constexpr Features operator|(Features a, Features b) {
   return static_cast<Features>(static_cast<int>(a) | static_cast<int>(b));
 }
 
-/// Whether all of `some` are among `known`.
+/// Returns whether all of `some` are among `known`.
 constexpr bool includes(Features known, Features some) {
   return (known | some) == known;
 }
@@ -39,34 +40,35 @@ struct Variant {
   int head_dim_v;  // the largest D_v
   int tile_m;      // query rows of a tile
   int tile_n;      // keys of a tile
-  int stages;      // forward: tiles of K and V in shared memory at a time, both together; backward: of Q, and of dO
+  int stages;      // forward: tiles of K and V together in shared memory; backward: tiles of Q, with as many of dO
   int warps;
   Features features = Features::kNone;
 
   constexpr int threads() const { return warps * 32; }
   constexpr bool knows(Features some) const { return includes(features, some); }
-  /// Of a backward kernel: whether a pass of its own forms dQ.
+  /// Returns whether a backward kernel forms dQ in a second pass of its own.
   constexpr bool two_passes() const { return arch == Arch::kSm90 && head_dim > 128; }
-  /// Of a backward kernel for Hopper: whether one pass forms all gradients.
+  /// Returns whether a backward kernel for Hopper forms all gradients in one pass.
   constexpr bool one_pass() const { return arch == Arch::kSm90 && !two_passes(); }
-  /// Of a backward kernel of one pass: whether its thread blocks may take several blocks of keys of a dense batch.
+  /// Returns whether thread blocks of a backward kernel of one pass may take several blocks of keys of a dense batch.
   constexpr bool may_loop() const { return one_pass() && features == Features::kNone; }
-  /// Of a backward kernel: in how many parts, each by threads of its own, a tile of dQ is added up in memory.
+  /// Returns into how many parts a backward kernel divides a tile of dQ that is summed in memory: each part has threads
+  /// of its own that add it.
   constexpr int parts_of_dq() const { return two_passes() ? 0 : arch == Arch::kSm90 ? 2 : warps; }
   constexpr bool operator==(const Variant&) const = default;
 };
 
-/// The shared memory of Hopper's forward kernel. Two tiles of Q where they fit: the next one lands while the last is
-/// still in use. The output of three warpgroups, which are short of registers, leaves through shared memory; from
-/// registers otherwise.
+/// This is the shared memory of Hopper's forward kernel. It has two tiles of Q where they fit, so that the next one is
+/// loaded while the last is still in use. With three consumer warpgroups, which are short of registers, the output is
+/// staged in shared memory where that fits; otherwise it is stored from registers.
 struct ForwardMemorySm90 {
   int stages_q = 1;
   bool staged = false;
   int bytes = 0;
 
   static constexpr ForwardMemorySm90 of(const Variant& v) {
-    constexpr int kLimit = 227 * 1024;  // of one thread block
-    constexpr int kBarriers = 3072;     // and what is told of tiles
+    constexpr int kLimit = 227 * 1024;  // shared memory that a thread block may have
+    constexpr int kBarriers = 3072;     // barriers, and what the scheduler warp tells the others of each tile
     const int q = bytes_of(v.dtype) * v.tile_m * v.head_dim;
     const int out = bytes_of(v.dtype) * v.tile_m * v.head_dim_v;
     ForwardMemorySm90 memory;
@@ -77,15 +79,15 @@ struct ForwardMemorySm90 {
   }
 };
 
-/// Bytes of shared memory of a CUDA forward kernel: on Ampere a tile of Q and the ring of K and V tiles.
+/// Returns the bytes of shared memory of a CUDA forward kernel: on Ampere a tile of Q and the ring of K and V tiles.
 constexpr int forward_shared_memory(const Variant& v) {
   if (v.arch == Arch::kSm90) return ForwardMemorySm90::of(v).bytes;
   return bytes_of(v.dtype) * v.head_dim * (v.tile_m + v.stages * v.tile_n);
 }
 
-/// The shared memory of Hopper's backward kernel of two passes. Blocks of 64 keys: a tile of K and one of V, two of 64
-/// rows of Q and of dO with two floats a row, and two of weights. Tiles of queries: one of Q and of dO, two of K, one
-/// of V.
+/// Returns the bytes of shared memory of Hopper's backward kernel of two passes. The pass over blocks of 64 keys has a
+/// tile of K and one of V, two tiles of 64 rows of Q and of dO with two floats a row, and two of weights. The pass over
+/// tiles of queries has one tile of Q and one of dO, two of K, and one of V.
 constexpr int backward_shared_memory_two_passes(const Variant& v) {
   constexpr int kBarriers = 1024;
   const int size = bytes_of(v.dtype);
@@ -94,16 +96,16 @@ constexpr int backward_shared_memory_two_passes(const Variant& v) {
   return kBarriers + (of_keys > of_queries ? of_keys : of_queries);
 }
 
-/// The shared memory of Hopper's backward kernel of one pass: a tile of K and one of V, `stages` tiles of Q and of dO
-/// with two floats a row, two of dS, and one of dQ on its way out.
+/// Returns the bytes of shared memory of Hopper's backward kernel of one pass: a tile of K and one of V, `stages` tiles
+/// of Q and of dO with two floats a row, two tiles of dS, and one of dQ that is being stored.
 constexpr int backward_shared_memory_one_pass(const Variant& v) {
   constexpr int kBarriers = 1024;
   return kBarriers + bytes_of(v.dtype) * (2 * v.head_dim * (v.tile_n + v.stages * v.tile_m) + 2 * v.tile_m * v.tile_n) +
          8 * v.stages * v.tile_m + 4 * v.tile_m * v.head_dim;
 }
 
-/// Of a CUDA backward kernel; on Ampere a tile of K and one of V, `stages` tiles of Q and of dO with two floats a row,
-/// P, and dS.
+/// Returns the bytes of shared memory of a CUDA backward kernel; on Ampere these are a tile of K and one of V, `stages`
+/// tiles of Q and of dO with two floats a row, P, and dS.
 constexpr int backward_shared_memory(const Variant& v) {
   if (v.arch == Arch::kSm90)
     return v.two_passes() ? backward_shared_memory_two_passes(v) : backward_shared_memory_one_pass(v);
@@ -115,7 +117,7 @@ constexpr const char* name_of(Arch arch) {
   return arch == Arch::kCpu ? "cpu" : arch == Arch::kSm80 ? "sm80" : "sm90";
 }
 
-/// The words of the variant tables.
+/// These are the words of the variant tables.
 namespace table {
 inline constexpr Arch cpu = Arch::kCpu;
 inline constexpr Arch sm80 = Arch::kSm80;
@@ -131,7 +133,7 @@ inline constexpr Features dropout_softcap = Features::kDropout | Features::kSoft
 inline constexpr Features every = Features::kEvery;
 }  // namespace table
 
-/// "sm80_bf16_d128_v128_m128_n64_s3_w4", and behind it the features, as in "_dropout_sinks"
+/// Returns "sm80_bf16_d128_v128_m128_n64_s3_w4", followed by the features, as in "_dropout_sinks".
 std::string name_of(const Variant& variant);
 
 }  // namespace flashtile

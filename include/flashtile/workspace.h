@@ -1,4 +1,4 @@
-// The device memory that the kernels of one backward call share.
+// This file lays out the device memory that the kernels of one backward call share.
 #pragma once
 
 #include <cstdint>
@@ -10,37 +10,38 @@
 
 namespace flashtile {
 
-/// Tiles of tile_m query rows of each (batch, query head), the last of a head filled up:
+/// The workspace holds tiles of tile_m query rows of each (batch, query head); the last tile of a head is padded. Steep
+/// rows, those with large scores, are defined in math/state.h.
 ///
 ///   lse_log2   a float a row: the forward's lse in log2 units; −0 where the row is steep; +inf for rows that see
 ///              nothing or do not exist, so that their weights come out as 0
-///   delta      a float a row: Σ dO∘O − dlse; 0 for those rows
-///   steep_rows a SteepRow a row, of steep rows alone
-///   dq         tile_m · head_dim floats a tile, where the gradients of all key blocks add up, before the scale; their
-///              order within a tile is the kernel's own. None where a pass of its own forms dQ
-///   state      an int for each part of a tile of dq: how far its sum is, see SumOfDq. None where blocks of keys add to
-///              zeros in any order
-///   taken      an int, where thread blocks may ask for the next block and the batch is dense: as that of RaggedTiles
-///   steep      an int: the launch's mark if any row is steep. So nobody clears it: no other launch has the mark, and
-///              where memory holds it by chance, or from the run before of a captured graph, the kernel takes the
-///              longer way to the same result
-///   ragged     of a ragged batch, whose tiles have the places of Spans, head by head: the lists of the blocks of
+///   delta      a float a row: Σ dO∘O − dlse; 0 where lse_log2 is +inf
+///   steep_rows a SteepRow a row, which only steep rows use
+///   dq         tile_m · head_dim floats a tile, where the gradients of all key blocks are summed, before the scale;
+///              the kernel chooses their order within a tile. It is absent where a second pass forms dQ
+///   state      an int for each part of a tile of dq, which says how far its sum is: see SumOfDq. It is absent where
+///              blocks of keys add to zeros in any order
+///   taken      an int, where thread blocks may ask for the next block and the batch is dense: see RaggedTiles::taken
+///   steep      an int: the launch's mark, a number that no other launch has, if any row is steep. So nobody need clear
+///              it. Where memory holds the mark by chance, or from the last run of a captured graph, the kernel takes
+///              the slower path, with the same result
+///   ragged     of a ragged batch, whose tiles have the slots of Spans, head by head: the lists of the blocks of
 ///              queries and of keys, see RaggedTiles
 struct BackwardWorkspace {
-  /// What the scores of a steep row are relative to: FinishedRow's reference, and then the log2 of its sum, both in the
-  /// unit of scores.
+  /// The scores of a steep row are taken relative to these: FinishedRow's reference, and the log2 of its sum, both in
+  /// the unit of scores (see ScoreMap).
   struct alignas(8) SteepRow {
     float reference;
     float rest;
   };
 
   std::int64_t tiles = 0;
-  int m_blocks = 0;  // of one head of a dense batch; of a ragged one, places of one head of all sequences
+  int m_blocks = 0;  // of one head of a dense batch; of a ragged one, slots of one head for all sequences
   int tile_m = 0;
-  int head_dim = 0;  // 0: no dq
-  int parts = 0;     // 0: no state
+  int head_dim = 0;  // 0: there is no dq
+  int parts = 0;     // 0: there is no state
   bool ragged = false;
-  int key_places = 0;  // of a ragged batch
+  int key_places = 0;  // slots for blocks of keys in one head of a ragged batch
 
   static BackwardWorkspace of(const Problem& p, const Variant& v) {
     const std::int64_t places = p.places_q(v.tile_m);
@@ -53,7 +54,7 @@ struct BackwardWorkspace {
             .key_places = p.ragged ? static_cast<int>(p.places_k(v.tile_n)) : 0};
   }
 
-  static constexpr float kSteepRow = -0.0f;  // in lse_log2
+  static constexpr float kSteepRow = -0.0f;  // stands in lse_log2 for a steep row
 #ifdef __CUDACC__
   __device__ static bool says_steep(float lse_log2) { return __float_as_uint(lse_log2) == 0x80000000u; }
 #endif

@@ -1,4 +1,4 @@
-// Forward and backward of attention, dense and ragged.
+// This file binds forward and backward of attention, dense and ragged.
 #include <string>
 
 #include "bindings.h"
@@ -13,7 +13,7 @@ namespace {
 using nb::handle;
 using namespace nb::literals;
 
-/// What messages call a function.
+/// Messages call a function by these names.
 struct Names {
   const char* forward;
   const char* backward;
@@ -27,7 +27,7 @@ const Names& names_of(const nb::tuple& options) {
   return ragged ? kRagged : kDense;
 }
 
-/// What every call is given.
+/// Every call is given these.
 struct Given {
   ForwardTensors tensors;
   Options options;
@@ -56,14 +56,14 @@ Given to_given(const char* function, handle q, handle k, handle v, const nb::tup
   return given;
 }
 
-/// What a backward wants of the rows, see FinishedRow.
+/// Returns a tensor for what a backward needs of each row, see FinishedRow.
 nb::object new_state(handle q, const Problem& p) {
   const nb::object new_empty = q.attr(interned().new_empty);
   if (p.ragged) return new_empty(2, p.heads_q, p.seqlen_q, "dtype"_a = interned().float32);
   return new_empty(2, p.batch, p.heads_q, p.seqlen_q, "dtype"_a = interned().float32);
 }
 
-/// The same in memory that no tensor shows, at half the price; a tensor where the framework has no such memory.
+/// Returns the same in memory that is no tensor, at half the price, or a tensor where the framework has no such memory.
 nb::object new_hidden_state(handle q, const Problem& p) {
   const nb::object memory = p.ragged ? hidden_memory(q, p.device, {2, p.heads_q, p.seqlen_q})
                                      : hidden_memory(q, p.device, {2, p.batch, p.heads_q, p.seqlen_q});
@@ -79,14 +79,15 @@ struct Results {
 };
 using MakeRows = nb::object (*)(handle q, const Problem&);
 
-/// A backward may be beyond what a GPU can count where its forward is not.
+/// Returns the backward's plan as text, or why there is none: a GPU may be unable to count its tiles though it can
+/// count the forward's.
 std::string backward_string(const Problem& p, const DeviceInfo& device) try {
   return to_string(select_backward(p, device));
 } catch (const Unsupported& error) {
   return std::string("flashtile backward plan\n  none      ") + error.what() + "\n";
 }
 
-/// Nothing is allocated before every argument has been checked.
+/// Computes a forward. It allocates nothing before every argument has been checked.
 Results forward(handle q, handle k, handle v, const nb::tuple& options, MakeRows make_lse, MakeRows make_state) {
   const char* const function = names_of(options).forward;
   Given given = to_given(function, q, k, v, options);
@@ -106,7 +107,8 @@ Results forward(handle q, handle k, handle v, const nb::tuple& options, MakeRows
   return results;
 }
 
-/// `forward` of an autograd function: out, and in `ctx` what backward needs. In C++ it takes half a µs less.
+/// This is `forward` of an autograd function: it returns out, and saves in `ctx` what backward needs. In C++ this takes
+/// half a µs less than in Python.
 nb::object saving_forward(handle ctx, handle q, handle k, handle v, const nb::tuple& options, handle sinks) {
   const Results results = forward(q, k, v, options, nothing, new_hidden_state);
   ctx.attr(interned().unsaved) = nb::make_tuple(results.state, options);
@@ -137,7 +139,7 @@ void backward(handle dout, handle dlse, handle q, handle k, handle v, handle out
   };
   tensors.forward.out = tensor_view(function, "out", out);
   const TensorView view_of_rows = tensor_view(function, "lse", rows);
-  const bool is_lse = view_of_rows.rank < tensors.forward.q.rank;  // a state has a dimension more
+  const bool is_lse = view_of_rows.rank < tensors.forward.q.rank;  // a state has one dimension more than an lse
   (is_lse ? tensors.forward.lse : tensors.forward.state) = view_of_rows;
   const Device device = tensors.forward.q.device;
   const BackwardPlan plan = plan_backward(function, tensors, given.options, device_for(function, device));
@@ -150,7 +152,8 @@ void backward(handle dout, handle dlse, handle q, handle k, handle v, handle out
 }  // namespace
 
 void bind_attention(nb::module_& module) {
-  // Every tensor goes to the conversions of tensor.h and options.h, None too: their messages name the argument.
+  // Every argument, even None, goes to the conversions of tensor.h and options.h, because their messages name the
+  // argument.
   const auto any = [](const char* name) { return nb::arg(name).none(); };
   const auto bind_forward = [&](const char* name, auto function) {
     module.def(name, function, any("q"), any("k"), any("v"), nb::arg("options"));
@@ -166,7 +169,7 @@ void bind_attention(nb::module_& module) {
     const Results results = forward(q, k, v, options, new_lse, new_state);
     return nb::make_tuple(results.out, results.lse, results.state);
   });
-  // For tests of an older GPU's kernels on a newer one.
+  // This is for tests of an older GPU's kernels on a newer one.
   module.def("_limit_compute_capability", &limit_compute_capability, nb::arg("limit"));
   module.def("saving_forward", &saving_forward, nb::arg("ctx"), any("q"), any("k"), any("v"), nb::arg("options"),
              nb::arg("sinks") = nb::none());

@@ -1,4 +1,5 @@
-// The Python module, one topic per file. It converts and forwards; every decision is the library's.
+// This file declares the Python module, one topic per source file. It converts and forwards; every decision is the
+// library's.
 #pragma once
 
 #include <nanobind/nanobind.h>

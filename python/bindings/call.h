@@ -1,4 +1,4 @@
-// What every call needs beside its tensors: the device as select knows it, results, and a workspace.
+// This file holds what every call needs beside its tensors: the device as select knows it, results, and a workspace.
 #pragma once
 
 #include <cstdlib>
@@ -10,7 +10,7 @@
 
 namespace flashtile::bindings {
 
-/// Names and values that live as long as the process.
+/// These names and values live as long as the process.
 struct Interned {
   nb::handle new_empty = nb::str("new_empty").release();
   nb::handle save_for_backward = nb::str("save_for_backward").release();
@@ -22,34 +22,35 @@ struct Interned {
 
 const Interned& interned();
 
-/// Throws InvalidType unless `tuple` is one of `count` elements, which are called `what`.
+/// Throws InvalidType unless `tuple` has `count` elements, which the message calls `what`.
 void check_count(const char* function, nb::handle tuple, std::size_t count, const char* what);
 
-/// What select may use: the device as the core knows it, with as many CPU threads as PyTorch may take.
+/// Returns the device as the core knows it, with as many CPU threads as PyTorch may use.
 DeviceInfo device_for(const char* function, Device device);
 
-/// Whether this thread is asked how calls would be computed. Then a call ends when its plan is made, before anything
-/// is allocated or written, by throwing what would be said of it.
+/// Returns whether this thread is inside explain(), which asks how calls would be computed. Then a call ends when its
+/// plan is made, before anything is allocated or written, by throwing the text that describes it.
 bool explaining();
 struct Explained {
   std::string text;
 };
 
-/// The device that such a call is planned for; null: that of its tensors, which is also so in every other call.
+/// Returns the device that such a call is planned for. It is null if that is the device of its tensors, and in every
+/// other call.
 const DeviceInfo* planned_device();
 
-/// Stands for the memory of a tensor that has none, in a call that is only planned.
+/// Returns an address that stands for the memory of a tensor without memory, in a call that is only planned.
 void* planned_memory();
 
-/// Of the GPUs that device_for tells of from now on.
+/// Limits the compute capability of the GPUs that device_for returns from now on.
 void limit_compute_capability(int limit);
 
-/// Contiguous. `view` is that of q.
+/// These return contiguous tensors for results. `view` is the view of q.
 nb::object new_out(nb::handle q, const TensorView& view, const Problem& problem);
 nb::object new_lse(nb::handle q, const Problem& problem);
 
-/// A plan's workspace: host memory, or the framework's on the device, which it may give to whoever comes later on the
-/// current stream.
+/// This is a plan's workspace: host memory, or on a GPU memory of the framework, which may reuse it for later work on
+/// the current stream.
 class Workspace {
  public:
   Workspace(const char* function, const Plan& plan, nb::handle like);

@@ -1,5 +1,6 @@
-// The parts of the DLPack 1.x ABI that this module reads: a tensor description and the table of C functions that a
-// framework offers for exchanging tensors without Python calls (https://dmlc.github.io/dlpack/latest/c_api.html).
+// This file declares the parts of the DLPack 1.x ABI that this module reads: a tensor description, and the table of C
+// functions that a framework offers for exchanging tensors without Python calls
+// (https://dmlc.github.io/dlpack/latest/c_api.html).
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,7 @@
 namespace flashtile::bindings::dlpack {
 
 inline constexpr std::uint32_t kMajorVersion = 1;
-inline constexpr const char* kExchangeAttribute = "__dlpack_c_exchange_api__";  // of a tensor type
+inline constexpr const char* kExchangeAttribute = "__dlpack_c_exchange_api__";  // attribute of a tensor type
 inline constexpr const char* kExchangeCapsule = "dlpack_exchange_api";
 
 enum DeviceCode : std::int32_t { kCpu = 1, kCuda = 2, kCudaHost = 3, kCudaManaged = 13 };
@@ -51,7 +52,7 @@ struct ManagedTensor {
 
 using SetError = void (*)(void* context, const char* kind, const char* message);
 
-// Functions return 0, or −1 with a Python exception set; `allocate` calls `set_error` instead.
+// These functions return 0, or −1 with a Python exception set; `allocate` calls `set_error` instead.
 struct Exchange {
   ExchangeHeader header;
   int (*allocate)(const Tensor* prototype, ManagedTensor** out, void* context, SetError set_error);

@@ -1,4 +1,4 @@
-// Which Python exception each C++ error becomes.
+// This file says which Python exception each C++ error becomes.
 #include "flashtile/error.h"
 
 #include "bindings.h"
@@ -15,7 +15,7 @@ void translate(const std::exception_ptr& error, void*) {
     PyErr_SetString(PyExc_ValueError, e.what());
   } catch (const InvalidType& e) {
     PyErr_SetString(PyExc_TypeError, e.what());
-  } catch (const Unreadable& e) {  // before its base, Unsupported
+  } catch (const Unreadable& e) {  // must stand before its base, Unsupported
     PyErr_SetString(unreadable_type, e.what());
   } catch (const Unsupported& e) {
     PyErr_SetString(PyExc_NotImplementedError, e.what());

@@ -1,4 +1,5 @@
-// How a call would be computed, which the call itself says: so it is checked, cast and copied as always.
+// This file binds explain, which asks how a call would be computed. The call itself answers, so that it is checked,
+// cast and copied as always.
 #include <charconv>
 #include <cstdint>
 #include <optional>
@@ -10,16 +11,16 @@
 namespace flashtile::bindings {
 namespace {
 
-/// What this thread is asked.
+/// This is what explain asks of the calls of this thread.
 struct Question {
   std::optional<DeviceInfo> device;
-  std::uintptr_t memories = 0;  // that planned_memory has handed out
+  std::uintptr_t memories = 0;  // addresses that planned_memory has returned
 };
 
 thread_local Question* question = nullptr;
 PyObject* explained_type = nullptr;  // lives as long as the process
 
-/// N of "cuda:N", and 0 of "cuda", where `type` is "cuda".
+/// Returns N of "cuda:N", and 0 of "cuda", where `type` is "cuda".
 std::optional<int> index_in(const std::string& name, const std::string& type) {
   if (name == type) return 0;
   if (!name.starts_with(type + ":")) return std::nullopt;
@@ -30,7 +31,7 @@ std::optional<int> index_in(const std::string& name, const std::string& type) {
   return index;
 }
 
-/// The CPU or a GPU of this machine, or one that is described, of which `heading` tells.
+/// Returns the CPU or a GPU of this machine, or a GPU that is described by its name, which `heading` then describes.
 DeviceInfo device_named(const std::string& name, std::string& heading) {
   if (index_in(name, "cpu")) return device_for("explain", {});
   if (const auto index = index_in(name, "cuda")) return device_for("explain", {DeviceType::kCuda, *index});
@@ -41,7 +42,7 @@ DeviceInfo device_named(const std::string& name, std::string& heading) {
   return gpu;
 }
 
-/// What the first call of a kernel says that `function` makes.
+/// Runs `function` and returns what its first call of a kernel says, or None if it makes none.
 nb::object explain(const nb::callable& function, nb::handle device, const nb::args& arguments,
                    const nb::kwargs& options) {
   struct Scope {
@@ -71,12 +72,12 @@ const DeviceInfo* planned_device() {
 }
 
 void* planned_memory() {
-  constexpr int kApart = 56;  // 2^56 bytes, longer than any tensor
+  constexpr int kApart = 56;  // addresses are 2^56 bytes apart, more than any tensor has
   return reinterpret_cast<void*>(++question->memories << kApart);
 }
 
 void bind_explain(nb::module_& module) {
-  // Of no class that the functions between here and the call catch.
+  // It derives from BaseException alone, so that no function between explain and the call catches it.
   explained_type = PyErr_NewException("flashtile._C.Explained", PyExc_BaseException, nullptr);
   if (!explained_type) throw nb::python_error();
   nb::register_exception_translator([](const std::exception_ptr& error, void*) {

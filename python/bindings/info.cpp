@@ -1,4 +1,4 @@
-// Facts about this build and this machine.
+// This file binds facts about this build and this machine.
 #include "bindings.h"
 #include "flashtile/flashtile.h"
 

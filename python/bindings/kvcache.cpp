@@ -1,4 +1,4 @@
-// Attention over a cache of keys and values.
+// This file binds attention over a cache of keys and values.
 #include "flashtile/kvcache.h"
 
 #include "bindings.h"
@@ -13,7 +13,7 @@ using nb::handle;
 
 constexpr const char* kFunction = "attention_kvcache";
 
-/// Where each tensor stands in the tuple; all but kCacheSeqlens may be None.
+/// These are the tensors' indices in the tuple; all but kCacheSeqlens may be None.
 enum Tensor : std::size_t {
   kKNew,
   kVNew,
@@ -50,7 +50,7 @@ KvcacheTensors to_tensors(handle q, handle k_cache, handle v_cache, const nb::tu
   };
 }
 
-/// (out, lse), or (out, None). Nothing is allocated or written before every argument has been checked.
+/// Returns (out, lse), or (out, None). It allocates and writes nothing before every argument has been checked.
 nb::tuple kvcache(handle q, handle k_cache, handle v_cache, const nb::tuple& given, const nb::tuple& options) {
   check_count(kFunction, given, kTensorCount, "tensors");
   check_count(kFunction, options, kCacheOptionCount, "options");
@@ -75,7 +75,7 @@ nb::tuple kvcache(handle q, handle k_cache, handle v_cache, const nb::tuple& giv
 }  // namespace
 
 void bind_kvcache(nb::module_& module) {
-  // Every tensor goes to the conversions of tensor.h, None too: their messages name the argument.
+  // Every argument, even None, goes to the conversions of tensor.h, because their messages name the argument.
   const auto any = [](const char* name) { return nb::arg(name).none(); };
   module.def("kvcache", &kvcache, any("q"), any("k_cache"), any("v_cache"), nb::arg("tensors"), nb::arg("options"));
 }

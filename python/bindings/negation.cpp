@@ -11,7 +11,7 @@ NegativeBit NegativeBit::of(nb::handle type, const dlpack::Exchange& exchange) {
 
 NegativeBit NegativeBit::find(const dlpack::Exchange& exchange) {
   using namespace nb::literals;
-  constexpr int kWords = 16;  // behind these other memory may begin
+  constexpr int kWords = 16;  // the search ends here: other memory may follow
   NegativeBit bit;
   const nb::module_ torch = nb::module_::import_("torch");
   const nb::object tensor = torch.attr("zeros")(1, 1, 1, 1, "device"_a = "cpu");

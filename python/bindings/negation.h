@@ -1,5 +1,6 @@
-// PyTorch's lazy negation: what z.conj().imag and torch._neg_view(x) return has a bit that says that its numbers are
-// the negatives of those in memory. DLPack does not show it, and x.is_neg() takes 0.1 µs, of the few of a whole call.
+// This file detects PyTorch's lazy negation: what z.conj().imag and torch._neg_view(x) return has a bit that says that
+// its numbers are the negatives of those in memory. DLPack does not show it, and x.is_neg() takes 0.1 µs, while a whole
+// call takes a few.
 #pragma once
 
 #include <cstddef>
@@ -11,14 +12,15 @@
 
 namespace flashtile::bindings {
 
-/// Where the bit is within a tensor's own memory: in a word behind the sizes, to which DLPack points. No header of
-/// PyTorch is at hand to say in which, so it is looked for, once, by setting the bit.
+/// This says where the bit is within a tensor's own memory: in a word after the sizes, to which DLPack points. The
+/// build has no header of PyTorch that says in which word, so it is searched for, once, by setting the bit.
 class NegativeBit {
  public:
-  /// Of tensors of this type. The place is known of torch.Tensor and Parameter, unless it was not found.
+  /// Returns where the bit is in tensors of this type. That is known only of torch.Tensor and Parameter, and only if
+  /// the bit was found.
   static NegativeBit of(nb::handle type, const dlpack::Exchange& exchange);
 
-  /// False only if the bit is not set; where its place is not known, true.
+  /// Returns false only if the bit is not set; where its position is not known, returns true.
   bool may_be_set(const dlpack::Tensor& tensor) const {
     if (mask_ == 0) return true;
     return (word_at(tensor.shape, offset_) & mask_) != 0;
@@ -34,10 +36,10 @@ class NegativeBit {
   }
 
   std::ptrdiff_t offset_ = 0;  // in words
-  std::uint64_t mask_ = 0;     // 0: not known
+  std::uint64_t mask_ = 0;     // 0: the position is not known
 };
 
-/// What the tensor itself says.
+/// Asks the tensor itself.
 bool is_negated(nb::handle tensor);
 
 }  // namespace flashtile::bindings

@@ -26,7 +26,8 @@ double to_double(const char* function, const char* name, nb::handle object, cons
   return value;
 }
 
-/// Integers beyond 64 bits become the nearest one: as a distance they all mean "unbounded".
+/// Returns the integer; those beyond 64 bits become the nearest one. As a distance they all mean "unbounded", and as a
+/// count no call accepts them either.
 std::int64_t to_int64(const char* function, const char* name, nb::handle object, const char* expected) {
   int overflow = 0;
   const long long value = PyLong_AsLongLongAndOverflow(object.ptr(), &overflow);
@@ -41,7 +42,8 @@ std::optional<std::int64_t> to_distance(const char* function, const char* name, 
   return to_int64(function, name, object, "an int or None");
 }
 
-/// Reads options out of a tuple, one behind the other, each by its type. None leaves one that may be left out as it is.
+/// A Reader reads options out of a tuple, one after the other, each by its type. None leaves an option that may be
+/// left out as it is.
 class Reader {
  public:
   Reader(const char* function, const nb::tuple& given) : function_(function), given_(given) {}
@@ -83,7 +85,7 @@ class Reader {
   std::size_t place_ = kFirstValue;
 };
 
-/// `object` as Python writes it, in one line.
+/// Returns `object` as Python writes it, in one line.
 nb::str written(nb::handle object) {
   return nb::borrow<nb::str>(nb::str(" ").attr("join")(nb::repr(object).attr("split")()));
 }
@@ -122,7 +124,7 @@ bool returns_lse(const char* function, const nb::tuple& given) {
 void bind_options(nb::module_& module) {
   module.def(
       "described", [](nb::handle object) { return nb::str(described(object).c_str()); }, nb::arg("object").none());
-  // For callers whose options go another way than through a call of this module.
+  // These two are for callers whose options go another way than through a call of this module.
   module.def(
       "check_options",
       [](const char* function, const nb::tuple& options) {

@@ -1,4 +1,4 @@
-// Options of a call, from the tuple that Python hands over.
+// This file takes the options of a call from the tuple that Python hands over.
 #pragma once
 
 #include <string>
@@ -13,7 +13,7 @@ struct Count {
   constexpr void operator()(const auto&...) { ++value; }
 };
 
-/// How many places `AnyOptions` has in a tuple.
+/// Returns how many elements of the tuple are fields of `AnyOptions`.
 template <class AnyOptions>
 constexpr std::size_t count_of() {
   Count count;
@@ -21,8 +21,8 @@ constexpr std::size_t count_of() {
   return count.value;
 }
 
-/// Where options stand in the tuple: two tensors, what Options or KvcacheOptions has, and behind it, of attention, a
-/// tuple of tables, or None for a dense batch.
+/// These are the options' indices in the tuple. It begins with two tensors. The fields of Options or KvcacheOptions
+/// follow, and behind them, for attention, a tuple of tables, or None for a dense batch.
 inline constexpr std::size_t kAlibiSlopes = 0, kSinks = 1, kFirstValue = 2;
 inline constexpr std::size_t kSequences = kFirstValue + count_of<Options>(), kOptionCount = kSequences + 1;
 inline constexpr std::size_t kReturnLse = kFirstValue + count_of<KvcacheOptions>(), kCacheOptionCount = kReturnLse + 1;
@@ -31,10 +31,11 @@ inline nb::handle option_of(const nb::tuple& options, std::size_t place) {
   return PyTuple_GetItem(options.ptr(), static_cast<Py_ssize_t>(place));
 }
 
-/// What messages say of any Python object, in a few words: as it is written, or the type and shape of an array.
+/// Returns what messages say of any Python object, in a few words: as it is written, or the type and shape of an array.
 std::string described(nb::handle object);
 
-/// The values. Throws InvalidType naming the option that is not of its type.
+/// These convert the options that are no tensors. They throw InvalidType, which names the option that has the wrong
+/// type.
 Options to_options(const char* function, const nb::tuple& options);
 KvcacheOptions to_cache_options(const char* function, const nb::tuple& options);
 bool returns_lse(const char* function, const nb::tuple& cache_options);

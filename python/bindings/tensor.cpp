@@ -1,5 +1,5 @@
-// Two ways from a Python tensor to a TensorView: the DLPack exchange table of its type (0.05 µs a tensor; PyTorch has
-// one from 2.10 on), else its Python attributes (2 µs).
+// This file has two ways from a Python tensor to a TensorView: the DLPack exchange table of its type (0.05 µs a tensor;
+// PyTorch has one from 2.10 on), else its Python attributes (2 µs).
 #include "tensor.h"
 
 #include <algorithm>
@@ -16,7 +16,8 @@ namespace {
 
 bool exchange_enabled = true;
 
-/// Of capsules that hidden_memory made. DLPack's own capsules are not taken: anyone may have made those.
+/// Capsules that hidden_memory makes have this name. DLPack's own capsules are not accepted: anyone may have made
+/// those.
 constexpr const char* kHiddenMemory = "flashtile_hidden_memory";
 
 dlpack::ManagedTensor* held_by(PyObject* hidden_memory) {
@@ -47,7 +48,7 @@ dlpack::ManagedTensor* held_by(PyObject* hidden_memory) {
                    "returns it");
 }
 
-/// What a TensorView can say and the core can read.
+/// Returns the view if the core can read it, and throws InvalidType otherwise.
 TensorView readable(const char* function, const char* name, nb::handle object, const char* dtypes,
                     const TensorView& view) {
   const auto prefix = [&] { return std::string(function) + ": " + name; };
@@ -61,7 +62,7 @@ TensorView readable(const char* function, const char* name, nb::handle object, c
   return view;
 }
 
-// ---- by the exchange table
+// ---- These functions view a tensor by the exchange table.
 
 const dlpack::Exchange* find_exchange(nb::handle type) {
   nb::object capsule = nb::getattr(type, dlpack::kExchangeAttribute, nb::none());
@@ -74,14 +75,14 @@ const dlpack::Exchange* find_exchange(nb::handle type) {
   return exchange && exchange->tensor_from_object ? exchange : nullptr;
 }
 
-/// How tensors of a type come over.
+/// This says how tensors of a type are viewed.
 struct Source {
   nb::handle type;
-  const dlpack::Exchange* exchange = nullptr;  // null: by attributes
+  const dlpack::Exchange* exchange = nullptr;  // null: they are viewed by their attributes
   NegativeBit negative_bit;
 };
 
-/// That of the object's type. Remembers a few types: Tensor, Parameter.
+/// Returns the source for the object's type. It remembers a few types, such as Tensor and Parameter.
 const Source& source_of(nb::handle object) {
   static const Source by_attributes;
   if (!exchange_enabled) return by_attributes;
@@ -141,7 +142,7 @@ TensorView view_by_exchange(const char* function, const char* name, nb::handle o
   return to_view(tensor);
 }
 
-// ---- by attributes
+// ---- These functions view a tensor by its attributes.
 
 DType dtype_by_attribute(nb::handle dtype) {
   const nb::module_ torch = nb::module_::import_("torch");
@@ -187,8 +188,8 @@ TensorView view_by_attributes(const char* function, const char* name, nb::handle
   return view;
 }
 
-/// Of a call that is only planned, for `device`. The tensor may lie elsewhere, as one of the device "meta" nowhere: a
-/// plan reads no memory but that of tables on a CPU.
+/// Returns a view in a call that is only planned, for the device `planned`. The tensor may lie on another device, or
+/// nowhere as one of the device "meta": a plan reads no memory but that of tables on a CPU.
 TensorView view_for_plan(const char* function, const char* name, nb::handle object, const DeviceInfo& planned) {
   TensorView view = view_by_attributes(function, name, object);
   view.device = planned.device;
@@ -218,7 +219,7 @@ nb::object hidden_memory(nb::handle like, Device device, std::initializer_list<s
   prototype.dtype = {dlpack::kFloat, 32, 1};
   prototype.shape = const_cast<std::int64_t*>(shape.begin());  // read only
   dlpack::ManagedTensor* memory = nullptr;
-  const auto no_error = [](void*, const char*, const char*) {};  // the caller has another way, with its own errors
+  const auto no_error = [](void*, const char*, const char*) {};  // the caller has another way, with errors of its own
   if (exchange->allocate(&prototype, &memory, nullptr, no_error) != 0) return nb::none();
   PyObject* capsule = PyCapsule_New(memory, kHiddenMemory, [](PyObject* self) { release(held_by(self)); });
   if (!capsule) {
@@ -241,9 +242,9 @@ Stream current_stream(nb::handle tensor, Device device) {
 
 void bind_tensor(nb::module_& module) {
   using namespace nb::literals;
-  // Now, when no mode of PyTorch alters what tensors are.
+  // The exchange table is found now, when no mode of PyTorch alters what tensors are.
   source_of(nb::module_::import_("torch").attr("empty")(0, "device"_a = "cpu"));
-  // For tests of the attribute path on a PyTorch that has the exchange table.
+  // This is for tests of the attribute path on a PyTorch that has the exchange table.
   module.def("_enable_exchange", [](bool enabled) { exchange_enabled = enabled; }, nb::arg("enabled"));
 }
 

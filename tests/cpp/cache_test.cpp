@@ -1,4 +1,4 @@
-// Where rows of a cache lie, and which of them count: always inside it, whatever the tables hold.
+// These tests check where rows of a cache lie, and which of them count: always inside it, whatever the tables hold.
 #include "flashtile/cache.h"
 
 #include <gtest/gtest.h>
@@ -36,7 +36,7 @@ TEST(Pages, OfAContiguousCacheAreItsEntries) {
 }
 
 TEST(Pages, OfASequenceAreThoseOfItsTable) {
-  const std::array table{5, 1, 4, -9, 0, 2, 3, -9};  // rows of three, four apart
+  const std::array table{5, 1, 4, -9, 0, 2, 3, -9};  // the rows of this table have three entries and a stride of four
   const Pages pages{.table = table.data(), .table_stride = 4, .of_sequence = 3, .pages = 6, .size = Divisor(16)};
   expect_place(pages.at(0, 0), 5, 0);
   expect_place(pages.at(0, 15), 5, 15);
@@ -78,11 +78,11 @@ TEST(CachedRows, AreThoseHeldAndThoseAdded) {
   const CachedRows dense{.batch = 3, .capacity = 10, .held = held, .skipped = skipped, .added = 2};
   expect_rows(dense.at(0), 0, 0, 2);
   expect_rows(dense.at(1), 3, 4, 6);
-  expect_rows(dense.at(2), 1, 10, 10);  // no room
+  expect_rows(dense.at(2), 1, 10, 10);  // there is no room for its new rows
   const CachedRows ragged{.batch = 3, .capacity = 12, .held = held, .added = 8, .added_begins = begins};
   expect_rows(ragged.at(0), 0, 0, 2);
   expect_rows(ragged.at(1), 0, 4, 4);
-  expect_rows(ragged.at(2), 0, 10, 12);  // room for two of five
+  expect_rows(ragged.at(2), 0, 10, 12);  // there is room for two of its five rows
 }
 
 TEST(CachedRows, LieInsideWhateverTheTablesHold) {
@@ -101,7 +101,7 @@ TEST(CachedRows, LieInsideWhateverTheTablesHold) {
       ASSERT_GE(rows.held, 0);
       ASSERT_LE(rows.held, rows.end);
       ASSERT_LE(rows.end, capacity);
-      // What is added can be read: it is no more than the sequence has in the tensor.
+      // The added rows can be read: they are no more than the sequence has in the tensor.
       const Spans given{batch, added, ragged ? begins.data() : nullptr, nullptr};
       ASSERT_LE(rows.end - rows.held, given.at(b).used);
     }

@@ -1,4 +1,4 @@
-// Each rule of a call on a cache, broken one at a time; what it shares with every attention is in check_test.cpp.
+// These tests break each rule of a call on a cache, one at a time; those of every attention are in check_test.cpp.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -11,7 +11,7 @@ namespace flashtile {
 namespace {
 
 alignas(16) char memory[1 << 20];                        // never read: check looks at addresses only
-constexpr int kKCacheAt = 1 << 18, kVCacheAt = 1 << 19;  // bytes; the other tensors are before both
+constexpr int kKCacheAt = 1 << 18, kVCacheAt = 1 << 19;  // in bytes; the other tensors lie before both caches
 constexpr Device kGpu{DeviceType::kCuda, 0};
 
 TensorView tensor(std::initializer_list<std::int64_t> shape, DType dtype = DType::kFloat16, void* data = memory) {
@@ -25,7 +25,7 @@ TensorView tensor(std::initializer_list<std::int64_t> shape, DType dtype = DType
   return view;
 }
 
-/// B = 2, S_q = S_new = 3, H_q = 8, H_k = 4, D = 64, D_v = 32, R = 32, with room for 12 rows.
+/// This call has B = 2, S_q = S_new = 3, H_q = 8, H_k = 4, D = 64, D_v = 32, R = 32, and room for 12 rows.
 struct Call {
   std::vector<int> lengths{9, 0}, pads{4, 0}, pages{6, 0, 5, 1, 2, 3}, entries{4, 1}, begins{0, 3, 5};
   KvcacheTensors tensors;
@@ -57,7 +57,7 @@ struct Call {
     make_contiguous();
     tensors.cache_batch_idx = tensor({2}, DType::kInt32, entries.data());
   }
-  /// Of 3 and 2 rows, and two behind them.
+  /// Makes the sequences 3 and 2 rows long, with two unused rows after them.
   void make_ragged() {
     for (TensorView* view : {&tensors.q, &tensors.out, &tensors.k_new, &tensors.v_new})
       *view = tensor({7, view->shape[2], view->shape[3]});
@@ -152,7 +152,7 @@ TEST(CheckKvcache, EveryKindOfCallIsLegal) {
   EXPECT_EQ(check([](Call& c) { c.tensors.out = c.tensors.lse = {}; }), "accepted");
   EXPECT_EQ(check([](Call& c) { c.make_contiguous(), c.tensors.k_cache.strides = {64, 64 * 28, 64 * 7, 1}; }),
             "accepted");
-  // What tables on a GPU hold is not looked at.
+  // The contents of tables on a GPU are not checked.
   EXPECT_EQ(check([](Call& c) { c.move_to_gpu(), c.lengths = {-1, 100}, c.pages[0] = 99, c.pads[0] = 12; }),
             "accepted");
 }
@@ -258,7 +258,7 @@ TEST(CheckKvcache, Values) {
             name + "leftpad has 4 at index 1, expected from 0 to the sequence's length 3");
   EXPECT_EQ(check([](Call& c) { c.pages[2] = 7; }),
             name + "block_table has 7 at index (0, 2), expected from 0 to 6, a page of k_cache");
-  EXPECT_EQ(check([](Call& c) { c.pages[0] = -1; }), "accepted");  // its rows do not count
+  EXPECT_EQ(check([](Call& c) { c.pages[0] = -1; }), "accepted");  // rows of this page do not count
   EXPECT_EQ(check([](Call& c) { c.pages[4] = 99; }), "accepted");
   EXPECT_EQ(check([](Call& c) { c.make_indexed(), c.entries[0] = 7; }),
             name + "cache_batch_idx has 7 at index 0, expected from 0 to 6, an entry of k_cache");
@@ -322,7 +322,7 @@ TEST(CheckKvcache, WhatIsReadLiesOutsideOfWhatIsWritten) {
 
 TEST(CheckKvcache, PagesThatAreWritten) {
   const std::string name = "attention_kvcache: block_table has ";
-  // Rows 9 to 11 and 0 to 2 are written, in the last page of the first sequence and the first of the second one.
+  // Rows 9 to 11 and 0 to 2 are written, in the last page of the first sequence and the first page of the second.
   EXPECT_EQ(check([](Call& c) { c.pages[3] = 5; }),
             name +
                 "5 at index (0, 2), expected another page, as k_new is written to its row 0 for the sequence at "
@@ -335,8 +335,8 @@ TEST(CheckKvcache, PagesThatAreWritten) {
             name +
                 "5 at index (0, 1), expected another page, as k_new is written to its row 1 for the sequence at "
                 "index 0");
-  EXPECT_EQ(check([](Call& c) { c.pages[4] = 5; }), "accepted");  // its rows do not count
-  // Below what is written a page may be shared, and anywhere if nothing is.
+  EXPECT_EQ(check([](Call& c) { c.pages[4] = 5; }), "accepted");  // rows of this page do not count
+  // A page may be shared below the rows that are written, and everywhere if none is.
   EXPECT_EQ(
       check([](Call& c) { c.lengths = {8, 1}, c.pages[3] = c.pages[2] = 5, c.make_ragged(), c.begins = {0, 1, 2}; }),
       name +
@@ -346,7 +346,7 @@ TEST(CheckKvcache, PagesThatAreWritten) {
       check([](Call& c) { c.lengths = {9, 1}, c.pages[3] = c.pages[2] = 5, c.make_ragged(), c.begins = {0, 1, 1}; }),
       "accepted");
   EXPECT_EQ(check([](Call& c) { c.pages[3] = 5, c.tensors.k_new = c.tensors.v_new = {}; }), "accepted");
-  EXPECT_EQ(check([](Call& c) { c.pages[3] = 5, c.move_to_gpu(); }), "accepted");  // nothing is read there
+  EXPECT_EQ(check([](Call& c) { c.pages[3] = 5, c.move_to_gpu(); }), "accepted");  // tables on a GPU are not read
 }
 
 TEST(CheckKvcache, Splits) {

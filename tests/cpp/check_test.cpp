@@ -1,5 +1,5 @@
-// Each rule about arguments, broken one at a time: the right exception, with the function, the argument, what was
-// found and what was expected.
+// These tests break each rule about arguments, one at a time, and expect the right exception, with the function, the
+// argument, what was found and what was expected.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -35,7 +35,7 @@ struct Call {
   ForwardTensors& forward = tensors.forward;
 };
 
-/// B = 2, S_q = 90, S_k = 100, H_q = 8, H_k = 4, D = 64, D_v = 32.
+/// This call has B = 2, S_q = 90, S_k = 100, H_q = 8, H_k = 4, D = 64, D_v = 32.
 void with_call(Device device, const std::function<void(Call&)>& body) {
   const DType dtype = DType::kFloat16;
   Call call;
@@ -218,14 +218,14 @@ TEST(Check, Lengths) {
 TEST(Check, LastDimensionIsContiguous) {
   EXPECT_EQ(forward([](Call& c) { c.forward.k.strides = {51200, 512, 128, 2}; }),
             "InvalidArgument: attention: k has stride 2 in its last dimension, expected 1");
-  EXPECT_EQ(forward([](Call& c) { c.forward.k.strides = {0, 64, 6400, 1}; }), "accepted");  // any others are legal
+  EXPECT_EQ(forward([](Call& c) { c.forward.k.strides = {0, 64, 6400, 1}; }), "accepted");  // others are all legal
   EXPECT_EQ(forward([](Call& c) {
               c.forward.q = tensor({2, 90, 1, 64});
               c.forward.k = tensor({2, 100, 1, 64});
               c.forward.v = tensor({2, 100, 1, 32});
               c.forward.out = c.forward.lse = {};
               c.forward.alibi_slopes = tensor({1}, DType::kFloat32);
-              c.forward.alibi_slopes.strides[0] = 17;  // of one element: no stride at all
+              c.forward.alibi_slopes.strides[0] = 17;  // the stride of one element is ignored
             }),
             "accepted");
 }
@@ -338,7 +338,8 @@ TEST(Check, GradientsLookLikeTheirTensors) {
             "InvalidArgument: attention: dout is on cuda:0, expected cpu, as q");
 }
 
-/// B = 3, T_q = 90, T_k = 100, the rest as in with_call: sequences of 40, 0, 45 queries and 30, 50, 20 keys.
+/// These tables have B = 3, T_q = 90, T_k = 100, the rest as in with_call: sequences of 40, 0, 45 queries and 30, 50,
+/// 20 keys.
 struct RaggedTables {
   std::vector<int> begins_q{0, 40, 40, 85}, begins_k{0, 30, 80, 100}, used_q{40, 0, 12}, used_k{0, 50, 20};
 };
@@ -479,7 +480,7 @@ TEST(CheckRagged, WhatTablesHold) {
   for (const auto& [change, message] : cases) {
     const auto break_it = [&change = change](Call&, Tables& t) { change(t); };
     EXPECT_EQ(ragged(break_it), std::string("InvalidArgument: attention_varlen: ") + message);
-    EXPECT_EQ(ragged(break_it, kGpu), "accepted");  // nothing is read there
+    EXPECT_EQ(ragged(break_it, kGpu), "accepted");  // tables on a GPU are not read
   }
 }
 

@@ -1,4 +1,5 @@
-// Attention on the CPU backend, with tensors that have gaps, and what it must give, written out in double precision.
+// This file runs attention on the CPU backend, with tensors that have gaps, and writes out in double precision what it
+// must give.
 #pragma once
 
 #include "cpu.h"
@@ -22,7 +23,7 @@ namespace flashtile {
 
 inline constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 
-/// A value that the dtype holds exactly, NaN or infinity, as its bits.
+/// Returns the bits of a value that the dtype holds exactly, or of NaN or infinity.
 inline std::uint16_t encode16(DType dtype, float x) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(x);
   if (dtype == DType::kBFloat16) return static_cast<std::uint16_t>(bits >> 16);
@@ -40,7 +41,7 @@ inline float decode16(DType dtype, std::uint16_t x) {
   return sign * (exponent == 0 ? std::ldexp(float(mantissa), -24) : std::ldexp(float(mantissa + 1024), exponent - 25));
 }
 
-/// A (B, S, H, D) tensor whose heads and rows lie apart: the gaps keep what they held.
+/// This is a (B, S, H, D) tensor with gaps between heads and rows, which must keep what they held.
 class Tensor {
  public:
   Tensor(DType dtype, int batch, int rows, int heads, int width) : width_(width) {
@@ -51,7 +52,7 @@ class Tensor {
     view_.strides[1] = width + 3;
     view_.strides[2] = rows * view_.strides[1] + 5;
     const std::int64_t entry = heads * view_.strides[2];
-    view_.strides[0] = batch == 1 ? 0 : entry;  // as with_batch() has it
+    view_.strides[0] = batch == 1 ? 0 : entry;  // a batch of one has stride 0, as in with_batch()
     bytes_.assign(static_cast<std::size_t>(batch * entry + 1) * bytes_of(dtype), 0xa5);
   }
 
@@ -88,7 +89,7 @@ class Tensor {
       for (int h = 0; h < view_.shape[2]; ++h)
         for (int d = 0; d < width_; ++d) set(b, s, h, d, x);
   }
-  /// Multiples of 1/8, which every dtype holds.
+  /// Fills the tensor with multiples of 1/8, which every dtype holds exactly.
   void fill(std::mt19937& random) {
     std::uniform_int_distribution<int> eighths(-12, 12);
     for (int s = 0; s < view_.shape[1]; ++s)
@@ -122,7 +123,7 @@ inline TensorView flat_view(std::vector<float>& values, std::initializer_list<st
   return view;
 }
 
-/// One attention call with its inputs, outputs and gradients.
+/// This is one attention call with its inputs, outputs and gradients.
 struct Attention {
   explicit Attention(const Problem& p, unsigned seed = 1)
       : problem(p),
@@ -194,22 +195,23 @@ struct Attention {
   Variant variant() const { return {Arch::kCpu, problem.dtype, 256, tile, tile, 1, 1}; }
 
   std::size_t lse_at(int b, int h, int i) const {
-    return (static_cast<std::size_t>(b) * problem.heads_q + h) * problem.seqlen_q + i;  // ragged: b = 0, i of all rows
+    // In a ragged batch b is 0, and i counts all rows.
+    return (static_cast<std::size_t>(b) * problem.heads_q + h) * problem.seqlen_q + i;
   }
 
   Problem problem;
   Tensor q, k, v, dout, out, dq, dk, dv;
   std::vector<float> lse, dlse, slopes, sinks, dsinks;
   bool slopes_per_batch = false;
-  int tile = 32;                                        // rows and keys
-  int most_packed = 1000;                               // heads side by side in the forward, if they may be
+  int tile = 32;                                        // rows and keys of a tile
+  int most_packed = 1000;                               // limit of the heads that the forward packs, where it may
   std::vector<int> begins_q, begins_k, used_q, used_k;  // of a ragged batch
 
  private:
-  static constexpr std::byte kUndefined{0xff};  // NaN
+  static constexpr std::byte kUndefined{0xff};  // its bytes make NaN
 };
 
-/// The result in double precision, laid out as (B, S, H, D) without gaps.
+/// This is the result in double precision, laid out as (B, S, H, D) without gaps.
 struct Expected {
   std::vector<double> out, lse, dq, dk, dv, dsinks;
 };
@@ -220,7 +222,7 @@ inline double dot(const Tensor& a, int i, int head_a, const Tensor& b, int j, in
   return sum;
 }
 
-/// The contract written out for one row: logits, probabilities, gradients.
+/// Computes one row as the contract says: logits, probabilities, gradients.
 inline void expect_row(const Attention& a, int b, int h, int i, Expected& e) {
   const Problem& p = a.problem;
   const int hk = h / p.group();
@@ -249,7 +251,7 @@ inline void expect_row(const Attention& a, int b, int h, int i, Expected& e) {
   };
   const std::size_t row = at(p.seqlen_q, p.heads_q, i, h, p.head_dim),
                     row_v = at(p.seqlen_q, p.heads_q, i, h, p.head_dim_v);
-  const auto factor = [&](int j) {  // of dropout
+  const auto factor = [&](int j) {  // factor of dropout
     if (!p.dropout.active()) return 1.0;
     return p.dropout.keeps(b, h, i, j) ? double{p.dropout.scale} : 0.0;
   };
@@ -344,7 +346,8 @@ void on_every_kernel(const Body& body) {
 }
 
 inline void compare(const Attention& a, const Expected& e) {
-  // Half an ulp of the output, and for bfloat16 that of the probabilities, which are rounded before a matmul.
+  // The tolerance is half an ulp of the output, and for bfloat16 that of the probabilities, which are rounded before a
+  // matmul.
   const DType dtype = a.problem.dtype;
   const double tolerance = dtype == DType::kFloat32 ? 1e-5 : dtype == DType::kFloat16 ? 1e-3 : 8e-3;
   compare("out", a.out, e.out, tolerance);

@@ -1,10 +1,10 @@
-// Ragged batches on the CPU backend: each sequence is computed as if it were alone.
+// These tests check that the CPU backend computes each sequence of a ragged batch as if it were alone.
 #include "cpu_attention.h"
 
 namespace flashtile {
 namespace {
 
-/// Sequences of a ragged batch: what they hold, and how much of it counts.
+/// This is one side of a ragged batch's sequences: their rows, and how many of these count.
 struct Side {
   std::vector<int> sizes, used;
   int behind = 0;  // rows after the last sequence
@@ -30,7 +30,7 @@ Attention ragged(Problem p, const Side& q, const Side& k) {
   return a;
 }
 
-/// NaN in every row of an entry's inputs that does not count.
+/// Puts NaN into every row of an entry's inputs that does not count.
 void poison(Attention& a, const Span& q, const Span& k) {
   for (int i = q.first + q.used; i < q.first + q.size; ++i) {
     for (Tensor* t : {&a.q, &a.dout}) t->set_row(i, NAN);
@@ -40,7 +40,7 @@ void poison(Attention& a, const Span& q, const Span& k) {
     for (Tensor* t : {&a.k, &a.v}) t->set_row(j, NAN);
 }
 
-/// The same of what the forward left.
+/// Does the same to the forward's results.
 void poison_results(Attention& a, const Span& q) {
   for (int i = q.first + q.used; i < q.first + q.size; ++i) {
     a.out.set_row(i, NAN);
@@ -48,7 +48,7 @@ void poison_results(Attention& a, const Span& q) {
   }
 }
 
-/// Entry `batch` of `to` becomes rows [first, …) of `from`.
+/// Copies rows [first, …) of `from` to entry `batch` of `to`.
 void copy_rows(Tensor& to, int batch, const Tensor& from, int first) {
   const auto& shape = to.layout().shape;
   for (int s = 0; s < shape[1]; ++s)
@@ -56,7 +56,8 @@ void copy_rows(Tensor& to, int batch, const Tensor& from, int first) {
       for (int d = 0; d < shape[3]; ++d) to.set(batch, s, h, d, from.get(0, first + s, h, d));
 }
 
-/// The sequence alone: the entry of a dense batch of its length, with the same index, which dropout and slopes go by.
+/// Returns the sequence alone, as an entry of a dense batch of its length. The entry keeps its index, by which dropout
+/// and slopes go.
 Attention alone(const Attention& a, int batch, const Sequence& rows) {
   Problem p = a.problem;
   p.ragged = false;
@@ -77,7 +78,7 @@ Attention alone(const Attention& a, int batch, const Sequence& rows) {
   return one;
 }
 
-/// Bit for bit; 0 in rows that do not count.
+/// Expects equality bit for bit, and 0 in rows that do not count.
 void expect_rows(const char* name, const Tensor& found, const Span& span, const Tensor& expected, int batch) {
   const auto& shape = found.layout().shape;
   for (int s = 0; s < span.size; ++s)
@@ -118,7 +119,7 @@ TEST(CpuRagged, EachSequenceIsAsIfAlone) {
     for (const Band band : {Band::full(), Band::causal(), Band{7, 3}}) {
       for (const int threads : {1, 3}) {
         Attention a = ragged(problem_of(dtype, 0, 0, 24, 16, band), kQueries, kKeys);
-        a.tile = threads == 1 ? 32 : 128;  // the latter wider than most sequences
+        a.tile = threads == 1 ? 32 : 128;  // 128 is wider than most sequences
         expect_each_alone(a, threads);
       }
     }
@@ -192,7 +193,7 @@ TEST(CpuRagged, OfEqualLengthsIsDense) {
   EXPECT_EQ(a.dsinks, dense.dsinks);
 }
 
-/// (T, H, D) without gaps.
+/// Returns a view (T, H, D) without gaps.
 TensorView rows_view(std::vector<float>& values, int batch, int rows, int heads, int width, bool ragged) {
   values.resize(static_cast<std::size_t>(batch) * rows * heads * width, 7.0f);
   return ragged ? flat_view(values, {batch * rows, heads, width}) : flat_view(values, {batch, rows, heads, width});
@@ -237,7 +238,7 @@ TEST(CpuRagged, AWholeCallTakesTensorsWithoutABatch) {
     const BackwardPlan backward = plan_backward("attention", t, {.causal = true}, device);
     workspace.resize(static_cast<std::size_t>(backward.workspace_bytes));
     run_backward(backward, t, workspace.data(), nullptr);
-    if (ragged) {  // (H_q, T_q) to (B, H_q, S_q)
+    if (ragged) {  // from (H_q, T_q) to (B, H_q, S_q)
       std::vector<float> lse(r.lse.size());
       for (int b = 0; b < kBatch; ++b)
         for (int h = 0; h < kHeads; ++h)

@@ -1,5 +1,5 @@
-// The CPU backend against attention written out in double precision, on every instruction set that this machine has,
-// and the laws that hold bit for bit.
+// These tests compare the CPU backend to attention written out in double precision, on every instruction set that this
+// machine has, and check the laws that are exact bit for bit.
 #include "cpu_attention.h"
 
 namespace flashtile {
@@ -33,7 +33,7 @@ TEST(Cpu, MatchesDoublePrecisionWithSinksAndDropout) {
     for (const bool sinks : {false, true})
       for (const double dropout_p : {0.0, 0.3})
         for (const Band band : {Band::full(), Band::causal(), Band{7, 3}})
-          // Rows that see nothing, and two tiles a side with ends within a square of 16.
+          // The first has rows that see nothing, the second two tiles a side that end within a square of 16.
           for (const auto& [seqlen_q, seqlen_k] : {std::pair{37, 9}, std::pair{41, 53}}) {
             Problem p = problem_of(dtype, seqlen_q, seqlen_k, 24, 16, band);
             p.sinks = sinks;
@@ -85,7 +85,7 @@ TEST(Cpu, ThreadsChangeNothing) {
 TEST(Cpu, PackedHeadsChangeNothing) {
   on_every_kernel([](DType dtype) {
     for (const Band band : {Band::full(), Band::causal(), Band{7, 3}})
-      for (const int seqlen_q : {1, 3, 16, 37}) {  // all in one tile, or tiles that end among a query's heads
+      for (const int seqlen_q : {1, 3, 16, 37}) {  // all rows in one tile, or tiles that end between heads of a query
         Problem p = problem_of(dtype, seqlen_q, 70, 24, 16, band);
         p.heads_q = 12;
         p.sinks = true;
@@ -119,7 +119,7 @@ TEST(Cpu, OnlyWantedGradientsAreWrittenAndNoGaps) {
       EXPECT_EQ(some.dv.bytes(), (wanted & 4 ? all : untouched).dv.bytes());
       EXPECT_EQ(some.dsinks, (wanted & 8 ? all : untouched).dsinks);
     }
-    // The bytes between the rows of a head are the last of each row's stride.
+    // The gap between rows of a head is the last bytes of each row's stride.
     const auto& strides = all.out.layout().strides;
     for (int i = p.head_dim_v * bytes_of(dtype); i < strides[1] * bytes_of(dtype); ++i) {
       EXPECT_EQ(all.out.bytes()[i], untouched.out.bytes()[i]);
@@ -130,7 +130,7 @@ TEST(Cpu, OnlyWantedGradientsAreWrittenAndNoGaps) {
 TEST(Cpu, WhatARowDoesNotSeeChangesNothingForIt) {
   on_every_kernel([](DType dtype) {
     const Problem p = problem_of(dtype, 70, 75, 24, 40, Band::causal());
-    constexpr int kPoisoned = 41;  // this key, and the query on its diagonal
+    constexpr int kPoisoned = 41;  // index of the poisoned key, and of the query on its diagonal
     for (const float poison : {NAN, kInfinity, -kInfinity}) {
       Attention clean(p), keys(p), queries(p);
       clean.run(2);

@@ -1,5 +1,5 @@
-// Multiplications instead of divisions: exact for every dividend that int holds.
-#include "flashtile/math/group_packing.h"
+// These tests check that Divisor, which multiplies instead of dividing, is exact for every dividend that int holds.
+#include "flashtile/math/head_packing.h"
 
 #include <gtest/gtest.h>
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kMax = std::numeric_limits<int>::max();
 
-/// Against / and %, for dividends where the quotient changes, as far out as they go, and in between.
+/// Compares it to / and %, for dividends where the quotient changes, as far out as they go, and in between.
 void expect_exact(int value, std::mt19937& random) {
   const Divisor divisor = Divisor(value);
   EXPECT_EQ(divisor.value, value);

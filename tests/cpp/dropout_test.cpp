@@ -1,4 +1,5 @@
-// Laws of dropout: the published random numbers, a word to each element, the asked share of them.
+// These tests check the laws of dropout: the published random numbers, one word for each element, the asked share of
+// them.
 #include "flashtile/math/dropout.h"
 
 #include <gtest/gtest.h>
@@ -9,7 +10,7 @@ namespace flashtile {
 namespace {
 
 TEST(Philox, GivesThePublishedNumbers) {
-  // Known answers of the authors' Random123 library.
+  // These are known answers of the authors' Random123 library.
   const auto expect = [](Philox found, std::uint32_t a, std::uint32_t b, std::uint32_t c, std::uint32_t d) {
     EXPECT_EQ(found.word[0], a);
     EXPECT_EQ(found.word[1], b);
@@ -49,10 +50,10 @@ TEST(Dropout, DropsTheShareThatIsAsked) {
 }
 
 TEST(Dropout, OddsAreExactToTheWord) {
-  EXPECT_EQ(Dropout::of(0x1p-33, 0).drop_below, 1u);  // rounds to the nearest word, half up
+  EXPECT_EQ(Dropout::of(0x1p-33, 0).drop_below, 1u);  // it rounds to the nearest word, half up
   EXPECT_EQ(Dropout::of(0x1p-34, 0).drop_below, 0u);
   EXPECT_EQ(Dropout::of(0.25, 0).drop_below, 1u << 30);
-  EXPECT_EQ(Dropout::of(1 - 0x1p-60, 0).drop_below, ~0u);  // something may always be left
+  EXPECT_EQ(Dropout::of(1 - 0x1p-60, 0).drop_below, ~0u);  // some weights may always be left
 }
 
 }  // namespace

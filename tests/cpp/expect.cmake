@@ -1,4 +1,5 @@
-# For tests of the build itself: ends the script where a condition, as if() takes them, does not hold.
+# This file is for tests of the build itself. expect() ends the script where a condition, as if() takes them, does not
+# hold.
 function(expect condition)
   cmake_language(EVAL CODE "if(${condition})\nset(holds ON)\nendif()")
   if(NOT holds)

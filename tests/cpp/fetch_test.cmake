@@ -1,5 +1,5 @@
-# cmake/fetch.cmake, without a network: cmake -D Python_EXECUTABLE=python -D scratch=FOLDER -P fetch_test.cmake. It calls
-# itself once more, with CASE, for what ends a configuration.
+# This file tests cmake/fetch.cmake without a network: cmake -D Python_EXECUTABLE=python -D scratch=FOLDER -P
+# fetch_test.cmake. It calls itself once more, with CASE, to test what ends a configuration.
 list(APPEND CMAKE_MODULE_PATH ${CMAKE_CURRENT_LIST_DIR}/../../cmake)
 include(fetch)
 include(${CMAKE_CURRENT_LIST_DIR}/expect.cmake)
@@ -15,7 +15,7 @@ if(without_pip)
   return()
 endif()
 
-# A folder that stands for PyPI, with one package, whose wheel is an archive of release as well.
+# This folder stands for PyPI. It has one package, whose wheel is an archive of a release as well.
 file(REMOVE_RECURSE ${scratch})
 set(FLASHTILE_CACHE_DIR ${scratch}/cache)
 file(WRITE ${scratch}/wheel/thing/wanted/a.txt "a")
@@ -45,7 +45,7 @@ expect([[failed]])
 expect([[said MATCHES "has SHA-256 ${sha256}, expected 0123"]])
 expect([[NOT EXISTS ${FLASHTILE_CACHE_DIR}/thing]])
 
-# Of the right one the folder is there that was asked for; without a network, too, once it is there.
+# With the right hash, only the folder that was asked for is extracted; once it is there, no network is needed.
 flashtile_fetch(thing dir REQUIREMENT thing==1.0 --python-version 3.11 SHA256 ${sha256} FOLDER thing/wanted)
 expect([[dir STREQUAL ${FLASHTILE_CACHE_DIR}/thing/thing/wanted]])
 expect([[EXISTS ${dir}/a.txt]])
@@ -56,7 +56,7 @@ file(REMOVE ${wheel})
 flashtile_fetch(thing dir REQUIREMENT thing==1.0 SHA256 ${sha256} FOLDER thing/wanted)
 expect([[EXISTS ${dir}/a.txt]])
 
-# What cannot be had is not there, and leaves nothing.
+# A file that cannot be downloaded gives NOTFOUND, and leaves nothing in the cache.
 flashtile_fetch(absent dir REQUIREMENT thing==2.0 SHA256 ${sha256} FOLDER thing/wanted)
 expect([[NOT dir]])
 flashtile_fetch(absent dir URL file://${wheel} SHA256 ${sha256} FOLDER thing/wanted)

@@ -1,4 +1,4 @@
-// Rows of packed heads: each (query, head) is one row, and a tile holds the queries that it says.
+// These tests check that each (query, head) is one row of packed heads, and that a tile holds the queries that it says.
 #include "flashtile/math/head_packing.h"
 
 #include <gtest/gtest.h>

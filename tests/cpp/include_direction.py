@@ -1,4 +1,5 @@
-"""Holds the direction of includes: each room of the C++ library knows the rooms below it, never those above or beside.
+"""Holds the direction of includes. A room is a folder of include/flashtile or one of its headers; each room of the C++
+library includes only rooms below it, never those above or beside.
 
 python include_direction.py ROOT    lists what breaks the rule in the repository at ROOT, and fails if anything does
 python include_direction.py --self-test ROOT    plants violations in a copy and fails unless each is found
@@ -10,12 +11,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Bottom first. Rooms of one line stand side by side and may not know each other; a room is a folder of
-# include/flashtile or one of its headers.
+# The levels go from the bottom up. Rooms of one level may not include each other.
 LEVELS = [
     {"macros", "error", "tensor_view"},
     {"cuda"},
     {"variant", "sequence", "cache"},
+    {"mask"},
     {"math"},
     {"scheduler"},
     {"load"},
@@ -31,7 +32,7 @@ LEVELS = [
     {"kernel"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-# Who besides the library itself may include what: (folder, pattern of allowed project includes).
+# These folders outside the library may include only part of it: (folder, pattern of allowed project includes).
 USERS = [
     ("python/bindings", r"flashtile/(flashtile|error|kvcache|plan|problem|registry|tensor_view|variant)\.h"),
     ("cpp/cpu", r"flashtile/(?!kernel/|mainloop/|epilogue/|scheduler/).*"),
@@ -42,7 +43,7 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 def room_of(path: str) -> str:
-    """The room of "flashtile/math/mask.h" is math, that of "flashtile/plan.h" is plan."""
+    """The room of "flashtile/mask/band.h" is math, that of "flashtile/plan.h" is plan."""
     return path.removeprefix("flashtile/").split("/")[0].removesuffix(".h")
 
 
@@ -73,9 +74,9 @@ def violations(root: Path) -> list[str]:
 
 
 def self_test(root: Path) -> list[str]:
-    """What goes unnoticed of the violations planted in a copy of the tree."""
+    """Returns those violations, of the ones planted in a copy of the tree, that go unnoticed."""
     planted = {
-        "include/flashtile/math/mask.h": "flashtile/plan.h",
+        "include/flashtile/mask/band.h": "flashtile/plan.h",
         "include/flashtile/tensor_view.h": "flashtile/problem.h",
         "include/flashtile/mainloop/planted.h": "flashtile/kernel/planted.h",
         "include/flashtile/epilogue/planted.h": "flashtile/mainloop/planted.h",

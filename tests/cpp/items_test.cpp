@@ -1,4 +1,4 @@
-// What threads take one after the other: every block of every head of every sequence once, the longest first.
+// These tests check that threads take every block of every head of every sequence once, the longest first.
 #include "items.h"
 
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@ int blocks_of(const Sequence& rows) {
   return Spans::tiles(rows.q.size, kTile);
 }
 
-/// Sequences of `lengths` queries and as many keys, or, dense, all of the first one's.
+/// This batch has sequences of `lengths` queries and as many keys, or, if it is dense, all of the first one's length.
 struct Batch {
   Batch(const std::vector<int>& lengths, bool ragged, int heads_ = 3) : heads(heads_), begins{0} {
     for (const int length : lengths) begins.push_back(begins.back() + length);
@@ -74,7 +74,7 @@ TEST(Items, LongSequencesComeFirst) {
   std::vector<int> lengths;
   for (std::int64_t i = 0; i < items.count(); ++i) lengths.push_back(items.at(i).rows.q.used);
   EXPECT_TRUE(std::is_sorted(lengths.rbegin(), lengths.rend()));
-  EXPECT_EQ(items.at(6).batch, 0);  // of equals, the one that stands first
+  EXPECT_EQ(items.at(6).batch, 0);  // equally long sequences keep their order
   EXPECT_EQ(items.at(9).batch, 6);
 }
 

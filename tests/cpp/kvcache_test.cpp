@@ -1,5 +1,5 @@
-// Attention over a cache on the CPU, against the contract written out in double precision, and the laws that hold bit
-// for bit.
+// These tests compare attention over a cache on the CPU to the contract written out in double precision, and check the
+// laws that are exact bit for bit.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -38,7 +38,7 @@ std::vector<float> random_floats(std::mt19937& random, std::size_t count) {
   return values;
 }
 
-/// One sequence of a batch: its rows in the cache, those that are added, and its queries.
+/// This is one sequence of a batch: its rows in the cache, those that are added, and its queries.
 struct Request {
   int held, added, queries, pad;
   std::vector<float> k, v, k_new, v_new, q;  // (row, head, width)
@@ -71,8 +71,8 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
 }
 
 struct Results {
-  std::vector<float> out, lse;  // of each sequence, one behind the other: (row, head, width), (row, head)
-  std::vector<float> k, v;      // rows of each sequence's cache afterwards
+  std::vector<float> out, lse;  // the sequences' results, concatenated: (row, head, width), (row, head)
+  std::vector<float> k, v;      // rows of each sequence's cache after the call
 
   bool operator==(const Results& other) const {
     return same_bits(out, other.out) && same_bits(lse, other.lse) && same_bits(k, other.k) && same_bits(v, other.v);
@@ -216,7 +216,7 @@ Doubles rotated(Doubles row, int position, const Setting& o, const Tables& table
   return row;
 }
 
-/// The contract written out, for one sequence: appends to `out` and `lse`.
+/// Computes one sequence as the contract says, and appends to `out` and `lse`.
 void expect_sequence(const Request& s, const Setting& o, Doubles& out, Doubles& lse) {
   const Tables tables(o.rotary_dim);
   const auto slice = [](const std::vector<float>& values, int row, int heads, int head, int width) {
@@ -274,7 +274,7 @@ void expect_close(const std::vector<Request>& sequences, const Setting& options)
   cpu::use_instruction_set(usual);
 }
 
-/// Sequences of a dense batch, each with as many queries and new rows.
+/// Returns sequences of a dense batch, each with the same number of queries and of new rows.
 std::vector<Request> dense(int added, int queries, unsigned seed = 1) {
   std::mt19937 random(seed);
   std::vector<Request> sequences;
@@ -283,7 +283,7 @@ std::vector<Request> dense(int added, int queries, unsigned seed = 1) {
   return sequences;
 }
 
-/// Ragged ones, that add a row for each query.
+/// Returns sequences of a ragged batch, which add a row for each query.
 std::vector<Request> ragged(unsigned seed = 1) {
   std::mt19937 random(seed);
   std::vector<Request> sequences;
@@ -340,7 +340,7 @@ TEST(KvcacheOnCpu, NeighboursMakeNoDifference) {
   EXPECT_EQ(run(sequences, options), alone);
 }
 
-/// A sequence whose rows are added in pieces, each with its queries.
+/// Runs a sequence whose rows are added in pieces, each with its queries.
 Results in_pieces(Request s, int piece, const Setting& options) {
   Results all;
   const Request whole = s;
@@ -374,10 +374,10 @@ TEST(KvcacheOnCpu, PiecesMakeNoDifference) {
 
 TEST(KvcacheOnCpu, NothingToDoIsLegal) {
   std::mt19937 random(4);
-  Results found = run({Request(random, 20, 3, 0)}, {.page_size = 16});  // new rows, and no query
+  Results found = run({Request(random, 20, 3, 0)}, {.page_size = 16});  // a sequence with new rows and no query
   EXPECT_EQ(found.k.size(), 23u * kHeadsK * kDim);
   EXPECT_TRUE(found.out.empty());
-  found = run({Request(random, 0, 0, 3)}, {});  // queries that see nothing
+  found = run({Request(random, 0, 0, 3)}, {});  // a sequence whose queries see nothing
   EXPECT_EQ(found.lse, std::vector(3 * kHeadsQ, -kInfinity));
   EXPECT_EQ(found.out, std::vector(3 * kHeadsQ * kDimV, 0.0f));
 }

@@ -1,4 +1,5 @@
-// Which tensors have memory in common: by hand for layouts of caches, and against every pair of elements for others.
+// These tests check which tensors have memory in common: by hand for layouts of caches, and against every pair of
+// elements for other layouts.
 #include "../../cpp/overlap.h"
 
 #include <gtest/gtest.h>
@@ -39,17 +40,17 @@ std::set<std::int64_t> elements(const TensorView& v) {
 }
 
 TEST(Overlap, OfCaches) {
-  // (pages, 2, page_size, H, D), as some keep keys and values.
+  // This layout is (pages, 2, page_size, H, D), in which some libraries keep keys and values.
   const TensorView keys = view(0, {5, 4, 2, 8}, {2 * 64, 16, 8, 1});
   EXPECT_TRUE(stretches_meet(keys, view(64, {5, 4, 2, 8}, {2 * 64, 16, 8, 1})));
   EXPECT_FALSE(share_elements(keys, view(64, {5, 4, 2, 8}, {2 * 64, 16, 8, 1})));
   EXPECT_TRUE(share_elements(keys, view(128, {5, 4, 2, 8}, {2 * 64, 16, 8, 1})));
-  // (pages, page_size, H, D + D_v): the last dimension is shared out.
+  // This layout is (pages, page_size, H, D + D_v), whose last dimension keys and values share.
   const TensorView left = view(0, {5, 4, 2, 8}, {96, 24, 12, 1});
   EXPECT_FALSE(share_elements(left, view(8, {5, 4, 2, 4}, {96, 24, 12, 1})));
   EXPECT_TRUE(share_elements(left, view(7, {5, 4, 2, 4}, {96, 24, 12, 1})));
   EXPECT_TRUE(share_elements(left, left));
-  // One behind the other, and far apart.
+  // These lie one after the other, and far apart.
   EXPECT_FALSE(stretches_meet(view(0, {4, 8}, {8, 1}), view(32, {4, 8}, {8, 1})));
   EXPECT_TRUE(stretches_meet(view(0, {4, 8}, {8, 1}), view(31, {4, 8}, {8, 1})));
 }

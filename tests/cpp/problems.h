@@ -1,4 +1,4 @@
-// Devices and problems of the tests of what select decides.
+// This file has the devices and problems for tests of what select decides.
 #pragma once
 
 #include "flashtile/flashtile.h"

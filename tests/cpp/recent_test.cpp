@@ -1,4 +1,4 @@
-// A small cache answers as if everything were made anew.
+// These tests check that the small cache answers as if everything were made anew.
 #include "../../cpp/recent.h"
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@ TEST(Recent, MakesWhatIsNewAndForgetsTheOldest) {
   const auto square = [&](int key) { return recent.get(key, [&] { return ++made, key * key; }); };
   for (const int key : {1, 2, 3, 1, 2, 3}) EXPECT_EQ(square(key), key * key);
   EXPECT_EQ(made, 3);
-  EXPECT_EQ(square(4), 16);  // in the place of 1
+  EXPECT_EQ(square(4), 16);  // takes the entry of 1
   EXPECT_EQ(square(2), 4);
   EXPECT_EQ(made, 4);
   EXPECT_EQ(square(1), 1);
@@ -24,7 +24,7 @@ TEST(Recent, MakesWhatIsNewAndForgetsTheOldest) {
 TEST(Recent, KeepsNothingOfAFailure) {
   Recent<int, int, 2> recent;
   EXPECT_THROW(recent.get(0, []() -> int { throw std::runtime_error("no"); }), std::runtime_error);
-  EXPECT_EQ(recent.get(0, [] { return 7; }), 7);  // also of a key that equals an unused place
+  EXPECT_EQ(recent.get(0, [] { return 7; }), 7);  // a key that equals that of an unused entry is made too
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// The variant tables and select agree: every supported problem has a row, and every row has a problem.
+// These tests check that the variant tables and select agree: every supported problem has a row, and every row has a
+// problem.
 #include "flashtile/registry.h"
 
 #include <gtest/gtest.h>
@@ -20,7 +21,8 @@
 namespace flashtile {
 namespace {
 
-/// One device of every kind that users have: the CUDA programming guide's table of shared memory per block.
+/// Returns one device of every kind that users have, with the CUDA programming guide's table of shared memory per
+/// block.
 std::vector<DeviceInfo> devices() {
   return {cpu(), gpu(80, 163), gpu(86, 99), gpu(87, 163), gpu(89, 99), gpu(90, 227), gpu(100, 227), gpu(120, 99)};
 }
@@ -140,7 +142,7 @@ TEST(Select, HopperHasOneBlockPerMultiprocessor) {
   }
 }
 
-/// Key blocks, and one more for the tile itself, of the busiest thread block over the mean.
+/// Returns the work of the busiest thread block over the mean, where a tile's work is its key blocks and one more.
 double unevenness(const ForwardPlan& plan) {
   const Problem& p = plan.problem;
   const PersistentScheduler& scheduler = *plan.scheduler;
@@ -170,7 +172,7 @@ TEST(Select, HopperDividesCausalWorkEvenly) {
         problem.heads_q = problem.heads_k = 2048 / head_dim;
         problem.band = Band::causal();
         const ForwardPlan plan = select_forward(problem, device);
-        // Whole tiles: with few of them for each block, some blocks have one more than the mean.
+        // Tiles are not divided, so where each block has few of them, some blocks have one more than the mean.
         const double rounds = static_cast<double>(plan.tiles) / plan.grid;
         EXPECT_LE(unevenness(plan), std::max(1.035, std::ceil(rounds) / rounds)) << to_string(plan);
         EXPECT_EQ(select_forward(problem, device).scheduler, plan.scheduler);
@@ -197,7 +199,7 @@ TEST(Select, HopperPlansEmptyProblems) {
 TEST(Select, HopperPacksHeadsWhereThatSavesKeysOrRows) {
   const DeviceInfo device = gpu(90, 227);
   for (const int group : {1, 2, 3, 4, 6, 8, 12, 16, 32}) {
-    Problem problem = problem_on(device, DType::kBFloat16, 128, 128, 6144);  // whole tiles of 128 and of 192
+    Problem problem = problem_on(device, DType::kBFloat16, 128, 128, 6144);  // whole tiles of 128 and of 192 rows
     problem.heads_q = group * problem.heads_k;
     const int widest = std::min(group & -group, 16);  // heads that share one warp's 16 rows
     EXPECT_EQ(select_forward(problem, device).packing.heads(), 1) << "all tiles are whole, and see all keys";
@@ -249,14 +251,14 @@ TEST(Select, PartsOfRaggedSequencesCanBeCounted) {
       p.heads_q = p.heads_k = 1;
       p.band = Band::causal();
       EXPECT_LE(std::int64_t{batch} * select_forward(p, device).parts_of_sequence, std::numeric_limits<int>::max());
-      EXPECT_THROW(select_backward(p, device), Unsupported);  // a tile of rows for each
+      EXPECT_THROW(select_backward(p, device), Unsupported);  // each sequence has a tile of rows
     }
 }
 
 TEST(Select, HeadsArePackedOnTheCpuAsLongAsEveryThreadHasAnItem) {
   Problem p = problem_on(cpu(), DType::kFloat32, 128, 128, 1);
   p.batch = 1;
-  p.heads_q = 24;  // a group of 12
+  p.heads_q = 24;  // the group has 12 heads
   p.seqlen_k = 1 << 16;
   for (const auto& [threads, packed] : {std::pair{1, 12}, {2, 12}, {3, 6}, {4, 6}, {5, 4}, {8, 3}, {9, 2}, {64, 1}}) {
     const ForwardPlan plan = select_forward(p, cpu(threads));
@@ -364,13 +366,13 @@ TEST(Select, SectionsOfRaggedBatchesAreCountedWhateverTheGroup) {
       problem.heads_q = heads;
       const int forward = select_forward(problem, device).blocks_of_section;
       const int backward = select_backward(problem, device).blocks_of_section;
-      const bool many = hopper && heads > 1 << 10;  // tiles of a thread block: head comes after head
+      const bool many = hopper && heads > 1 << 10;  // with many tiles for each thread block, heads need no section
       if (many)
         EXPECT_EQ(forward, 0);
       else
         EXPECT_GT(forward, 0);
       EXPECT_GT(backward, 0);
-      EXPECT_LE(std::max(forward, backward), 1 << 30);  // and an int counts the heads as well
+      EXPECT_LE(std::max(forward, backward), 1 << 30);  // so that an int counts the heads as well
     }
   }
 }
@@ -386,7 +388,7 @@ TEST(Select, HeadComesAfterHeadWhereThreadBlocksTakeManyTiles) {
     problem.heads_q = problem.heads_k = heads;
     return select_forward(problem, device).blocks_of_section;
   };
-  EXPECT_GE(blocks_of_section(4, Band::causal()), 2 * 128);  // two heads of one long sequence side by side
+  EXPECT_GE(blocks_of_section(4, Band::causal()), 2 * 128);  // two heads of one long sequence are interleaved
   EXPECT_EQ(blocks_of_section(16, Band::causal()), 0);
   EXPECT_EQ(blocks_of_section(4, Band::full()), 0);
 }
@@ -398,7 +400,7 @@ TEST(Select, OnHopperFewSequencesNeedNoList) {
     problem.batch = batch;
     problem.heads_q = problem.heads_k = heads;
     const ForwardPlan plan = select_forward(problem, gpu(sm, sm == 90 ? 227 : 163));
-    // Of each place an entry; or the tiles that are taken.
+    // A list has an entry for each slot; without a list there is only the count of tiles that are taken.
     EXPECT_EQ(plan.workspace_bytes, plan.lists ? RaggedTiles::bytes(plan.m_blocks) : 8);
     return plan.lists;
   };
@@ -407,14 +409,15 @@ TEST(Select, OnHopperFewSequencesNeedNoList) {
   EXPECT_FALSE(lists(90, 32, 100'000, 4));
   EXPECT_TRUE(lists(90, 33, 100'000, 4));
   EXPECT_TRUE(lists(80, 32, 100'000, 4));
-  EXPECT_FALSE(lists(90, 1, 128 * 65'000, 1));  // places are numbers of 16 bits
+  EXPECT_FALSE(lists(90, 1, 128 * 65'000, 1));  // slots are numbered in 16 bits
   EXPECT_TRUE(lists(90, 1, 192 * 66'000, 1));
-  EXPECT_FALSE(lists(90, 1, 128 * 1'000, 1'000));  // and a count of tiles has 20
+  EXPECT_FALSE(lists(90, 1, 128 * 1'000, 1'000));  // and the count of tiles has 20 bits
   EXPECT_TRUE(lists(90, 1, 192 * 1'100, 1'000));
 }
 
 TEST(Select, HopperScheduleDependsOnTheProblemAlone) {
-  // Two problems with the same tiles and other bytes of keys: the second must not get what was found for the first.
+  // These two problems have the same tiles, but keys of other sizes: the second must not get what was found for the
+  // first.
   const DeviceInfo device = gpu(90, 227);
   const auto heads_at_once = [&](int head_dim_v) {
     Problem problem = problem_on(device, DType::kFloat16, 192, head_dim_v, 2304);
@@ -428,7 +431,7 @@ TEST(Select, HopperScheduleDependsOnTheProblemAlone) {
   std::thread([&] { wide.insert(heads_at_once(192)), narrow.insert(heads_at_once(128)); }).join();
   EXPECT_EQ(narrow.size(), 1u);
   EXPECT_EQ(wide.size(), 1u);
-  EXPECT_NE(narrow, wide);  // or this test would say nothing
+  EXPECT_NE(narrow, wide);  // else this test would say nothing
 }
 
 TEST(Select, ProblemsThatAskForLittleGetTheFasterRows) {
@@ -466,7 +469,7 @@ TEST(Select, UnusualSoftcapsOnHopperGoToAmperesKernels) {
     return std::pair(select_forward(problem, device).variant.arch, select_backward(problem, device).variant.arch);
   };
   for (int head_dim : {64, 128, 256}) {
-    for (float softcap : {0.0f, 30.0f, kUsualSoftcap, 0x1p122f})  // the last is none
+    for (float softcap : {0.0f, 30.0f, kUsualSoftcap, 0x1p122f})  // the last softcap is so large that it counts as none
       EXPECT_EQ(archs(softcap, head_dim), std::pair(Arch::kSm90, Arch::kSm90));
     for (float softcap : {2 * kUsualSoftcap, 1e5f, 0x1p121f})
       EXPECT_EQ(archs(softcap, head_dim), std::pair(Arch::kSm80, Arch::kSm80));
@@ -482,7 +485,7 @@ TEST(Plan, PrintsWhatWasDecided) {
     EXPECT_NE(text.find(part), std::string::npos) << part << "\nin\n" << text;
 }
 
-/// What an Unsupported says that `call` throws, or "".
+/// Returns the message of the Unsupported that `call` throws, or "".
 template <class Call>
 std::string refusal(Call&& call) {
   try {
@@ -503,7 +506,7 @@ TEST(Run, AKernelThatIsNotInTheBuildIsRefused) {
   const std::string said = refusal([&] { run_forward(plan, tensors, nullptr, nullptr); });
   EXPECT_EQ(said, name_of(plan.variant) + " is not in this build: flashtile was built without CUDA; " + kCudaRemedy);
   tensors.out.shape = {2, 0, 8, 64};
-  EXPECT_NO_THROW(run_forward(plan, tensors, nullptr, nullptr));  // nothing to write
+  EXPECT_NO_THROW(run_forward(plan, tensors, nullptr, nullptr));  // there is nothing to write
 }
 
 TEST(DeviceInfo, KnowsTheCpu) {

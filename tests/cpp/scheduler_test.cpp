@@ -1,4 +1,4 @@
-// Every scheduler visits every tile exactly once.
+// These tests check that every scheduler visits every tile exactly once.
 #include "../../cpp/select/balance.h"
 #include "flashtile/scheduler/persistent.h"
 #include "flashtile/scheduler/ragged.h"
@@ -44,7 +44,7 @@ TEST(SingleTileScheduler, ReachesTheLastTileOfTheLargestGrid) {
   const TileCoord last = many_heads.tile(70000u * 3 * 2 - 1);
   EXPECT_EQ(last.batch, 1);
   EXPECT_EQ(last.head, 69999);
-  EXPECT_EQ(last.m_block, 0);  // the order within a head is from the end
+  EXPECT_EQ(last.m_block, 0);  // within a head the last block comes first
 }
 
 PersistentScheduler divided(int batch, int heads, int m_blocks, int heads_at_once, int blocks) {
@@ -90,7 +90,7 @@ TEST(PersistentScheduler, EndsEveryBlockWithItsShortestTiles) {
 }
 
 TEST(PersistentScheduler, DividesTheLastTilesEvenly) {
-  // 4096 tiles on 132 blocks: in rounds alone some have 32 and some 31, which is 3 % from even.
+  // With 4096 tiles on 132 blocks, rounds alone would give some blocks 32 tiles and some 31, 3 % from even.
   PersistentScheduler scheduler{.heads = 32, .m_blocks = 4, .batch_heads = 1024, .heads_at_once = 8, .blocks = 132};
   EXPECT_GT(divide(scheduler, std::vector{2, 3, 4, 5}), 0.985);
 }
@@ -114,7 +114,8 @@ TEST(PersistentScheduler, HasNothingToDoWithoutTiles) {
   EXPECT_EQ(scheduler.tiles_of(0), 0);
 }
 
-/// A list as order_tiles writes it: `parts` are (sequence, its blocks, first block of the part, blocks of the part).
+/// This is a list as order_tiles writes it: `parts` are (sequence, its blocks, first block of the part, blocks of the
+/// part).
 struct RaggedList {
   std::vector<RaggedEntry> entries;
   int counts[2] = {0, 0};

@@ -1,4 +1,5 @@
-// Plans of the backward: which kernel, which of its blocks at a time, and how much memory beside the gradients.
+// These tests check plans of the backward: which kernel, how many heads' blocks are interleaved, and how much memory
+// beside the gradients.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -18,7 +19,8 @@ TEST(SelectBackward, OnHopperTakesTwoPassesOfWideHeads) {
     const BackwardPlan plan = select_backward(problem_on(device, DType::kFloat16, d, d, 300), device);
     EXPECT_EQ(plan.variant.arch, Arch::kSm90);
     EXPECT_EQ(plan.variant.two_passes(), d > 128);
-    // 2 sequences with 2 KV heads of 5 or 3 blocks; where dQ has a pass, 8 heads of 3 tiles, and no dq in between.
+    // There are 2 sequences with 2 KV heads of 5 or 3 blocks; where a second pass forms dQ, also 8 heads of 3 tiles,
+    // and no dq in the workspace.
     const int rows = 2 * 8 * 384;
     EXPECT_EQ(plan.tiles, d > 128 ? 2 * 2 * 5 + 2 * 8 * 3 : 2 * 2 * 3);
     EXPECT_EQ(plan.grid, std::min<std::int64_t>(plan.tiles, device.multiprocessors));
@@ -43,17 +45,17 @@ TEST(SelectBackward, KeyBlocksOfOneWaveTakeTurnsUnderAMask) {
   EXPECT_EQ(plan(8192, Band::full()).heads_at_once, 1);
   EXPECT_EQ(plan(0, Band::causal()).heads_at_once, 1);
   EXPECT_EQ(plan(8192, Band::causal(), 4).heads_at_once, device.multiprocessors * 4 / 64);
-  EXPECT_EQ(plan(8192, Band::causal(), 100).heads_at_once, 2);  // all there are
+  EXPECT_EQ(plan(8192, Band::causal(), 100).heads_at_once, 2);  // there are no more heads
 
-  // Short: thread blocks take one block of keys after the other, under a mask those of whole heads at a time.
+  // In short heads, thread blocks take one block of keys after the other, under a mask those of whole heads at a time.
   EXPECT_EQ(plan(8192, Band::causal()).grid, plan(8192, Band::causal()).tiles);
   EXPECT_EQ(plan(2048, Band::full()).grid, device.multiprocessors);
   EXPECT_EQ(plan(2048, Band::full()).heads_at_once, 1);
   EXPECT_EQ(plan(2048, Band::causal()).grid, device.multiprocessors / 16 * 16);
   EXPECT_EQ(plan(2048, Band::causal()).heads_at_once, device.multiprocessors / 16);
-  EXPECT_EQ(plan(2048, Band::causal(), 4).grid, plan(2048, Band::causal(), 4).tiles);  // 8192 queries for each key
-  EXPECT_EQ(plan(512, Band::full(), 1, true).grid, device.multiprocessors);            // in order too,
-  EXPECT_EQ(plan(2048, Band::full(), 1, true).grid, plan(2048, Band::full(), 1, true).tiles);  // but not of long heads
+  EXPECT_EQ(plan(2048, Band::causal(), 4).grid, plan(2048, Band::causal(), 4).tiles);  // each key meets 8192 queries
+  EXPECT_EQ(plan(512, Band::full(), 1, true).grid, device.multiprocessors);            // also if deterministic,
+  EXPECT_EQ(plan(2048, Band::full(), 1, true).grid, plan(2048, Band::full(), 1, true).tiles);  // but not long heads
   EXPECT_EQ(plan(0, Band::full(), 1, true).grid, 0);
   EXPECT_EQ(plan(27 * 128, Band::causal()).grid, plan(27 * 128, Band::causal()).tiles);  // 4 heads would leave 24 idle
   EXPECT_EQ(plan(0, Band::full()).grid, 0);
@@ -63,7 +65,7 @@ TEST(SelectBackward, DeterministicKeyBlocksOfAHeadAreFewAtATime) {
   const DeviceInfo device = gpu(90, 227);
   const auto heads_at_once = [&](int head_dim, int seqlen) {
     Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim, seqlen);
-    problem.heads_q = problem.heads_k = 70;  // with a batch of 2, one round and a half
+    problem.heads_q = problem.heads_k = 70;  // with a batch of 2, one round and a half of thread blocks
     problem.deterministic = true;
     return select_backward(problem, device).heads_at_once;
   };
@@ -72,8 +74,8 @@ TEST(SelectBackward, DeterministicKeyBlocksOfAHeadAreFewAtATime) {
   EXPECT_EQ(heads_at_once(64, 2048), device.multiprocessors / 4);
   EXPECT_EQ(heads_at_once(128, 512), device.multiprocessors / 2);
   EXPECT_EQ(heads_at_once(64, 512), device.multiprocessors);
-  EXPECT_EQ(heads_at_once(128, 128), 140);  // all there are
-  EXPECT_EQ(heads_at_once(256, 512), 1);    // nobody adds to dQ
+  EXPECT_EQ(heads_at_once(128, 128), 140);  // there are no more heads
+  EXPECT_EQ(heads_at_once(256, 512), 1);    // no block adds to dQ
 }
 
 TEST(SelectBackward, TakesTheTileThatWastesLess) {
@@ -84,7 +86,7 @@ TEST(SelectBackward, TakesTheTileThatWastesLess) {
     problem.softcap = softcap;
     return select_backward(problem, device).variant.tile_m;
   };
-  EXPECT_EQ(tile_m(512, Band::full()), 64);  // 80 would go through 560
+  EXPECT_EQ(tile_m(512, Band::full()), 64);  // tiles of 80 would go through 560 queries
   EXPECT_EQ(tile_m(640, Band::full()), 80);
   EXPECT_EQ(tile_m(2048, Band::full()), 80);
   EXPECT_EQ(tile_m(2048, Band::causal()), 64);
@@ -118,7 +120,7 @@ TEST(SelectBackward, RefusesWhatItCannotCount) {
   EXPECT_EQ(refusal_of_backward(1 << 20, 100).find("q has 68719476736 tiles"), 0u);
   EXPECT_EQ(refusal_of_backward(100, 100), "none");
   problem.ragged = true;
-  problem.batch = problem.heads_q = 1 << 29;  // 2^64 rows of whole blocks
+  problem.batch = problem.heads_q = 1 << 29;  // whole blocks have 2^64 rows
   EXPECT_EQ(refusal_of_backward(1, 1).find("q has 288230376151711744 tiles"), 0u);
 }
 
@@ -138,10 +140,10 @@ TEST(SelectBackward, WhoAddsToATileOfDqMayNeedAnInt) {
   const DeviceInfo ampere = gpu(80, 163), hopper = gpu(90, 227);
   EXPECT_EQ(workspace(ampere, 64, false), 4 * (64 + 4) * kRows + kSteepMark);
   EXPECT_EQ(workspace(ampere, 64, true),
-            4 * (64 + 4) * kRows + kSteepMark + 16 * kRows / 32 + 4);  // four warps, tiles of 32
+            4 * (64 + 4) * kRows + kSteepMark + 16 * kRows / 32 + 4);  // an int a warp and tile of 32 rows
   EXPECT_EQ(workspace(hopper, 64, false), 4 * (64 + 4) * kRows + kSteepMark + 8 * kRows / 128 + 4);
   EXPECT_EQ(workspace(hopper, 64, true), workspace(hopper, 64, false));
-  EXPECT_EQ(workspace(hopper, 256, true), 16 * kRows + kSteepMark + 4);  // a pass of its own forms dQ
+  EXPECT_EQ(workspace(hopper, 256, true), 16 * kRows + kSteepMark + 4);  // a second pass forms dQ
 }
 
 }  // namespace

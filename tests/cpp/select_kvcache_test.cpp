@@ -1,5 +1,5 @@
-// Plans for GPUs of attention over a cache: they fit the GPU, and there is room for all that a kernel writes, whatever
-// the tables hold.
+// These tests check plans of attention over a cache for GPUs: they fit the GPU, and there is room for all that a kernel
+// writes, whatever the tables hold.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 #include "flashtile/scheduler/split_keys.h"
 
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wshadow"  // written for nvcc
+#pragma GCC diagnostic ignored "-Wshadow"  // this header is written for nvcc
 #include "flashtile/kvcache_params.h"
 #pragma GCC diagnostic pop
 
@@ -49,7 +49,7 @@ KvcacheProblem decode(const DeviceInfo& device, int batch, int heads_k, int grou
           .page_size = capacity};
 }
 
-/// The same rows where a table says which pages a sequence has.
+/// Returns the same rows in pages, which a table assigns to sequences.
 KvcacheProblem in_pages(KvcacheProblem cache, int page_size) {
   cache.of_sequence = (cache.problem.seqlen_k + page_size - 1) / page_size;
   cache.page_size = page_size;
@@ -59,7 +59,7 @@ KvcacheProblem in_pages(KvcacheProblem cache, int page_size) {
   return cache;
 }
 
-/// Calls `visit(problem, device)` for many that are documented as supported.
+/// Calls `visit(problem, device)` for many problems that are documented as supported.
 template <class Visit>
 void for_each_supported(Visit&& visit) {
   std::mt19937 random(1);
@@ -88,7 +88,8 @@ void for_each_supported(Visit&& visit) {
   }
 }
 
-/// Thread blocks that run at a time on a multiprocessor: of its shared memory, each takes 1 KiB more than it asks for.
+/// Returns how many thread blocks run at a time on a multiprocessor: each takes 1 KiB more of its shared memory than it
+/// asks for.
 int blocks_of_multiprocessor(const KvcachePlan& plan, const DeviceInfo& device) {
   return (device.max_shared_memory + 1024) / (plan.shared_memory + 1024);
 }
@@ -145,7 +146,7 @@ TEST(SelectKvcache, BoxesLieWithinPages) {
     const int rows = rows_of_box(cache, plan.variant);
     EXPECT_EQ(page_size % rows, 0);
     EXPECT_EQ(plan.variant.tile_n % rows, 0);
-    EXPECT_LE(plan.variant.tile_n / rows, 32);  // a lane for each
+    EXPECT_LE(plan.variant.tile_n / rows, 32);  // each box has a lane
   }
   KvcacheProblem sinks = in_pages(decode(kH100, 4, 8, 4, 4096), 64);
   sinks.problem.seqlen_q = 500;
@@ -178,7 +179,7 @@ TEST(SelectKvcache, ManyRowsGoThroughTheForwardKernelOnHopper) {
     EXPECT_EQ(forward.problem.seqlen_q, 4 * 500);
     EXPECT_EQ(forward.problem.seqlen_k, 4 * 4096);
     const PrefillWorkspace at = PrefillWorkspace::of(found.prefill_at, found.problem, forward);
-    EXPECT_EQ(found.prefill_at, std::int64_t{4} * 500 * 32 * 128 * 2);  // behind the rotated q
+    EXPECT_EQ(found.prefill_at, std::int64_t{4} * 500 * 32 * 128 * 2);  // after the rotated q
     EXPECT_GE(at.begins_q, found.prefill_at);
     EXPECT_GE(at.begins_k - at.begins_q, 5 * 4);
     EXPECT_GE(at.used_k - at.begins_k, 5 * 4);
@@ -191,10 +192,10 @@ TEST(SelectKvcache, ManyRowsGoThroughTheForwardKernelOnHopper) {
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.in_line = false; }).prefill);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.num_splits = 2; }).prefill);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.batch_invariant = true; }).prefill);
-  EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_q = 31; }).prefill);  // 124 rows
+  EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_q = 31; }).prefill);  // that makes 124 rows
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.batch = 0; }).prefill);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_k = 0; }).prefill);
-  // Few tiles, many keys: the GPU is filled by dividing keys.
+  // With few tiles and many keys, only splits of the keys fill the GPU.
   EXPECT_FALSE(
       plan(kH100, [](KvcacheProblem& cache) { cache.problem.batch = 1, cache.problem.seqlen_q = 50; }).prefill);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_k = 1 << 28; }).prefill);
@@ -213,7 +214,7 @@ TEST(SelectKvcache, SplitsAreOfRowsThatHaveThem) {
       return;
     }
     ASSERT_EQ(plan.variant.tile_m, 16);
-    // Rows and splits are the same whatever the batch is; only whether splits lie apart is not.
+    // The variant and its splits do not depend on the batch; only whether splits run at the same time does.
     KvcacheProblem alone = cache;
     alone.problem.batch = alone.problem.seqlen_q = 1;
     alone.problem.ragged = false;
@@ -269,10 +270,10 @@ TEST(SelectKvcache, SplitsThatTakeMuchRoomAreOfOneThreadBlock) {
   EXPECT_TRUE(plan(1, 2).splits_apart);
   EXPECT_EQ(plan(3, 7).partials, 21);
   EXPECT_FALSE(plan(1000, 64).splits_apart);
-  EXPECT_EQ(plan(1000, 64).partials, 2 * plan(1000, 64).teams);  // of each a sum of even splits, and one of odd ones
+  EXPECT_EQ(plan(1000, 64).partials, 2 * plan(1000, 64).teams);  // one of even splits, one of odd ones for each
 }
 
-/// Tables of a call, where a kernel finds them; the tensors themselves lie nowhere.
+/// These are the tables of a call, where a kernel finds them; the tensors themselves have no memory.
 struct Call {
   KvcacheProblem cache;
   std::vector<int> held, begins;
@@ -292,7 +293,7 @@ std::int64_t items(const SplitKeys& schedule) {
   return items;
 }
 
-/// Items as the kernel counts them.
+/// Returns the number of work items as the kernel counts them.
 std::int64_t items_of(const KvcacheParams& params, const Variant& v) {
   switch (const int keys_of_item = groups_of(v) * v.tile_n; v.tile_m * 1000 + keys_of_item) {
     case 16064: return items<16, 64>(params.schedule);
@@ -303,7 +304,7 @@ std::int64_t items_of(const KvcacheParams& params, const Variant& v) {
   }
 }
 
-/// Sequences that are full, and sequences of a row more than whole tiles; and any others.
+/// Returns a call whose caches are full and whose queries take one row more than whole tiles, and a random one.
 std::vector<Call> calls_of(const KvcacheProblem& cache, int tile_m) {
   const Problem& p = cache.problem;
   std::mt19937 random(2);
@@ -334,14 +335,14 @@ TEST(SelectKvcache, TheWorkspaceHoldsPartialResultsAndTheRotatedQ) {
       if (plan.splits_apart) {
         ASSERT_LE(count, plan.partials);
       } else if (params.schedule.splits()) {
-        ASSERT_LE(count, plan.tiles / p.heads_k);  // a thread block has all splits of a tile
+        ASSERT_LE(count, plan.tiles / p.heads_k);  // one thread block computes all splits of a tile
       } else {
-        ASSERT_GE(plan.partials, 2 * plan.teams);  // of each what it begins with, and what it ends with
+        ASSERT_GE(plan.partials, 2 * plan.teams);  // each team needs a slot for its first tile and one for its last
       }
 
       const std::int64_t places = std::int64_t{plan.partials} * p.heads_k;
       const auto at = [&](const void* place) { return static_cast<const char*>(place) - memory; };
-      using Bytes = std::pair<std::int64_t, std::int64_t>;  // where they begin and end
+      using Bytes = std::pair<std::int64_t, std::int64_t>;  // (begin, end)
       const auto bytes = [](std::int64_t begin, std::int64_t size) { return Bytes{begin, begin + size}; };
       std::vector<Bytes> parts = {
           bytes(at(params.partials.arrivals), places * 8),
@@ -359,14 +360,14 @@ TEST(SelectKvcache, TheWorkspaceHoldsPartialResultsAndTheRotatedQ) {
       }
       ASSERT_EQ(at(params.partials.arrivals) % 8, 0);
       ASSERT_EQ(at(params.partials.state) % 8, 0);
-      ASSERT_EQ(at(params.partials.out) % 16, 0);  // of float4
+      ASSERT_EQ(at(params.partials.out) % 16, 0);  // it is accessed as float4
     }
   });
 }
 
 TEST(SelectKvcache, PlacesAreNoMoreThanFullCachesTake) {
   KvcacheProblem cache = decode(kH100, 3, 2, 4, 10000);
-  cache.problem.seqlen_q = 9;  // 36 rows: three tiles
+  cache.problem.seqlen_q = 9;  // 36 rows make three tiles
   for (const bool batch_invariant : {false, true}) {
     cache.batch_invariant = batch_invariant;
     cache.num_splits = batch_invariant ? 0 : 5;
@@ -380,7 +381,7 @@ TEST(SelectKvcache, PlacesAreNoMoreThanFullCachesTake) {
 
 TEST(SelectKvcache, TablesOnAGpuAreNotRead) {
   constexpr int kBatch = 4, kCapacity = 5000, kRows = 9;
-  std::uintptr_t address = 64;  // nowhere
+  std::uintptr_t address = 64;  // an address that is never read
   const auto tensor = [&](DType dtype, std::initializer_list<std::int64_t> shape) {
     TensorView view;
     view.data = reinterpret_cast<void*>(address);
@@ -431,11 +432,11 @@ TEST(SelectKvcache, RefusesMoreThanIntCounts) {
   cache.problem.seqlen_q = kLongest;
   EXPECT_FALSE(refused(cache));
   cache.problem.heads_q = 3;
-  EXPECT_TRUE(refused(cache));                                   // rows
-  cache.problem.seqlen_q = std::numeric_limits<int>::max() / 3;  // rows, not those of whole tiles
+  EXPECT_TRUE(refused(cache));                                   // too many rows
+  cache.problem.seqlen_q = std::numeric_limits<int>::max() / 3;  // too many rows only in whole tiles
   EXPECT_TRUE(refused(cache));
   cache = decode(kH100, 1 << 10, 1, 16, kLongest);
-  EXPECT_TRUE(refused(cache));  // items
+  EXPECT_TRUE(refused(cache));  // too many items
 }
 
 TEST(KvcachePlan, PrintsWhatWasDecided) {

@@ -1,4 +1,4 @@
-// Where sequences lie: always inside the tensor, and with places of their own for their tiles.
+// These tests check where sequences lie: always inside the tensor, and with slots of their own for their tiles.
 #include "flashtile/sequence.h"
 
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ struct Tables {
   }
 };
 
-/// Legal ones, with empty sequences among others, and perhaps rows behind the last.
+/// Returns legal tables, with empty sequences among others, and perhaps rows after the last one.
 Tables legal(std::mt19937& random, int batch, int longest) {
   Tables t{{0}, {}};
   for (int b = 0; b < batch; ++b) {
@@ -96,7 +96,7 @@ TEST(Spans, HaveEveryRowOnce) {
   }
 }
 
-/// Each entry has places for its tiles, and every place is that of one entry.
+/// Expects that each entry has slots for its tiles, and that every slot belongs to one entry.
 void expect_places(const Spans& spans, int tile) {
   int free = 0;
   for (int b = 0; b < spans.batch; ++b) {

@@ -1,4 +1,4 @@
-// ScoreMap against the contract's formula in double precision.
+// These tests compare ScoreMap to the contract's formula in double precision.
 #include "flashtile/math/softmax.h"
 
 #include <gtest/gtest.h>
@@ -8,7 +8,7 @@
 namespace flashtile {
 namespace {
 
-/// A score in log2 units, as every kernel reads the map.
+/// Returns a score in log2 units, as every kernel reads the map.
 double apply_log2(const ScoreMap& map, float raw) {
   double score = map.capped ? std::tanh(double{map.inner} * raw) : raw;
   if (map.stretched) score *= map.outer;
@@ -27,7 +27,7 @@ TEST(ScoreMap, IsTheContract) {
         const ScoreMap map = ScoreMap::of(scale, softcap, alibi);
         for (const float raw : {-300.0f, -7.0f, 0.0f, 0.25f, 12.0f, 1000.0f, 1e-38f, 1e-30f}) {
           const double expected = expected_log2(scale, softcap, raw);
-          // No float32 score is near a bound of 2^122 that is not near the end of float32 itself.
+          // No float32 score is near a bound of 2^122 without being near the end of float32 itself.
           if (std::abs(expected) > (softcap > 0x1p122f ? 1e30 : 3e38)) continue;
           EXPECT_NEAR(apply_log2(map, raw), expected, 1e-7 + 3e-7 * std::abs(expected))
               << "scale " << scale << ", softcap " << softcap << ", raw " << raw;

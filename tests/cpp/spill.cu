@@ -1,4 +1,5 @@
-// A kernel that must spill: 200 live values per thread, in a block of 1024 threads that leaves 64 registers to each.
+// This kernel must spill: it has 200 live values per thread, in a block of 1024 threads that leaves 64 registers to
+// each.
 __global__ void __launch_bounds__(1024) spill(const float* x, float* y) {
   constexpr int kValues = 200;
   float a[kValues];

@@ -1,4 +1,5 @@
-// Keys of tiles in items, and items among teams: every key that is seen in one item, every item with one team.
+// These tests check how the keys of tiles are divided into items, and items among teams (see SplitKeys): every visible
+// key is in one item, and every item has one team.
 #include "flashtile/scheduler/split_keys.h"
 
 #include <gtest/gtest.h>
@@ -14,11 +15,11 @@ namespace {
 
 constexpr int kMin = std::numeric_limits<int>::min(), kMax = std::numeric_limits<int>::max();
 
-/// Tables of a batch, and what is asked of it.
+/// These are the tables of a batch, and what is asked of it.
 struct Case {
   int batch = 1, seqlen_q = 1, capacity = 100, added = 0, group = 1;
   Band band;
-  std::vector<int> held, skipped, begins;  // begins: empty where dense
+  std::vector<int> held, skipped, begins;  // begins is empty where the batch is dense
   bool appends_ragged = false;
 
   SplitKeys schedule() const {
@@ -40,8 +41,8 @@ int below(std::mt19937& random, int end) {
   return static_cast<int>(random() % static_cast<unsigned>(end));
 }
 
-/// Every kind of batch: dense and ragged, empty sequences, an unused tail, padding; in `garbage`, tables that hold
-/// anything.
+/// Returns every kind of batch: dense and ragged, with empty sequences, an unused tail, and padding; with `garbage`,
+/// its tables hold anything.
 Case random_case(std::mt19937& random, bool garbage) {
   Case c;
   c.batch = below(random, 6);
@@ -58,7 +59,7 @@ Case random_case(std::mt19937& random, bool garbage) {
   };
   if (ragged) {
     for (int b = 0; b <= c.batch; ++b) c.begins.push_back(below(random, c.seqlen_q + 1));
-    std::ranges::sort(c.begins);  // neighbours may be equal, and what is behind the last is unused
+    std::ranges::sort(c.begins);  // neighbours may be equal, and rows after the last are unused
     for (int& begin : c.begins) begin = entry(begin, c.seqlen_q);
     c.appends_ragged = random() % 2 == 0;
     if (c.appends_ragged) c.added = c.seqlen_q;
@@ -69,7 +70,7 @@ Case random_case(std::mt19937& random, bool garbage) {
   return c;
 }
 
-/// What the rows of a tile see, by the contract: query i and key j with -left <= j - diagonal <= right.
+/// Returns what the rows of a tile see by the contract: query i and key j with -left <= j - diagonal <= right.
 template <int kM>
 Range seen(const SplitKeys& schedule, Span span, int keys, int m_block) {
   Range seen{kMax, 0};
@@ -85,7 +86,7 @@ Range seen(const SplitKeys& schedule, Span span, int keys, int m_block) {
   return seen.empty() ? Range{} : seen;
 }
 
-/// Tiles have every row, and items every key, once.
+/// Expects that tiles have every row, and items every key, once.
 template <int kM, int kItem>
 void expect_all_keys_once(const SplitKeys& schedule) {
   for (int b = 0; b < schedule.queries.entries(); ++b) {
@@ -114,7 +115,7 @@ void expect_all_keys_once(const SplitKeys& schedule) {
         ASSERT_EQ(tile.items, 1);
         continue;
       }
-      // Items stand one behind the other: they hold all keys if the first begins, and the last ends, with them.
+      // Items follow each other without gaps: they hold all keys if the first begins, and the last ends, with them.
       const int unit = schedule.keys_of_split > 0 ? schedule.keys_of_split : kItem;
       ASSERT_EQ(tile.keys, (Range{expected.begin / unit * unit, expected.end}));
       ASSERT_EQ(tile.split % kItem, 0);
@@ -125,7 +126,7 @@ void expect_all_keys_once(const SplitKeys& schedule) {
         ASSERT_EQ(tile.split, unit);
       } else {
         ASSERT_LE(parts, schedule.num_splits);
-        // The shortest splits that do.
+        // These are the shortest splits that give no more than that.
         ASSERT_GT(tile.keys.end - tile.keys.begin, (tile.split - kItem) * schedule.num_splits);
       }
     }
@@ -167,7 +168,7 @@ TEST(SplitKeys, OfRowsThatDoNotCountAreOneItem) {
   EXPECT_EQ((schedule.items_of<16, 64>(0)), 15);
 }
 
-/// What a row's result depends on, apart from keys and values.
+/// Expects that all that a row's result depends on is the same, apart from keys and values.
 void expect_same(const SplitKeys::Tile& a, const SplitKeys::Tile& b) {
   EXPECT_EQ(a.lengths, b.lengths);
   EXPECT_EQ(a.queries, b.queries);
@@ -199,7 +200,7 @@ TEST(SplitKeys, SplitsAreTheSameWhateverElseThereIs) {
         EXPECT_TRUE(tile.keys.empty() || tile.split == kSplit);
         expect_same(among.tile<kM, kItem>(among.queries.at(2), among.rows.at(2), m), tile);
       }
-      // As many splits as are asked for are of the sequence too.
+      // Where the number of splits is given, they depend on the sequence alone too.
       for (SplitKeys* s : {&schedule, &among}) s->keys_of_split = 0, s->num_splits = 3;
       for (int m = 0; m < 7; ++m)
         expect_same(among.tile<kM, kItem>(among.queries.at(2), among.rows.at(2), m),
@@ -233,7 +234,7 @@ void expect_shares(int items, int teams) {
   for (int team = 0; team < teams; ++team) {
     const int begin = shares.first_item(team), end = shares.first_item(team + 1);
     ASSERT_TRUE(end - begin == items / teams || end - begin == items / teams + 1) << team;
-    const bool large = end - begin > 1000;  // then its ends
+    const bool large = end - begin > 1000;  // of a large share only the ends are tested
     for (int n = 0; n < (large ? 100 : end - begin); ++n) {
       ASSERT_EQ(shares.team_of(begin + n), team) << begin + n;
       ASSERT_EQ(shares.team_of(end - 1 - n), team) << end - 1 - n;

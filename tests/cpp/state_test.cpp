@@ -1,5 +1,5 @@
-// Laws of the softmax state: however the keys are split, and in whatever order the parts meet, the result is one; and
-// however large scores are.
+// These tests check the laws of the softmax state: however the keys are split, in whatever order the parts are merged,
+// and however large scores are, the result is the same.
 #include "flashtile/math/state.h"
 
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@
 namespace flashtile {
 namespace {
 
-constexpr float kUnit = 0.2f;  // of scores
+constexpr float kUnit = 0.2f;  // the unit of scores, see ScoreMap
 constexpr float kUnitLog2 = kUnit * kLog2e;
 
 std::vector<float> random_scores(int count, float spread, unsigned seed) {
@@ -30,7 +30,8 @@ double lse_of(const std::vector<float>& scores, double sink = -INFINITY) {
   return top == -INFINITY ? -INFINITY : top + std::log(sum);
 }
 
-/// Online softmax: blocks of `block` scores, each with the running maximum as reference. `value` is Σ weight · score.
+/// This is online softmax over blocks of `block` scores, each with the running maximum as reference. `value` is Σ
+/// weight · score.
 struct Online {
   RowState state;
   float value = 0;
@@ -44,9 +45,10 @@ struct Online {
       value += weight * scores[i];
     }
   }
-  FinishedRow finish(float sink = -kInfinity) const { return state.finish(sink, kUnit); }
+  RowTotal total(float sink = -kInfinity) const { return state.total(sink, kUnit); }
+  FinishedRow finish(float sink = -kInfinity) const { return total(sink).finished(); }
   float lse() const { return finish().lse(kUnit); }
-  float out(float sink = -kInfinity) const { return value * finish(sink).normaliser; }
+  float out(float sink = -kInfinity) const { return value * total(sink).normaliser; }
 };
 
 Online online(const std::vector<float>& scores, int block) {
@@ -80,10 +82,10 @@ TEST(RowState, AnyReferenceNearTheMaximumGivesTheSameRow) {
 }
 
 TEST(RowState, ARowThatSawNothing) {
-  const FinishedRow nothing = RowState{}.finish(-kInfinity, kUnit);
+  const FinishedRow nothing = RowState{}.total(-kInfinity, kUnit).finished();
   EXPECT_TRUE(nothing.saw_nothing());
   EXPECT_EQ(nothing.lse(kUnit), -kInfinity);
-  EXPECT_EQ(nothing.normaliser, 0.0f);
+  EXPECT_EQ(RowState{}.total(-kInfinity, kUnit).normaliser, 0.0f);
   RowState state;
   EXPECT_EQ(state.rebase(5.0f, kUnitLog2), 0.0f);  // what was accumulated under −inf is nothing
   EXPECT_EQ(state.sum, 0.0f);
@@ -106,13 +108,13 @@ TEST(RowState, ASinkIsOneMoreScoreOfValueZero) {
 
 TEST(RowState, ARowThatSawNothingHasTheSinkForLse) {
   for (const float sink : {-3e30f, -300.0f, 0.0f, 300.0f, 3e30f}) {
-    const FinishedRow row = RowState{}.finish(sink, kUnit);
-    EXPECT_FLOAT_EQ(row.lse(kUnit), sink);
-    EXPECT_EQ(row.normaliser, 0.0f);  // all weight is the sink's
+    const RowTotal row = RowState{}.total(sink, kUnit);
+    EXPECT_FLOAT_EQ(row.finished().lse(kUnit), sink);
+    EXPECT_EQ(row.normaliser, 0.0f);  // the sink has all weight
   }
 }
 
-/// What a backward takes for the weight of `score`.
+/// Returns what a backward takes for the weight of `score`.
 double weight(const FinishedRow& row, double score) {
   return std::exp2((score - row.reference) * kUnitLog2 - row.log2_sum);
 }
@@ -124,11 +126,11 @@ TEST(FinishedRow, KeepsTheWeightsOfScoresOfAnySize) {
     const double smaller = std::exp((double{next} - top) * kUnit);
     EXPECT_NEAR(weight(row.finish(), top), 1 / (2 + smaller), 1e-6) << top;
     EXPECT_NEAR(weight(row.finish(), next), smaller / (2 + smaller), 1e-6) << top;
-    const float sink = top * kUnit;  // near the scores, as float32 can say it
+    const float sink = top * kUnit;  // as near the scores as float32 allows
     const double of_sink = std::exp(double{sink} - double{top} * kUnit);
     const double share = 1 / (2 + smaller + of_sink);
     EXPECT_NEAR(weight(row.finish(sink), top), share, 1e-6) << top;
-    EXPECT_NEAR(row.finish(sink).normaliser, share, 1e-6) << top;
+    EXPECT_NEAR(row.total(sink).normaliser, share, 1e-6) << top;
   }
 }
 
@@ -145,7 +147,7 @@ TEST(FinishedRow, OfAnLseHasTheWeightsThatTheLseSays) {
 }
 
 TEST(FinishedRow, IsSteepFromWhereRoundingItsLseChangesWeights) {
-  const auto row_at = [](float lse_log2) { return FinishedRow{lse_log2 / kUnitLog2, 0, 1}; };
+  const auto row_at = [](float lse_log2) { return FinishedRow{lse_log2 / kUnitLog2, 0}; };
   EXPECT_FALSE(row_at(0.99f * kSteep).steep(kUnitLog2));
   EXPECT_TRUE(row_at(1.01f * kSteep).steep(kUnitLog2));
   EXPECT_TRUE(row_at(-1.01f * kSteep).steep(kUnitLog2));
@@ -187,7 +189,7 @@ TEST(Merge, IsCommutativeAndAssociative) {
       for (const float z : lse) {
         const float left = Merge::of(xy.lse, z).lse;
         const float right = Merge::of(x, Merge::of(y, z).lse).lse;
-        if (left == right) continue;  // also where both are −inf
+        if (left == right) continue;  // both may be −inf
         EXPECT_NEAR(left, right, 1e-5f * std::max(1.0f, std::abs(left)));
       }
     }

@@ -133,6 +133,18 @@ def test_junk_reaches_only_the_rows_that_see_it(case, device, junk, attention):
 
 
 @each_case
+def test_large_scores_of_one_row_leave_the_others_alone(case, device, attention):
+    """Rows of a tile share its work, but the one whose later keys raise its reference makes no other round anew."""
+    q, k, v = case.tensors(device)
+    out, lse = run(attention, case, q, k, v)
+    row, column = case.seqlen_q - 5, case.seqlen_k - 8
+    q[:, row] = 40 * k[:, column].repeat_interleave(case.heads_q // case.heads_k, dim=1)
+    large_out, large_lse = run(attention, case, q, k, v)
+    others = torch.arange(case.seqlen_q, device=device) != row
+    assert_same((large_out[:, others], large_lse[:, :, others]), (out[:, others], lse[:, :, others]))
+
+
+@each_case
 def test_splitting_keys_and_merging_is_not_splitting(case, device, attention):
     """(out, lse) of two halves of the keys merge into that of the whole; only the full mask splits without offsets."""
     q, k, v = case.tensors(device)

@@ -1,5 +1,6 @@
-// The kinds of barriers of Hopper's kernels: who arrives, who waits, and for what. A kernel's own ones stand in its
-// SharedStorage, or in HandOut. Named ones are here, in begin_second_pass, and, on Ampere, in BackwardMainloopSm80.
+// This file has the kinds of barriers of Hopper's kernels: who arrives, who waits, and for what. A kernel's own
+// barriers are in its SharedStorage or in HandOut. Named barriers are here (Turns), in begin_second_pass, and, on
+// Ampere, in BackwardMainloopSm80.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -8,13 +9,13 @@
 
 namespace flashtile {
 
-/// What stands before it is read and written before what stands behind it: to the compiler CUTLASS's barriers order
+/// Keeps the compiler from moving reads and writes of memory across it: to the compiler, CUTLASS's barriers order
 /// nothing but themselves.
 CUTE_DEVICE void keep_order() {
   asm volatile("" ::: "memory");
 }
 
-/// A place in a ring of kStages stages, and the parity of the barriers of this round.
+/// A cursor is a stage of a ring buffer of kStages stages, with the parity (phase bit) of its barriers in this round.
 template <int kStages>
 struct RingCursor {
   int stage = 0;
@@ -31,18 +32,19 @@ struct RingCursor {
   }
 };
 
-/// Stages of shared memory that a producer fills, by TMA or by itself, and consumers empty, in the same order.
+/// A ring buffer has stages of shared memory that a producer fills, by TMA or by its own writes, and consumers empty,
+/// in the same order.
 ///
-///   full[s]   the producer thread arrives with the bytes it expects, perhaps none, the TMA engine with the bytes;
-///             consumers wait
-///   empty[s]  consumers arrive; the producer waits
+///   full[s]   consumers wait for the stage to be filled: the producer thread arrives with the bytes that it expects,
+///             perhaps none, and the TMA engine counts the bytes that land
+///   empty[s]  the producer waits for the stage to be free: consumers arrive when they have read it
 template <int kStages>
 struct Ring {
   using Cursor = RingCursor<kStages>;
   cutlass::arch::ClusterTransactionBarrier full[kStages];
   cutlass::arch::ClusterBarrier empty[kStages];
 
-  /// By one thread, before any other touches the ring. `arrivals` of consumers empty a stage.
+  /// One thread calls it before any other touches the ring. A stage is empty after `arrivals` arrivals of consumers.
   CUTE_DEVICE void init(int arrivals) {
     CUTE_UNROLL
     for (int s = 0; s < kStages; ++s) {
@@ -51,11 +53,11 @@ struct Ring {
     }
   }
 
-  /// Producer: waits for the stage to be empty, and announces the bytes that `prepare()` returns, after what it writes.
-  /// Returns the barrier that the bytes complete.
+  /// The producer waits until consumers have emptied the stage, has `prepare()` write to it, and then announces the
+  /// bytes that prepare() returns. Returns the barrier that the landing of these bytes completes.
   template <class Prepare>
   CUTE_DEVICE std::uint64_t* fill(Cursor at, Prepare&& prepare) {
-    empty[at.stage].wait(at.parity ^ 1);  // a new barrier counts as past its first round
+    empty[at.stage].wait(at.parity ^ 1);  // the phase before the first counts as done: nobody waits in the first round
     keep_order();
     const auto bytes = prepare();
     keep_order();
@@ -63,8 +65,8 @@ struct Ring {
     return reinterpret_cast<std::uint64_t*>(&full[at.stage]);
   }
 
-  /// The same by a whole warp, so that what it counts stays uniform: one of its threads announces `bytes`, and calls
-  /// `load(barrier)`.
+  /// A whole warp does the same, so that its cursors stay warp-uniform: all lanes wait for the stage to be empty, then
+  /// one of them announces `bytes` and calls `load(barrier)`.
   template <class Load>
   CUTE_DEVICE void fill_by_warp(Cursor at, int bytes, Load&& load) {
     empty[at.stage].wait(at.parity ^ 1);
@@ -79,10 +81,10 @@ struct Ring {
     keep_order();
   }
 
-  /// Consumers, when they have done reading what TMA will write again: a warp arrives once, for all its lanes, or each
-  /// thread for itself.
+  /// Consumers call one of these when they have done reading what TMA will write again, for which the producer waits: a
+  /// warp arrives once, for all its lanes, or each thread for itself.
   CUTE_DEVICE void release_by_warp(Cursor at) {
-    __syncwarp();  // which keeps the order, too
+    __syncwarp();  // keeps the order of memory accesses, too, as keep_order() does
     if (threadIdx.x % 32 == 0) empty[at.stage].arrive();
   }
   CUTE_DEVICE void release_by_thread(Cursor at) {
@@ -91,13 +93,14 @@ struct Ring {
   }
 };
 
-/// Lets warpgroups take turns, each arriving at the next one's barrier: the named barriers 0, 1, 2 of those that
-/// CUTLASS leaves to its users, one per warpgroup, of 256 threads: those who wait and those who let them pass.
+/// Lets warpgroups take turns at the tensor cores. Each has one of the named barriers 0, 1, 2 of those that CUTLASS
+/// leaves to its users, of 256 threads: its own 128 wait for their turn, and the 128 of the warpgroup before arrive
+/// when theirs is over.
 template <int kWarpgroups>
 struct Turns {
   int warpgroup;
 
-  /// Once, before the first turn of warpgroup 0.
+  /// All warpgroups call it once: the last one arrives for warpgroup 0, which has the first turn.
   CUTE_DEVICE void begin() const {
     if (warpgroup == kWarpgroups - 1) pass();
   }

@@ -1,4 +1,4 @@
-// Division by a number that the host knows: a kernel multiplies instead, which takes a tenth of the time.
+// A Divisor is a number known to the host: a kernel divides by it with a multiplication, in a tenth of the time.
 #pragma once
 
 #include <bit>
@@ -8,15 +8,15 @@
 
 namespace flashtile {
 
-/// For dividends from 0 up to 2^31: x / value = x · multiplier / 2^(32 + shift), rounded down. The multiplier is
-/// 2^(31 + ⌈log2 value⌉) / value, rounded up, so that the quotient is off by less than 1 / value.
+/// For dividends from 0 up to 2^31, x / value is x · multiplier / 2^(32 + shift), rounded down. The multiplier is
+///  2^(31 + ⌈log2 value⌉) / value, rounded up, so that the quotient is off by less than 1 / value.
 struct Divisor {
   int value = 1;
-  std::uint32_t multiplier = 0;  // 0: of 1
+  std::uint32_t multiplier = 0;  // 0 if value is 1
   int shift = 0;
 
   Divisor() = default;
-  /// Of what is below 1: of 1.
+  /// Makes the divisor `of`, or 1 if `of` is below that.
   explicit Divisor(int of) {
     if (of <= 1) return;
     const int log2 = std::bit_width(static_cast<unsigned>(of - 1));

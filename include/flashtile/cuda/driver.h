@@ -1,4 +1,5 @@
-// Functions of the CUDA driver that is installed. The library links to none, so that it loads where there is none.
+// This file calls functions of the CUDA driver that is installed. The library does not link to the driver, so that it
+// loads where there is none.
 #pragma once
 
 #include <cuda.h>
@@ -8,7 +9,7 @@
 
 namespace flashtile {
 
-/// `name` as of CUDA 12.0.
+/// Returns the driver's function `name` as of CUDA 12.0.
 template <class Function>
 Function driver_function(const char* name) {
   void* function = nullptr;
@@ -23,8 +24,8 @@ inline void throw_on_error(CUresult status, const char* action) {
   throw_on_error(static_cast<cudaError_t>(status), action);
 }
 
-/// Runs `call`, a call of the driver for `device`. A thread that has not used CUDA yet has no context; the runtime
-/// would have made the device's its current one.
+/// Runs `call`, a call of the driver for `device`. A thread that has not used CUDA yet has no context: the runtime
+/// would have made the device's its current one by itself, here cudaSetDevice does, and the call is repeated.
 template <class Call>
 void call_driver(const char* action, int device, Call&& call) {
   CUresult status = call();

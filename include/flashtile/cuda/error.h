@@ -1,4 +1,4 @@
-// CUDA runtime errors as exceptions.
+// This file turns errors of the CUDA runtime into exceptions.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@ namespace flashtile {
 
 inline void throw_on_error(cudaError_t status, const char* action) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // leave no error behind for the next caller of the runtime
+  cudaGetLastError();  // leaves no error behind for the next caller of the runtime
   throw CudaError(std::string(action) + ": " + cudaGetErrorString(status));
 }
 

@@ -1,4 +1,4 @@
-// Launches through the driver's own entry, which takes 0.2 µs less than the runtime's.
+// This file launches kernels through the driver's own entry point, which takes 0.2 µs less than the runtime's.
 #pragma once
 
 #include <array>
@@ -11,10 +11,10 @@ namespace flashtile {
 
 inline constexpr int kMaxDevices = 64;
 
-/// The driver's functions of one kernel, by device; made ready at the first launch on each.
+/// KernelHandles holds the driver's handles of one kernel, one for each device, made at the first launch there.
 class KernelHandles {
  public:
-  /// The function of `kernel` on `device`, the current one, free to take `shared_memory` bytes.
+  /// Returns the handle of `kernel` on `device`, the current one, which may then take `shared_memory` bytes.
   CUfunction get(const void* kernel, int device, int shared_memory) {
     std::atomic<CUfunction>& handle = handles_[device];
     if (CUfunction known = handle.load(std::memory_order_acquire)) return known;
@@ -31,14 +31,15 @@ class KernelHandles {
 };
 
 struct LaunchShape {
-  int grid = 0;  // thread blocks; none: nothing is launched
+  int grid = 0;  // thread blocks; with 0 nothing is launched
   int threads = 0;
   int shared_memory = 0;  // bytes
-  // Whether it may start while the kernel before it runs; it waits for that one by await_kernel_before(). Hopper only.
+  // If early, the kernel may start while the one before runs, and waits for it in await_kernel_before(). Hopper only.
   bool early = false;
 };
 
-/// For launch(), below: starts while the kernel before in the stream may still run (programmatic dependent launch).
+/// launch() calls it for a kernel that may start while the one before it in the stream still runs (programmatic
+/// dependent launch).
 inline void launch_early(CUfunction function, Device device, LaunchShape shape, void** arguments, Stream stream) {
   static const auto start = driver_function<decltype(&cuLaunchKernelEx)>("cuLaunchKernelEx");
   CUlaunchAttribute early{};
@@ -55,14 +56,14 @@ inline void launch_early(CUfunction function, Device device, LaunchShape shape, 
   call_driver("launch of a kernel", device.index, [&] { return start(&config, function, arguments, nullptr); });
 }
 
-/// Launches `kernel` on `device`, the current one, in one dimension.
+/// Launches `kernel` on `device`, the current one, with a grid of one dimension.
 template <class Params>
 void launch(void (*kernel)(Params), KernelHandles& handles, Device device, LaunchShape shape, const Params& params,
             Stream stream) {
   if (shape.grid == 0) return;
   static const auto start = driver_function<decltype(&cuLaunchKernel)>("cuLaunchKernel");
   const CUfunction function = handles.get(reinterpret_cast<const void*>(kernel), device.index, shape.shared_memory);
-  void* arguments[] = {const_cast<Params*>(&params)};  // read only
+  void* arguments[] = {const_cast<Params*>(&params)};  // the driver only reads it
   if (shape.early) return launch_early(function, device, shape, arguments, stream);
   call_driver("launch of a kernel", device.index, [&] {
     return start(function, shape.grid, 1, 1, shape.threads, 1, 1, shape.shared_memory, static_cast<CUstream>(stream),
@@ -70,14 +71,14 @@ void launch(void (*kernel)(Params), KernelHandles& handles, Device device, Launc
   });
 }
 
-/// In a kernel that started early: returns when the one before is done, and what it wrote can be seen.
+/// A kernel that started early waits here until the kernel before it is done and what that one wrote can be seen.
 __device__ __forceinline__ void await_kernel_before() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/// In a kernel: the next one may start early.
+/// Lets the next kernel start early, if it was launched so: when all thread blocks of this one have called it or ended.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

@@ -1,4 +1,4 @@
-// A count that several thread blocks share, in memory that nobody clears before.
+// MarkedCount is a count that several thread blocks share, in memory that nobody clears beforehand.
 #pragma once
 
 #include <atomic>
@@ -12,8 +12,9 @@
 
 namespace flashtile {
 
-/// Memory holds kLimit · mark + the count. No other run has this mark, so whoever comes sees whether someone has begun.
-/// Who counts last clears it, for a captured graph, whose runs share a mark.
+/// Memory holds kLimit · mark + the count, where the mark is a number that no other run has. So a thread block sees
+/// whether another one of its run has begun to count. The one that counts last clears the memory, for the sake of
+/// captured graphs, whose runs share a mark.
 struct MarkedCount {
   static constexpr std::uint64_t kLimit = 1 << 20;  // beyond any count
 
@@ -22,7 +23,7 @@ struct MarkedCount {
 
   FLASHTILE_HOST_DEVICE bool given() const { return place != nullptr; }
 
-  /// A mark that no other run has: numbers from a random one on.
+  /// Returns a mark that no other run has: marks are numbers from a random one on.
   static std::uint64_t new_mark() {
     static std::atomic<std::uint64_t> next = [] {
       std::random_device random;
@@ -32,22 +33,22 @@ struct MarkedCount {
   }
 
 #ifdef __CUDACC__
-  /// What memory holds: asked for early, as the trip takes long.
+  /// Returns what memory holds. Callers ask early, as the load takes long.
   __device__ std::uint64_t found() const { return *static_cast<volatile std::uint64_t*>(place); }
 
-  /// Before a thread first adds: the count begins with 0, whatever was `found`.
+  /// A thread calls it before it first adds: it makes the count begin at 0, whatever memory held (`found`).
   __device__ void begin(std::uint64_t found) const {
     const std::uint64_t none = mark * kLimit;
     if (found - none >= kLimit) atomicCAS(address(), found, none);
   }
 
-  /// The count before this one.
+  /// Adds 1 and returns the count before that.
   __device__ int add(cuda::memory_order order) const {
     return int(cuda::atomic_ref<unsigned long long, cuda::thread_scope_device>(*address()).fetch_add(1, order) %
                kLimit);
   }
 
-  /// By the thread that has added last.
+  /// The thread that has added last calls it.
   __device__ void clear() const { *place = 0; }
 
  private:

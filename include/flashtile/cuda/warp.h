@@ -1,4 +1,4 @@
-// What the lanes of a warp tell each other.
+// This file passes values between the lanes of a warp.
 #pragma once
 
 #include <cstring>
@@ -7,7 +7,8 @@
 
 namespace flashtile {
 
-/// The value that a lane has, in all lanes of the warp, which all ask: so the compiler knows it to be the same.
+/// Returns the value of lane `lane`. All lanes of the warp must call it; if they name the same lane, the compiler knows
+/// that the result is the same in all of them.
 template <class T>
 CUTE_DEVICE T of_lane(T const& value, int lane) {
   static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % sizeof(int) == 0);

@@ -1,4 +1,4 @@
-// The finished rows of one tile, from registers straight to memory: no shared memory, no barrier.
+// This epilogue stores finished rows from registers straight to memory: it takes no shared memory and no barrier.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -9,8 +9,8 @@
 
 namespace flashtile {
 
-/// Turns four words of each thread of a quad into four words of the quad's thread: thread t gets the t-th word of
-/// threads 0, 1, 2, 3. A 4 × 4 transpose in two steps: halves, then neighbours.
+/// Transposes the 4 × 4 words of a quad's threads: thread t gets the t-th word of threads 0, 1, 2, 3. It takes two
+/// steps, which exchange halves, then neighbours.
 CUTE_DEVICE void transpose_quad(std::uint32_t (&word)[4], int lane) {
   const auto exchange = [&](std::uint32_t& a, std::uint32_t& b, int distance) {
     const bool upper = lane & distance;
@@ -23,7 +23,7 @@ CUTE_DEVICE void transpose_quad(std::uint32_t (&word)[4], int lane) {
   exchange(word[2], word[3], 1);
 }
 
-/// A store under a predicate: as an `if`, each would be a branch.
+/// Stores under a predicate: written as an `if`, each store would be a branch.
 CUTE_DEVICE void store_if(bool condition, void* to, std::uint32_t const (&word)[4]) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %0, 0; @p st.global.v4.b32 [%1], {%2, %3, %4, %5}; }" ::"r"(int(condition)),
@@ -32,8 +32,8 @@ CUTE_DEVICE void store_if(bool condition, void* to, std::uint32_t const (&word)[
 }
 
 /// Stores row r of accumulators of a wgmma TiledMma, seen as (row, column), at `to`, its first `columns` columns. In a
-/// block of 8 columns a thread holds two, and after exchanging four blocks with its quad eight neighbouring ones: 16
-/// bytes to store, `first` columns further on. All threads of a quad store rows of the same place.
+/// block of 8 columns a thread has two. After exchanging four blocks with its quad it has eight neighbouring ones, 16
+/// bytes to store, `first` columns further on. All threads of a quad must store the same row of the tile.
 template <class Element, class Rows>
 CUTE_DEVICE void store_row(Rows const& rows, int r, Element* to, int columns, int first = 8 * (threadIdx.x % 4)) {
   using namespace cute;
@@ -49,7 +49,7 @@ CUTE_DEVICE void store_row(Rows const& rows, int r, Element* to, int columns, in
   }
 }
 
-/// The finished rows of a tile. Where in a row a thread begins is worked out once for all of them.
+/// Stores the finished rows of a tile. The column where a thread begins is computed once for all of them.
 template <class Element, class Rows, class Coord>
 CUTE_DEVICE void store_rows(ForwardParams const& params, TileCoord tile, Span queries, Rows const& rows,
                             Coord const& coord, int first_row) {

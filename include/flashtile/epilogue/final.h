@@ -1,4 +1,4 @@
-// The finished rows of one tile: normalised, rounded, and written with their lse.
+// This epilogue normalises and rounds the finished rows of one tile and stores them with their lse.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -9,8 +9,8 @@
 
 namespace flashtile {
 
-/// For accumulators of a TiledMma whose warps own whole rows. The tile goes through shared memory (`staging`, in the
-/// swizzled layout of Q, whose place it may take) so that it leaves in 16-byte stores.
+/// It takes accumulators of a TiledMma whose warps own whole rows. The tile goes through shared memory so that it
+/// leaves in 16-byte stores: through `staging`, in the swizzled layout of Q, whose memory it may reuse.
 template <class Mainloop>
 struct FinalEpilogue {
   using Element = typename Mainloop::Element;

@@ -1,11 +1,11 @@
-// A finished tile of dQ, dK or dV of a wgmma, from registers straight to memory.
+// This epilogue stores a finished tile of dQ, dK or dV of a wgmma from registers straight to memory.
 #pragma once
 
 #include "flashtile/epilogue/direct.h"
 
 namespace flashtile {
 
-/// One head of a gradient, of which a tile is stored.
+/// GradientHead says where one head of a gradient lies, of which a tile is stored.
 template <class Element>
 struct GradientHead {
   Element* data;
@@ -20,9 +20,9 @@ struct GradientHead {
   }
 };
 
-/// Scales and rounds the accumulators of a (kRows, head_dim) tile of `Mma`, whose warpgroups stand one above the other,
-/// and stores the rows from `first_row` on that exist; those that do not count, which kRagged knows, as 0. `thread`
-/// counts from the first of the Mma.
+/// Scales and rounds the accumulators of a (kRows, head_dim) tile of `Mma`, whose warpgroups divide the rows, and
+/// stores the rows from `first_row` on that exist. With kRagged it stores rows that do not count (see Span) as 0.
+/// `thread` counts from the first of the Mma.
 template <int kRows, class Mma, bool kRagged, class Element, class Accumulator>
 CUTE_DEVICE void store_gradient(Accumulator& acc, float scale, GradientHead<Element> const& head, int first_row,
                                 int thread) {

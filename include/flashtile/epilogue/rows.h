@@ -1,4 +1,4 @@
-// What every forward epilogue does with its rows before it stores them.
+// This file has what every forward epilogue does with its rows before it stores them.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -8,16 +8,16 @@
 
 namespace flashtile {
 
-/// Completes the softmax of the rows of one thread, sinks among their weights, and writes their lse, and what a
-/// backward wants of them. Returns what their outputs have to be multiplied with. `coord`, (row, head_dim), holds their
-/// places in the tile. Rows of `queries` that do not count come out as rows that see nothing, sinks or not.
+/// Finishes the softmax of the rows of one thread, with sinks among their weights, and writes their lse and what a
+/// backward needs of them. Returns what their outputs have to be multiplied with. `coord` (row, head_dim) has their
+/// coordinates in the tile. Rows of `queries` that do not count come out as rows that see nothing, sinks or not.
 template <Features kFeatures, class Coord, class Softmax>
 CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Span queries, Coord const& coord,
                              Softmax& softmax, int first_row) {
   using namespace cute;
   softmax.finish_sums();
   const int first_head = params.packing.first_head(tile.head);
-  FinishedRow rows[Softmax::kRowCount];
+  RowTotal rows[Softmax::kRowCount];
   array<float, Softmax::kRowCount> normaliser;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(coord); ++r) {
@@ -28,7 +28,7 @@ CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Span q
       const int head = first_head + params.packing.head(first_row + get<0>(coord(r, 0)));
       if (params.sinks != nullptr && counts) sink = params.sinks[head];
     }
-    rows[r] = softmax.row[r].finish(sink, params.score_map.unit);
+    rows[r] = softmax.row[r].total(sink, params.score_map.unit);
     normaliser[r] = rows[r].normaliser;
     if constexpr (includes(kFeatures, Features::kDropout)) normaliser[r] *= params.dropout.scale;
   }
@@ -39,7 +39,7 @@ CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Span q
     const int row = first_row + get<0>(coord(r, 0));
     const int query = params.packing.query(row);
     if (query < queries.size)
-      params.rows.store(first + params.packing.head(row) * params.rows.strides.head + query, rows[r],
+      params.rows.store(first + params.packing.head(row) * params.rows.strides.head + query, rows[r].finished(),
                         params.score_map.unit);
   }
   return normaliser;

@@ -1,4 +1,5 @@
-// The finished rows of one tile through shared memory, from where TMA takes them: nobody waits for them to leave.
+// This epilogue puts the finished rows of one tile into shared memory, from where TMA takes them: no warp waits for
+// them to leave before it comes to its next tile.
 #pragma once
 
 #include <cute/arch/copy_sm90.hpp>
@@ -11,8 +12,8 @@
 
 namespace flashtile {
 
-/// For accumulators of a wgmma TiledMma, seen as (row, head_dim): a warp stages its 16 rows, of which the first is
-/// `first_row`, as `Layout` says (row, head_dim), in boxes of kColumnsPerBox columns.
+/// A warp stages its 16 rows, of which the first is `first_row`, of accumulators of a wgmma TiledMma, seen as (row,
+/// head_dim). Staged rows have the layout `Layout` (row, head_dim), in boxes of kColumnsPerBox columns.
 template <class Layout, int kColumnsPerBox, class Element, class Rows>
 CUTE_DEVICE void stage_and_store_rows(ForwardParams const& params, CUtensorMap const& map, TileCoord tile, Span queries,
                                       Rows const& rows, Element* staging, int first_row) {
@@ -22,12 +23,12 @@ CUTE_DEVICE void stage_and_store_rows(ForwardParams const& params, CUtensorMap c
   static_assert(kRows == 16);
   int lane;  // read anew, lest addresses that depend on it take registers from the mainloop
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  if (lane == 0) tma_store_wait<0>();  // TMA has read what it was given before
-  __syncwarp();
+  if (lane == 0) tma_store_wait<0>();  // waits until TMA has read the rows of the tile before
+  __syncwarp();                        // the staging buffer is free for all lanes
   Tensor staged = make_tensor(make_smem_ptr(staging), Layout{});  // (row, head_dim)
   CUTE_UNROLL
   for (int c = 0; c < kColumns / 16; ++c) {
-    // Four 8 × 8 blocks, of which each lane says where one row of eight goes.
+    // These are four 8 × 8 blocks; each lane says where one row of eight goes.
     SM90_U32x4_STSM_N::copy(round_pair<Element>(rows(0, 4 * c), rows(0, 4 * c + 1)),
                             round_pair<Element>(rows(1, 4 * c), rows(1, 4 * c + 1)),
                             round_pair<Element>(rows(0, 4 * c + 2), rows(0, 4 * c + 3)),
@@ -35,7 +36,7 @@ CUTE_DEVICE void stage_and_store_rows(ForwardParams const& params, CUtensorMap c
                             *reinterpret_cast<uint128_t*>(&staged(lane % 16, 16 * c + lane / 16 * 8)));
   }
   tma_store_fence();
-  __syncwarp();
+  __syncwarp();  // all lanes have staged their rows
   const int query = params.packing.query(first_row);
   if (lane == 0 && query < queries.size) {
     const TmaRows rows_of_out = TmaRows::of(params.sequences.q, tile.batch, queries, queries.size);

@@ -1,4 +1,4 @@
-// A tile of accumulators of mma.sync on its way to memory.
+// This file stores a tile of accumulators of mma.sync.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -7,8 +7,8 @@ namespace flashtile {
 
 /// Rounds the accumulators (mma, m, n) of `Mma` and stores the first `rows` rows and `columns` columns of their tile at
 /// `origin`. They go through `staging`, (M, N) in shared memory, so that they leave in 16-byte stores of Load's shape.
-/// Begins and goes on with barriers: whoever reads what `staging` held must be done, and may take it again only after
-/// another.
+/// All threads wait for each other before `staging` is written and before it is read; callers need one more barrier
+/// before they write there again.
 template <class Mma, class Load, class Accumulator, class Staging, class Element>
 CUTE_DEVICE void store_tile(Accumulator const& acc, Staging&& staging, Element* origin, std::int64_t row_stride,
                             int rows, int columns, int thread) {
@@ -19,7 +19,7 @@ CUTE_DEVICE void store_tile(Accumulator const& acc, Staging&& staging, Element* 
 
   const auto copy_acc = make_tiled_copy_C(Copy_Atom<AutoVectorizingCopyWithAssumedAlignment<32>, Element>{}, Mma{});
   auto copy_acc_thread = copy_acc.get_slice(thread);
-  __syncthreads();
+  __syncthreads();  // no thread still reads what staging held
   copy(copy_acc, copy_acc_thread.retile_S(rounded), copy_acc_thread.partition_D(staging));
   __syncthreads();  // the tile is complete: threads now store other threads' elements
 

@@ -1,4 +1,5 @@
-// The backward kernels for Hopper, of heads up to 128: thread blocks for blocks of keys, then one for each tile of dQ.
+// These are the backward kernels for Hopper, of heads up to 128: the first has thread blocks for blocks of keys, the
+// second one for each tile of dQ.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.dq));
     shared.init_barriers();
   }
-  __syncthreads();
+  __syncthreads();  // all threads wait for the barriers' initialisation
 
   const OnePassBlocksSm90<Mainloop> blocks(params, shared);
   if (threadIdx.x < 128) {
@@ -65,15 +66,15 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
 
 inline constexpr int kFinishThreads = 256;
 
-/// Scales and rounds dQ, one thread block per tile of the workspace. The tile stands there as the accumulators of MmaQ;
-/// through shared memory they get into rows.
+/// Scales and rounds dQ, one thread block per tile of the workspace. There a tile has the order of MmaQ's accumulators;
+/// it goes through shared memory to get into rows.
 template <class Row>
 __global__ void __launch_bounds__(kFinishThreads) backward_finish_sm90(const __grid_constant__ BackwardParams params) {
   using namespace cute;
   using Mainloop = BackwardOnePassSm90<Row::kVariant, Takes::kBlock>;
   using Element = typename Mainloop::Element;
   static_assert(kFinishThreads == 128 * Mainloop::kWarpgroups);
-  constexpr int kPitch = Mainloop::kHeadDim + 8;  // so that no two lanes meet in a bank
+  constexpr int kPitch = Mainloop::kHeadDim + 8;  // padded so that no two lanes meet in a bank
   __shared__ alignas(16) Element rows[Mainloop::kM * kPitch];
   BackwardParams::QueryTile tile;
   if (!params.find_query_tile(blockIdx.x, tile)) return;
@@ -85,11 +86,11 @@ __global__ void __launch_bounds__(kFinishThreads) backward_finish_sm90(const __g
                        thread % 128;
   const auto shape = take<0, 2>(typename Mainloop::ShapeQ{});
   typename Mainloop::MmaQ mma;
-  Tensor tQrdQ = partition_fragment_C(mma, shape);  // (mma, m, head_dim), or turned
+  Tensor tQrdQ = partition_fragment_C(mma, shape);  // (mma, m, head_dim), transposed if kTurned
   Tensor coord = mma.get_slice(thread).partition_C(make_identity_tensor(shape));
   CUTE_UNROLL
   for (int i = 0; i < size(tQrdQ); i += 4) {
-    const float4 four = sees ? part[i / 4 * 128] : float4{};  // nobody stored what nobody sees
+    const float4 four = sees ? part[i / 4 * 128] : float4{};  // no block of keys stored a tile that sees none
     tQrdQ(i) = four.x;
     tQrdQ(i + 1) = four.y;
     tQrdQ(i + 2) = four.z;
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(kFinishThreads) backward_finish_sm90(const __g
     const int column = Mainloop::kTurned ? get<0>(coord(i)) : get<1>(coord(i));
     rows[row * kPitch + column] = static_cast<Element>(params.scale * tQrdQ(i));
   }
-  __syncthreads();
+  __syncthreads();  // all threads wait for the rows of the tile
 
   constexpr int kVector = 8;  // elements of a 16-byte store
   constexpr int kLanes = Mainloop::kHeadDim / kVector;

@@ -1,4 +1,4 @@
-// The backward kernels for Ampere and later: one thread block per block of keys, then one per tile of dQ.
+// These are the backward kernels for Ampere and later: one thread block per block of keys, then one per tile of dQ.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads())
   const Mainloop mainloop(params, shared, work);
   mainloop.run(gradient);
 
-  // Each role stores its gradient; the barriers of store_tile are those of all threads.
+  // Each role stores its own gradient; both call store_tile together, whose barriers are those of all threads.
   const bool weighs = mainloop.weighs();
   const float scale = weighs ? params.dropout.scale : params.scale;
   CUTE_UNROLL

@@ -1,5 +1,5 @@
-// The backward kernels for Hopper. Heads that are not wide take one pass over the scores; where the accumulators of a
-// key block leave no room for dQ, a pass of its own forms it.
+// These are the backward kernels for Hopper. Heads that are not wide take one pass over the scores. Where the
+// accumulators of a key block leave no registers for dQ, a second pass forms it.
 #pragma once
 
 #include "flashtile/kernel/backward_one_pass_sm90.h"

@@ -1,5 +1,5 @@
-// The backward kernel of wide heads for Hopper: a pass over blocks of keys, which forms dK and dV, and one over tiles
-// of queries, which forms dQ. They need nothing of each other, so they are one kernel, and the second fills the end of
+// The backward kernel of wide heads for Hopper has two passes: one over blocks of keys forms dK and dV, and one over
+// tiles of queries forms dQ. They need nothing of each other, so they are one kernel, and the second fills the tail of
 // the first. No sum is shared between thread blocks: the results are the same in every run.
 #pragma once
 
@@ -18,9 +18,9 @@
 
 namespace flashtile {
 
-/// As many thread blocks as run at a time, each of which takes the next block of keys that nobody has taken, again and
-/// again, and when there are none left, tiles of queries. The next one's tiles are on their way while the last one's
-/// gradients are stored.
+/// There are as many persistent thread blocks as run at a time. Each takes the next block of keys that no other has
+/// taken, again and again, and when there are none left, tiles of queries. The tiles of the next one are being loaded
+/// while the gradients of the last one are stored.
 template <Variant kV, bool kRagged>
 struct BackwardTwoPassSm90 {
   using OfKeys = BackwardKeysSm90<kV, kRagged>;
@@ -28,14 +28,15 @@ struct BackwardTwoPassSm90 {
   using Element = typename OfKeys::Element;
   using KeyBlock = typename OfKeys::Work;
   using QueryTile = BackwardParams::QueryTile;
-  static constexpr int kConsumers = 256;             // threads
-  static constexpr int kTakePart = 32 + kConsumers;  // with the warp of the producer
-  // Of a thread: 504 among the three warpgroups. Consumers need less than 240, and a producer more than 24.
+  static constexpr int kConsumers = 256;             // consumer threads
+  static constexpr int kTakePart = 32 + kConsumers;  // and those of the producer warp
+  // Three threads, one of each warpgroup, have 504 registers together. Consumers need less than 240, producers more
+  // than 24.
   static constexpr int kRegisters = 232;
   static constexpr int kProducerRegisters = 504 - 2 * kRegisters;
 
   struct SharedStorage {
-    union {  // of one pass, then of the other
+    union {  // tiles of one pass, then of the other
       typename OfKeys::Tiles key_tiles;
       typename OfQueries::Tiles query_tiles;
     };
@@ -44,7 +45,7 @@ struct BackwardTwoPassSm90 {
     HandOut<KeyBlock> key_blocks;
     HandOut<QueryTile> queries;
 
-    /// By one thread, before any other touches the barriers.
+    /// One thread calls it before any other touches the barriers.
     CUTE_DEVICE void init_barriers() {
       key_barriers.init();
       query_barriers.init();
@@ -58,7 +59,7 @@ struct BackwardTwoPassSm90 {
   BackwardTwoPassParams const& params;
   SharedStorage& shared;
 
-  /// By one thread.
+  /// One thread finds the work of both passes and hands it out.
   CUTE_DEVICE void hand_out() const {
     BackwardParams const& backward = params.backward;
     int key_blocks = params.key_blocks, query_tiles = params.query_tiles;
@@ -76,7 +77,7 @@ struct BackwardTwoPassSm90 {
         next);
   }
 
-  /// By a warp: has TMA bring the tiles.
+  /// The producer warp has TMA load the tiles of both passes.
   CUTE_DEVICE void produce() const {
     typename OfKeys::Producer of_keys{params, shared.key_tiles, shared.key_barriers};
     shared.key_blocks.for_each([&](KeyBlock const& block) __attribute__((always_inline)) {
@@ -89,7 +90,7 @@ struct BackwardTwoPassSm90 {
     });
   }
 
-  /// By the threads from the second warpgroup on.
+  /// The threads from the second warpgroup on are the consumers.
   CUTE_DEVICE void consume() const {
     BackwardParams const& backward = params.backward;
     const int thread = threadIdx.x % 128;
@@ -107,14 +108,15 @@ struct BackwardTwoPassSm90 {
   }
 
  private:
-  /// Between the passes: by the warp of the producer and all consumers.
+  /// Between the passes the producer warp and all consumers wait for each other, as the tiles of the second pass lie
+  /// where those of the first were.
   CUTE_DEVICE void begin_second_pass() const {
     __syncwarp();
-    cutlass::arch::fence_view_async_shared();  // TMA writes next where threads have
+    cutlass::arch::fence_view_async_shared();  // TMA next writes memory that threads have written
     cutlass::arch::NamedBarrier::sync(kTakePart, 0);
   }
 
-  /// dK or dV of all blocks of keys, by the warpgroup of `consumer`.
+  /// Forms dK or dV of all blocks of keys, by the warpgroup of `consumer`.
   template <class Mma, int kColumns, class Consumer>
   CUTE_DEVICE void form_keys(Consumer& consumer, float scale, void* gradient, Strides const& strides,
                              int columns) const {
@@ -130,7 +132,7 @@ struct BackwardTwoPassSm90 {
     });
   }
 
-  /// dQ of all tiles of queries, by both warpgroups of consumers.
+  /// Forms dQ of all tiles of queries, by both warpgroups of consumers.
   CUTE_DEVICE void form_queries() const {
     using namespace cute;
     using Mma = typename OfQueries::MmaQ;
@@ -162,7 +164,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.statistics));
     shared.init_barriers();
   }
-  __syncthreads();
+  __syncthreads();  // all threads wait for the barriers' initialisation
   const Passes passes{params, shared};
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<Passes::kProducerRegisters>();
@@ -184,7 +186,7 @@ void launch_backward_two_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   const bool ragged = plan.problem.ragged;
   const Device device = plan.problem.device;
   BackwardParams backward = BackwardParams::of(plan, tensors, memory);
-  backward.deterministic = false;  // it always is: nobody adds to dQ
+  backward.deterministic = false;  // it always is, as no two thread blocks add to the same dQ
   const BackwardWorkspace& workspace = backward.workspace;
   constexpr int kRows = 64;
   const BackwardTwoPassParams params{

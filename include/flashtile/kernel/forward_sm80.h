@@ -1,4 +1,4 @@
-// The forward kernel for Ampere and later: one thread block per tile of query rows.
+// The forward kernel for Ampere and later has one thread block per tile of query rows.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -11,7 +11,7 @@
 
 namespace flashtile {
 
-/// Rows of a dense or ragged batch.
+/// ForwardSourceSm80 is the mainloop's Source for the rows of a dense or ragged batch.
 template <Variant kV>
 struct ForwardSourceSm80 {
   using Params = ForwardParams;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) forward_sm80(const __
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
   const int thread = threadIdx.x;
-  // Asked anew where it is needed again: registers are few.
+  // The tile is found anew for the epilogue, as registers are too scarce to keep it.
   TileCoord tile;
   Sequence sequence;
   const auto find_tile = [&] {

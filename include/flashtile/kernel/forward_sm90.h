@@ -1,5 +1,6 @@
-// The forward kernel for Hopper: one persistent thread block per multiprocessor, two or three consumer warpgroups and
-// one of which a producer works, one thread (over pages a warp), and a warp that hands out tiles.
+// The forward kernel for Hopper has one persistent thread block per multiprocessor. Two or three of its warpgroups are
+// consumers; in one more, a thread (over pages a warp) is the producer, and a warp the scheduler, which hands out
+// tiles.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -22,8 +23,8 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   using namespace cute;
   using Mainloop = ForwardMainloopSm90<Row::kVariant, kPaged>;
   constexpr int kWarpgroups = Mainloop::kWarpgroups;
-  // What the producer gives up of the registers of the launch, 168 or 128 a thread, goes to the consumers: asking for
-  // one more would wait for ever.
+  // Consumers get the registers that the producer gives up of the launch's, 168 or 128 a thread: to ask for one more
+  // would wait for ever.
   constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
   constexpr int kLaunchRegisters = kWarpgroups == 2 ? 168 : 128;
   static_assert(kProducerRegisters + kWarpgroups * Mainloop::kRegisters <= (kWarpgroups + 1) * kLaunchRegisters);
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     if (Mainloop::kMemory.staged) prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.out));
     shared.init_barriers();
   }
-  __syncthreads();
+  __syncthreads();  // all threads wait for the barriers' initialisation
 
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
@@ -77,11 +78,11 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
       store(work, zeros);
     };
     ForwardConsumerSm90<Mainloop>{params, shared, thread}.run(finish, skip);
-    if (Mainloop::kMemory.staged) tma_store_wait<0>();  // shared memory must outlive its readers
+    if (Mainloop::kMemory.staged) tma_store_wait<0>();  // shared memory must outlive TMA's reads of it
   }
 }
 
-/// `key_rows`: of a box of keys.
+/// Makes the parameters of a launch. `key_rows` is how many rows a TMA box of keys has.
 template <class Mainloop>
 ForwardParamsSm90 forward_params_sm90(const ForwardPlan& plan, const ForwardTensors& tensors, void* memory,
                                       int key_rows = Mainloop::kN) {

@@ -1,9 +1,11 @@
-// Attention over a cache, for Ampere and later: few rows of queries against many keys, which is all reading.
+// This kernel computes attention over a cache, for Ampere and later: few rows of queries against many keys, which is
+// bound by memory bandwidth.
 //
-// A tile holds all query heads of a group, so that keys and values are read once. Where it has 16 rows, each warp of a
-// thread block goes through keys of its own, with a ring of its own, and waits for nobody; what the warps have found is
-// joined at the end. SplitKeys says which keys a thread block has. Where those are not all of a tile's, its result is
-// one of several parts, and whichever block comes last joins them: one launch, and nothing to clear before.
+// A tile holds all query heads of a KV head's group, so that keys and values are read once. Where it has 16 rows, each
+// warp of a thread block goes through keys of its own, with a ring buffer of its own, and waits for no other; the
+// warps' results are joined at the end. SplitKeys says which keys a thread block has. Where those are not all of a
+// tile's, its result is one of several parts (partial results), which the thread block that comes last joins: this
+// takes one launch, and no memory has to be cleared before.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -28,16 +30,16 @@ struct KvcacheKernelSm80 {
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
-  static constexpr int kGroups = groups_of(kV);
+  static constexpr int kGroups = groups_of(kV);  // groups of warps: each has keys of its own
   static constexpr int kThreads = kV.threads();
   static constexpr int kThreadsOfGroup = kThreads / kGroups;
   static constexpr int kItem = kGroups * kN;  // a block of keys for each group
   static constexpr int kChunksOfRow = kHeadDim / 4;
   using Segment = KvcacheSegment;
 
-  /// What the groups have found, on its way from the threads that hold accumulators to those that hold chunks of rows.
+  /// Exchange takes the groups' results from the threads that hold accumulators to those that hold chunks of rows.
   struct Exchange {
-    float out[kGroups * kM][kHeadDim + 8];  // padded: rows of a warp in different banks
+    float out[kGroups * kM][kHeadDim + 8];  // padded so that rows of a warp lie in different banks
     RowState state[kGroups * kM];
   };
   union SharedStorage {
@@ -58,7 +60,7 @@ struct KvcacheKernelSm80 {
     return rows < kM ? int(rows) : kM;
   }
 
-  /// Attends to `keys` of the segment's tile; leaves what each group has found in shared memory.
+  /// Attends to `keys` of the segment's tile, and leaves the result of each group in shared memory.
   CUTE_DEVICE void attend(Segment const& s, Range keys) const {
     using namespace cute;
     const int group = group_of_thread(), thread = threadIdx.x % kThreadsOfGroup;
@@ -88,7 +90,7 @@ struct KvcacheKernelSm80 {
     Tensor cO = make_identity_tensor(Shape<Int<kM>, Int<kHeadDim>>{});
     Tensor tOcO = rows_and_columns(typename Mainloop::TiledMma{}.get_slice(thread).partition_C(cO));  // (row, column)
     Tensor rows_of_o = rows_and_columns(tOrO);
-    __syncthreads();  // nobody still reads keys or queries
+    __syncthreads();  // no thread still reads keys or queries, which the results replace
     Exchange& exchange = shared.exchange;
     CUTE_UNROLL
     for (int r = 0; r < size<0>(tOcO); ++r) {
@@ -98,13 +100,13 @@ struct KvcacheKernelSm80 {
         *reinterpret_cast<float2*>(&exchange.out[row][get<1>(tOcO(r, c))]) = {rows_of_o(r, c), rows_of_o(r, c + 1)};
       if (threadIdx.x % 4 == 0) exchange.state[row] = softmax.row[r];
     }
-    __syncthreads();
+    __syncthreads();  // all threads wait for the groups' results
   }
 
-  /// Of blocks 0, 1, …: how many below `n` are a group's.
+  /// Returns how many of the blocks 0, 1, … below `n` are a group's.
   CUTE_DEVICE static int every(int n, int group) { return n > group ? (n - group + kGroups - 1) / kGroups : 0; }
 
-  /// What all groups have found.
+  /// Returns the results of all groups, joined.
   CUTE_DEVICE Part joined(int row, int column) const {
     Part part;
     CUTE_UNROLL
@@ -115,7 +117,7 @@ struct KvcacheKernelSm80 {
     return part;
   }
 
-  /// Calls `visit(row, column)` for the chunks of the tile's rows that this thread has.
+  /// Calls `visit(row, column)` for the chunks, four columns each, of the tile's rows that this thread has.
   template <class Visit>
   CUTE_DEVICE void for_chunks(Segment const& s, Visit&& visit) const {
     const int chunks = rows(s) * kChunksOfRow;
@@ -131,10 +133,10 @@ struct KvcacheKernelSm80 {
     const int tile_row = s.m_block * kM + row;
     const int query = params.packing.query(tile_row);
     const int head_q = head * params.packing.heads.value + params.packing.head(tile_row);
-    FinishedRow finished;
+    RowTotal total;
     if (query < s.queries.used) {
-      finished = part.state.finish(params.sinks == nullptr ? -kInfinity : params.sinks[head_q], params.score_map.unit);
-      part.scale(finished.normaliser);
+      total = part.state.total(params.sinks == nullptr ? -kInfinity : params.sinks[head_q], params.score_map.unit);
+      part.scale(total.normaliser);
     } else {
       part = {};
     }
@@ -142,12 +144,12 @@ struct KvcacheKernelSm80 {
                         head_q * params.out_strides.head + column;
     *reinterpret_cast<uint2*>(to) = {round_pair<Element>(part.o.x, part.o.y), round_pair<Element>(part.o.z, part.o.w)};
     if (params.lse != nullptr && column == 0)
-      params.lse[params.lse_strides.at(s.batch, head_q, s.queries.first + query)] = finished.lse(params.score_map.unit);
+      params.lse[params.lse_strides.at(s.batch, head_q, s.queries.first + query)] =
+          total.finished().lse(params.score_map.unit);
   }
 
-  /// Joins the parts, and finishes the rows. Two threads share a chunk: those of even number and those of odd are
-  /// joined apart, in their order, then both; so what sees no key at the end changes nothing, however many parts there
-  /// are.
+  /// Joins the parts and finishes the rows. Two threads share a chunk: even and odd parts are joined apart, in their
+  /// order, and then both sums. So parts at the end that see no key change nothing, however many there are.
   CUTE_DEVICE void finish_joined(Segment const& s, PlacesOfParts const& places) const {
     const int chunks = rows(s) * kChunksOfRow, odd = threadIdx.x % 2;
     CUTE_NO_UNROLL
@@ -162,11 +164,11 @@ struct KvcacheKernelSm80 {
     }
   }
 
-  /// Attends, and finishes the tile's rows where nothing is missing. One call of attend() serves all: its code is most
-  /// of the kernel, and comes from memory too.
+  /// Attends to a segment, and finishes the tile's rows where no part is missing. One call of attend() serves all
+  /// cases, as its code is most of the kernel and takes time to be fetched into the instruction cache.
   CUTE_DEVICE void run(Segment const& s, TeamShares const& shares) const {
     SplitKeys const& schedule = params.schedule;
-    const bool in_turn = schedule.splits() && !schedule.apart;  // all splits of the tile, one after the other
+    const bool in_turn = schedule.splits() && !schedule.apart;  // one block takes all splits of the tile, in order
     const bool whole = in_turn || s.items.end - s.items.begin == s.tile.items;
     const int begin = s.tile.keys.begin + s.items.begin * s.tile.split;
     const int end = in_turn ? max(s.tile.keys.end, begin + 1) : s.tile.keys.begin + s.items.end * s.tile.split;
@@ -178,7 +180,7 @@ struct KvcacheKernelSm80 {
       PlacesOfParts places{};
       std::uint64_t found = 0;
       if (in_turn) {
-        places = {min(n + 1, 2), n % 2, 2 * team, 2 * team + 1, 1};  // a sum of the even ones, one of the odd
+        places = {min(n + 1, 2), n % 2, 2 * team, 2 * team + 1, 1};  // one sum of the even splits, one of the odd
       } else if (in_parts) {
         places = PlacesOfParts::of(s, schedule.splits(), team, shares);
         if (threadIdx.x == 0) found = parts().arrivals(places).found();
@@ -193,10 +195,10 @@ struct KvcacheKernelSm80 {
           finish(s, row, column, part);
       });
       if (in_parts && (in_turn ? first + step >= end : parts().hand_in(places, found))) {
-        __syncthreads();  // all that this block has written can be seen
+        __syncthreads();  // all threads see what this thread block has written
         finish_joined(s, places);
       }
-      __syncthreads();  // nobody still reads what the groups have found
+      __syncthreads();  // no thread still reads the groups' results
     }
   }
 };

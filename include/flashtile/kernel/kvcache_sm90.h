@@ -1,4 +1,4 @@
-// Many rows over a cache in pages, on Hopper: the forward kernel, whose producer looks up where each page lies.
+// Many queries over a cache in pages take Hopper's forward kernel, whose producer looks up where each page lies.
 #pragma once
 
 #include "flashtile/kernel/forward_sm90.h"

@@ -1,12 +1,12 @@
-// Tiles by cp.async, 16 bytes a thread (Ampere and later).
+// This file loads tiles by cp.async, 16 bytes a thread (Ampere and later).
 #pragma once
 
 #include <cute/tensor.hpp>
 
 namespace flashtile {
 
-/// Loads (rows, head_dim) tiles of a row-major matrix into swizzled shared memory. What lies outside the matrix is
-/// written as zero and never read.
+/// CpAsyncTile loads (rows, head_dim) tiles of a row-major matrix into swizzled shared memory. Elements outside the
+/// matrix are written as zero and never read.
 template <class Element, int kColumnsPerAtom, int kThreads>
 struct CpAsyncTile {
   static constexpr int kVector = 16 / sizeof(Element);
@@ -18,10 +18,10 @@ struct CpAsyncTile {
   using VectorLayout = cute::Layout<cute::Shape<cute::_1, cute::Int<kVector>>>;
   using TiledCopy = decltype(cute::make_tiled_copy(Atom{}, ThreadLayout{}, VectorLayout{}));
 
-  // What one pass of all threads copies must divide the tile: CuTe would round up, past the end of shared memory.
+  // The rows that one pass of all threads copies must divide the tile: CuTe would round up, past shared memory's end.
   static constexpr int kRowsPerPass = kThreads / kThreadsPerRow;
 
-  /// `rows` and `columns` of the matrix remain from the tile's origin on.
+  /// Loads a tile, from whose origin on the matrix has `rows` rows and `columns` columns left.
   template <class Global, class Shared>
   CUTE_DEVICE static void load(Global const& gX, Shared const& sX, int rows, int columns, int thread) {
     using namespace cute;
@@ -41,7 +41,7 @@ struct CpAsyncTile {
   }
 };
 
-/// The (rows, head_dim) tile that starts at `row` of one head of a (B, S, H, D) tensor.
+/// Returns the (rows, head_dim) tile that starts at `row` of one head of a (B, S, H, D) tensor.
 template <int kRows, int kHeadDim, class Element, class Strides>
 CUTE_DEVICE auto head_tile(const void* base, Strides const& strides, int batch, int head, int row) {
   using namespace cute;

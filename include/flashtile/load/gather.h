@@ -1,22 +1,22 @@
-// Rows that need not be neighbours, by cp.async (Ampere and later).
+// This file loads rows that need not be neighbours in memory, by cp.async (Ampere and later).
 #pragma once
 
 #include <cute/tensor.hpp>
 
 namespace flashtile {
 
-/// How the L2 cache keeps what is read once: as ever, or so that its lines make room for each other, and what others
-/// have left there need not be written back to memory meanwhile.
+/// A CachePolicy says how the L2 cache keeps what is read once: as usual, or (`passes_by`) to be evicted first. In the
+/// second case its lines make room for each other, so that dirty lines of others need not be written back meanwhile.
 class CachePolicy {
  public:
   CUTE_DEVICE explicit CachePolicy(bool passes_by) {
     if (passes_by)
       asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(bits_));
-    else  // by measurement the same as no policy; evict_normal is not
+    else  // by measurement it acts as no policy; evict_normal does not
       asm("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(bits_));
   }
 
-  /// 16 bytes, or as many zeros.
+  /// Copies 16 bytes, or writes as many zeros if nothing `exists` there.
   CUTE_DEVICE void copy(const void* from, void* to, bool exists) const {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
                      cute::cast_smem_ptr_to_uint(to)),
@@ -27,8 +27,8 @@ class CachePolicy {
   std::uint64_t bits_;
 };
 
-/// Copies a (rows, head_dim) tile, whose row r lies at `row_at(r)`, as Load, a CpAsyncTile, would. What is behind
-/// `rows` and `columns` becomes zero and is not read, wherever row_at() says that it lies.
+/// Copies a (rows, head_dim) tile, whose row r lies at `row_at(r)`, to where Load, a CpAsyncTile, would. Elements
+/// behind `rows` and `columns` become zero and are not read, wherever row_at() says that they lie.
 template <class Load, class RowAt, class Shared>
 CUTE_DEVICE void gather(CachePolicy const& policy, RowAt&& row_at, Shared const& sX, int rows, int columns,
                         int thread) {

@@ -1,10 +1,11 @@
-// One block of 64 keys against all queries that see it, for wide heads: its dK and dV. The accumulator of either fills
-// the registers of a warpgroup, so the two consumer warpgroups share the work by what they form instead of by rows:
-// one the weights P and dV, the other dP and dK. The weights go from the first to the second through shared memory,
-// each thread's to the thread with the same elements of the other. (Ampere's warps have the same two roles.)
+// This mainloop takes one block of 64 keys against all queries that see it, for wide heads: it forms dK and dV. The
+// accumulator of either fills the registers of a warpgroup, so the two consumer warpgroups share the work by what they
+// form instead of by rows: one forms the weights P and dV, the other dP and dK. The weights go from the first to the
+// second through shared memory, from each thread to the one with the same elements. (Ampere's warps have these two
+// roles as well.)
 //
 // Tiles of scores are transposed, (keys, queries), so that weights and their gradients stay in registers as the A
-// operand of dV and dK. A producer warp has TMA bring K and V, and tiles of Q and dO through a ring.
+// operand of dV and dK. A producer warp has TMA load K and V, and tiles of Q and dO through a ring buffer.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -16,6 +17,7 @@
 #include "flashtile/mainloop/key_block.h"
 #include "flashtile/mainloop/scores.h"
 #include "flashtile/mainloop/wgmma.h"
+#include "flashtile/math/element.h"
 #include "flashtile/math/round.h"
 #include "flashtile/params.h"
 #include "flashtile/variant.h"
@@ -26,7 +28,7 @@ struct BackwardTwoPassParams {
   BackwardParams backward;
   CUtensorMap q, k, v, dout;    // tiles of 64 rows
   CUtensorMap statistics;       // lse_log2 and delta of 64 rows
-  int key_blocks, query_tiles;  // of the passes; of a ragged batch, at the most
+  int key_blocks, query_tiles;  // work of each pass; of a ragged batch, at most
 };
 
 template <Variant kV, bool kRagged>
@@ -39,8 +41,8 @@ struct BackwardKeysSm90 {
   static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
   static_assert(kStages == 2 && kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && kV.tile_n == kN && kV.tile_m % kM == 0);
 
-  using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
-  static constexpr int kColumns = 64;  // of one TMA box
+  using Element = ElementOf<kV.dtype>;
+  static constexpr int kColumns = 64;  // columns of one TMA box
   using One = cute::Layout<cute::Shape<cute::_1, cute::_1, cute::_1>>;
   static constexpr auto kMajorK = cute::SM90::GMMA::Major::K;
   static constexpr auto kMajorMN = cute::SM90::GMMA::Major::MN;
@@ -55,8 +57,8 @@ struct BackwardKeysSm90 {
       One{}));
   using MmaV = MmaOf<kHeadDimV>;
   using MmaK = MmaOf<kHeadDim>;
-  static constexpr int kStepsAhead = kStages + 2;  // so long before a block's end the next is asked for
-  static constexpr int kVectors = kM / 16;         // of 16 bytes: the weights of a thread
+  static constexpr int kStepsAhead = kStages + 2;  // iterations before a block's end when the next is asked for
+  static constexpr int kVectors = kM / 16;         // vectors of 16 bytes that hold a thread's weights
 
   struct Tiles {
     alignas(1024) Element k[kN * kHeadDim];
@@ -66,12 +68,15 @@ struct BackwardKeysSm90 {
     alignas(128) uint4 weights[2][kVectors][128];
     alignas(128) float statistics[kStages][2][kM];  // lse_log2, delta
   };
+  // Consumers wait for tiles that the producer has TMA load, and the producer for them to be read: K by the warps that
+  // form dV, V by those that form dK, Q and dO by both. The weights' barriers are between these two: dK's threads wait
+  // for weights (full), dV's for their buffer to be read (empty).
   struct Barriers {
     Ring<1> k, v;
     Ring<kStages> q, dout;
     cutlass::arch::ClusterBarrier weights_full[2], weights_empty[2];
 
-    /// By one thread, before any other touches the barriers.
+    /// One thread calls it before any other touches the barriers.
     CUTE_DEVICE void init() {
       k.init(4);
       v.init(4);
@@ -86,7 +91,7 @@ struct BackwardKeysSm90 {
   };
   using Work = KeyBlock<kM, kN, kRagged>;
 
-  /// Where the rows of a tile of queries begin in the workspace, which has larger tiles than kM.
+  /// Returns where the rows of a tile of queries begin in the workspace, whose tiles may be larger than kM.
   CUTE_DEVICE static int workspace_row(BackwardParams const& params, Work const& work, int head, int m_block) {
     return work.workspace_tile(params, head, 0) * kV.tile_m + m_block * kM;
   }
@@ -98,8 +103,8 @@ struct BackwardKeysSm90 {
     typename Ring<kStages>::Cursor at{};
     typename Ring<1>::Cursor keys_at{};
 
-    /// Calls `ask()` when it is time for the next block: early enough for its tiles to be on their way, and no earlier,
-    /// as nobody else can take it then.
+    /// Loads the tiles of `work`. Calls `ask()` when it is time for the next block: early enough for its tiles to be in
+    /// flight, and no earlier, as no other thread block can take it then.
     template <class Ask>
     CUTE_DEVICE void run(Work const& work, Ask&& ask) {
       int left = work.steps();
@@ -125,7 +130,7 @@ struct BackwardKeysSm90 {
                                        static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
                                        tiles.statistics[at.stage], row, 0);
         });
-        if (first) load_keys(params.k, barriers.k, tiles.k);  // when the block before is done with its own
+        if (first) load_keys(params.k, barriers.k, tiles.k);  // waits until the last block's K has been read
         barriers.dout.fill_by_warp(at, sizeof(Tiles::dout[0]), [&](std::uint64_t* barrier) {
           load_queries(params.dout, barrier, tiles.dout[at.stage]);
         });
@@ -133,13 +138,13 @@ struct BackwardKeysSm90 {
         at.advance();
         first = false;
         if (left-- == ask_at) ask();
-        __syncwarp();  // no lane may be left behind by two rounds of a barrier
+        __syncwarp();  // a lane that fell two phases behind would misread the barrier's parity
       });
       keys_at.advance();
     }
   };
 
-  /// A thread of the warpgroup that forms weights and dV.
+  /// Values is a thread of the warpgroup that forms weights and dV.
   struct Values {
     BackwardParams const& params;
     Tiles& tiles;
@@ -150,7 +155,7 @@ struct BackwardKeysSm90 {
     typename Ring<1>::Cursor keys_at{};
     typename Ring<2>::Cursor weights_at{};
 
-    /// Accumulates dV, (mma, key, head_dim).
+    /// Accumulates dV (mma, key, head_dim).
     template <class Accumulator>
     CUTE_DEVICE void run(Work const& work, Accumulator& tVrdV) {
       using namespace cute;
@@ -182,10 +187,11 @@ struct BackwardKeysSm90 {
         const int stage = uniform(at.stage);
         barriers.q.wait_full(at);
         start_matmul(mma_s, tSrK, tSrQ(_, _, _, stage), tSrS, SM90::GMMA::ScaleOut::Zero);
-        // A new barrier counts as past its first round.
+        // Waits until dK's warpgroup has read the weights that were in this buffer; on a new barrier nobody waits.
         barriers.weights_empty[weights_at.stage].wait(weights_at.parity ^ 1);
         wait_matmul<0>(tSrS);
-        const bool edge = !work.queries.interior.contains(m_block);  // behind the last key: rows that nobody stores
+        // Rows of keys behind the last one need no mask here: what they accumulate is never stored.
+        const bool edge = !work.queries.interior.contains(m_block);
         const ScoreTile<BackwardParams> score_tile{params, {work.batch, head, work.n_block}, key, lengths.transposed()};
         if (edge || maps || steep) {
           if (maps) score_tile.cap_or_stretch(scores, tScS, m_block * kM);
@@ -203,7 +209,7 @@ struct BackwardKeysSm90 {
                                       exp2_approx(fmaf(scores(r, c + 1), unit_log2, -lse.y)) * slope(r, c + 1));
           });
         };
-        // dP is multiplied with the weights, under a cap with its slope too.
+        // The other warpgroup multiplies dP with these weights, which under a softcap have its slope as a factor.
         const auto hand_over = [&] {
           CUTE_UNROLL
           for (int i = 0; i < kVectors; ++i)
@@ -242,7 +248,7 @@ struct BackwardKeysSm90 {
     }
   };
 
-  /// A thread of the warpgroup that forms the gradients of the scores, and dK.
+  /// Keys is a thread of the warpgroup that forms the gradients of the scores, and dK.
   struct Keys {
     BackwardParams const& params;
     Tiles& tiles;
@@ -252,7 +258,7 @@ struct BackwardKeysSm90 {
     typename Ring<1>::Cursor keys_at{};
     typename Ring<2>::Cursor weights_at{};
 
-    /// Accumulates dK, before the scale, (mma, key, head_dim).
+    /// Accumulates dK, before the scale (mma, key, head_dim).
     template <class Accumulator>
     CUTE_DEVICE void run(Work const& work, Accumulator& tKrdK) {
       using namespace cute;
@@ -288,7 +294,7 @@ struct BackwardKeysSm90 {
         }
         barriers.weights_empty[weights_at.stage].arrive();
         weights_at.advance();
-        barriers.q.wait_full(at);  // for delta
+        barriers.q.wait_full(at);  // delta comes with Q
         wait_matmul<0>(tSrdP);
         barriers.dout.release_by_warp(at);
         if constexpr (kKnowsDropout) {

@@ -1,6 +1,6 @@
-// One tile of 128 queries against all keys they see, for wide heads: its dQ. Built like the forward: each of two
-// consumer warpgroups owns 64 whole rows, and the gradients of its scores stay in registers as the A operand of dQ. A
-// producer warp has TMA bring Q and dO, and blocks of K and V one after the other.
+// This mainloop takes one tile of 128 queries against all keys they see, for wide heads: it forms dQ. As in the
+// forward, each of two consumer warpgroups owns 64 whole rows, and the gradients of its scores stay in registers as the
+// A operand of dQ. A producer warp has TMA load Q and dO, and blocks of K and V one after the other.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -16,14 +16,14 @@ struct BackwardQueriesSm90 {
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
   static constexpr int kHeadDimV = kV.head_dim_v;
-  static constexpr int kStages = 2;  // of K, which is used longer than V
+  static constexpr int kStages = 2;  // stages of K, which is read longer than V
   static constexpr int kWarpgroups = 2;
-  static constexpr int kStepsAhead = kStages + 1;  // so long before a tile's end the next is asked for
+  static constexpr int kStepsAhead = kStages + 1;  // iterations before a tile's end when the next is asked for
   static constexpr int kRowsPerBox = 64;
   static_assert(kM == 64 * kWarpgroups && kN == kRowsPerBox);
 
   using Element = typename BackwardKeysSm90<kV, kRagged>::Element;
-  static constexpr int kColumns = 64;  // of one TMA box
+  static constexpr int kColumns = 64;  // columns of one TMA box
   using Warpgroups = cute::Layout<cute::Shape<cute::Int<kWarpgroups>, cute::_1, cute::_1>>;
   using MmaS = decltype(cute::make_tiled_mma(
       cute::SM90::GMMA::ss_op_selector<Element, Element, float,
@@ -41,11 +41,12 @@ struct BackwardQueriesSm90 {
     alignas(1024) Element k[kStages][kN * kHeadDim];
     alignas(1024) Element v[kN * kHeadDimV];
   };
+  // Both warpgroups wait for tiles that the producer has TMA load; it waits for all their warps to have read a stage.
   struct Barriers {
     Ring<1> q, dout, v;
     Ring<kStages> k;
 
-    /// By one thread, before any other touches the barriers.
+    /// One thread calls it before any other touches the barriers.
     CUTE_DEVICE void init() {
       q.init(4 * kWarpgroups);
       dout.init(4 * kWarpgroups);
@@ -54,11 +55,11 @@ struct BackwardQueriesSm90 {
     }
   };
 
-  /// A tile of queries, and what scores need to know of it.
+  /// Work is a tile of queries, and what scores need to know of it.
   struct Work {
     BackwardParams::QueryTile tile;
     Band band;
-    HeadPacking packing;  // none; ScoreTile asks
+    HeadPacking packing;  // no packing: ScoreTile asks for it
     ScoreMap score_map;
     const float* alibi_slopes;
     std::int64_t alibi_batch_stride, alibi_head_stride;
@@ -90,7 +91,7 @@ struct BackwardQueriesSm90 {
     typename Ring<kStages>::Cursor k_at{};
     typename Ring<1>::Cursor v_at{}, queries_at{};
 
-    /// Calls `ask()` when it is time for the next tile.
+    /// Loads the tiles of `work`. Calls `ask()` when it is time for the next tile.
     template <class Ask>
     CUTE_DEVICE void run(Work const& work, Ask&& ask) {
       const Range blocks = work.keys.visible;
@@ -127,12 +128,12 @@ struct BackwardQueriesSm90 {
         v_at.advance();
         if (n_block + 1 < blocks.end) load_keys(n_block + 1);
         if (n_block == ask_at) ask();
-        __syncwarp();  // no lane may be left behind by two rounds of a barrier
+        __syncwarp();  // a lane that fell two phases behind would misread the barrier's parity
       }
     }
   };
 
-  /// A thread of the consumer warpgroups; `thread` counts from the first of them.
+  /// Consumer is a thread of the consumer warpgroups; `thread` counts from the first of them.
   struct Consumer {
     BackwardParams const& params;
     Tiles& tiles;
@@ -141,7 +142,7 @@ struct BackwardQueriesSm90 {
     typename Ring<kStages>::Cursor k_at{};
     typename Ring<1>::Cursor v_at{}, queries_at{};
 
-    /// Accumulates dQ, before the scale, (mma, query, head_dim).
+    /// Accumulates dQ, before the scale (mma, query, head_dim).
     template <class Accumulator>
     CUTE_DEVICE void run(Work const& work, Accumulator& tQrdQ) {
       using namespace cute;

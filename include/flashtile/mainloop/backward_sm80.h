@@ -1,16 +1,16 @@
-// One block of keys against all queries that see it, on mma.sync tensor cores: dK and dV of the block, and its part of
-// dQ (FlashAttention-2, Dao 2023).
+// This mainloop takes one block of keys against all queries that see it, on mma.sync tensor cores: it forms dK and dV
+// of the block, and its contribution to dQ (FlashAttention-2, Dao 2023).
 //
-// The warps have two roles. Half of them form S = Q·Kᵀ, the weights P, and dV = Pᵀ·dO; the other half dP = dO·Vᵀ, the
-// gradients of the scores dS = P∘(dP − delta), and dK = dSᵀ·Q: the same two products of other tiles. P goes from the
-// first to the second, dS from the second to all, who then form a part of dQ = dS·K each. So half as many warps share a
-// tile of scores and read fewer operands from shared memory; and with two stages no barrier holds all of them in step,
-// so that one role multiplies while the other exponentiates.
+// The warps have two roles. Half of them form S = Q·Kᵀ, the weights P, and dV = Pᵀ·dO; the other half form dP = dO·Vᵀ,
+// the gradients of the scores dS = P∘(dP − delta), and dK = dSᵀ·Q: the same two products of other tiles. P goes from
+// the first role to the second, and dS from the second to all warps, each of which then forms a part of dQ = dS·K. So
+// half as many warps share a tile of scores and read fewer operands from shared memory. With two stages no barrier
+// keeps all warps in step, so that one role multiplies while the other exponentiates.
 //
 // Everything is transposed: tiles of scores are (keys, queries), so that dK and dV stay in registers. Where a warp has
-// all queries of its keys, its weights or their gradients lie in registers as the second product takes them. Where
-// head dimensions are too wide for the accumulators, two warps share their keys: they divide the queries of the scores
-// and the columns of dK and dV, and read each other's scores from shared memory.
+// all queries of its keys, its weights or their gradients are in registers as the second product takes them. Where head
+// dimensions are too wide for the accumulators, two warps share their keys: they divide the queries of the scores and
+// the columns of dK and dV, and read each other's scores from shared memory.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -21,6 +21,7 @@
 #include "flashtile/mainloop/operands.h"
 #include "flashtile/mainloop/scores.h"
 #include "flashtile/mainloop/sum_of_dq.h"
+#include "flashtile/math/element.h"
 #include "flashtile/params.h"
 #include "flashtile/variant.h"
 
@@ -37,8 +38,9 @@ struct BackwardMainloopSm80 {
   static constexpr int kThreads = kV.threads();
   static_assert(kV.head_dim_v == kHeadDim && kHeadDim % 32 == 0 && (kStages == 1 || kStages == 2));
 
-  /// How many of the warps stand along `rows` of a product with `columns`: 32 rows to a warp, for which it reads fewer
-  /// operands than for 16, unless that leaves the others less than 16 columns; more rows where all warps are too few.
+  /// Returns how many of the warps divide the `rows` of a product with `columns`. A warp has 32 rows, for which it
+  /// reads fewer operands than for 16, unless that leaves the others less than 16 columns; or more, if warps are too
+  /// few.
   static constexpr int warps_along(int rows, int columns, int warps) {
     for (const int of_warp : {32, 16}) {
       const int along = rows / of_warp;
@@ -56,9 +58,8 @@ struct BackwardMainloopSm80 {
   static_assert(kN % (16 * kWarpsOfKeys) == 0 && kM % (16 * kSharers) == 0 && kM % (16 * kWarpsOfQueries) == 0 &&
                 kHeadDim % (16 * kSharers) == 0 && kHeadDim % (16 * (kV.warps / kWarpsOfQueries)) == 0);
 
-  using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
-  using MmaAtom = std::conditional_t<kV.dtype == DType::kFloat16, cute::SM80_16x8x16_F32F16F16F32_TN,
-                                     cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+  using Element = ElementOf<kV.dtype>;
+  using MmaAtom = MmaAtomSm80<kV.dtype>;
   template <int kWarpsM, int kWarpsN>
   using MmaOf = cute::TiledMMA<cute::MMA_Atom<MmaAtom>,
                                cute::Layout<cute::Shape<cute::Int<kWarpsM>, cute::Int<kWarpsN>, cute::_1>>,
@@ -66,14 +67,14 @@ struct BackwardMainloopSm80 {
   using Mma = MmaOf<kWarpsOfKeys, kSharers>;                        // S, dP, dV, dK: rows are keys
   using MmaQ = MmaOf<kWarpsOfQueries, kV.warps / kWarpsOfQueries>;  // dQ
 
-  // Swizzled as in the forward.
+  // Shared memory is swizzled as in the forward.
   template <int kRows, int kColumns>
   using SmemLayout = decltype(cute::tile_to_shape(
       cute::composition(cute::Swizzle<kColumns % 64 == 0 ? 3 : 2, 3, 3>{},
                         cute::Layout<cute::Shape<cute::_8, cute::Int<kColumns % 64 == 0 ? 64 : 32>>,
                                      cute::Stride<cute::Int<kColumns % 64 == 0 ? 64 : 32>, cute::_1>>{}),
       cute::Shape<cute::Int<kRows>, cute::Int<kColumns>>{}));
-  /// The same memory with rows and columns exchanged.
+  /// This is the same memory with rows and columns exchanged.
   template <int kRows, int kColumns>
   using SmemLayoutT = decltype(cute::composition(
       SmemLayout<kRows, kColumns>{},
@@ -89,8 +90,8 @@ struct BackwardMainloopSm80 {
     alignas(128) Element v[kN * kHeadDim];
     alignas(128) Element q[kStages][kM * kHeadDim];
     alignas(128) Element dout[kStages][kM * kHeadDim];
-    alignas(128) Element weights[kN * kM];  // P as dV takes it; under a cap its slope before, of the same thread
-    // dS. Until it is there, what it needs of the weights, where dV takes others: under a cap, and with dropout.
+    alignas(128) Element weights[kN * kM];  // P as dV takes it; under a cap first the cap's slope, for the same thread
+    // This is dS. Before that it has the weights that dS needs, where dV takes others: under a cap, and with dropout.
     alignas(128) Element dscores[kN * kM];
     alignas(16) float lse_log2[kStages][kM];
     alignas(16) float delta[kStages][kM];
@@ -104,13 +105,13 @@ struct BackwardMainloopSm80 {
   SharedStorage& shared;
   Work const& work;
   Role role;
-  int thread;  // of those of the role
+  int thread;  // among those of the role
 
   CUTE_DEVICE BackwardMainloopSm80(BackwardParams const& params, SharedStorage& shared, Work const& work)
       : params(params),
         shared(shared),
         work(work),
-        // By a shuffle, so that the compiler knows it is the same for all threads of a warp.
+        // The shuffle tells the compiler that the role is the same for all threads of a warp.
         role(__shfl_sync(~0u, threadIdx.x / kRoleThreads, 0) == 0 ? kWeights : kGradients),
         thread(threadIdx.x % kRoleThreads) {}
   CUTE_DEVICE bool weighs() const { return role == kWeights; }
@@ -120,11 +121,11 @@ struct BackwardMainloopSm80 {
     return cute::make_tensor(cute::make_smem_ptr(memory), Layout{});
   }
 
-  using RowMajor = cute::Copy_Atom<cute::SM75_U32x4_LDSM_N, Element>;     // operands whose k runs along memory
-  using ColumnMajor = cute::Copy_Atom<cute::SM75_U16x8_LDSM_T, Element>;  // and those where it does not
+  using RowMajor = cute::Copy_Atom<cute::SM75_U32x4_LDSM_N, Element>;     // for operands whose k runs along memory
+  using ColumnMajor = cute::Copy_Atom<cute::SM75_U16x8_LDSM_T, Element>;  // for those whose k does not
 
-  /// acc += A · Bᵀ for B (N, K) in shared memory; `load_a(k)` makes a piece of A ready, which `a(k)` then is. Operands
-  /// are on their way while the piece before them is multiplied.
+  /// Adds A · Bᵀ to `acc`, for B (N, K) in shared memory. `load_a(k)` makes a slice of A ready, which `a(k)` then is. A
+  /// slice of operands is being loaded while the one before is multiplied.
   template <class TiledMma, class AtomB, class LoadA, class A, class SharedB, class Accumulator>
   CUTE_DEVICE void multiply(LoadA&& load_a, A&& a, SharedB const& sB, Accumulator& acc) const {
     using namespace cute;
@@ -148,7 +149,7 @@ struct BackwardMainloopSm80 {
     }
   }
 
-  /// acc += A · Bᵀ for A (M, K) and B (N, K) in shared memory.
+  /// Adds A · Bᵀ to `acc`, for A (M, K) and B (N, K) in shared memory.
   template <class TiledMma, class AtomA, class AtomB, class SharedA, class SharedB, class Accumulator>
   CUTE_DEVICE void multiply_shared(SharedA const& sA, SharedB const& sB, Accumulator& acc) const {
     using namespace cute;
@@ -164,7 +165,7 @@ struct BackwardMainloopSm80 {
                               [&](int k) { return tCrA(_, _, k); }, sB, acc);
   }
 
-  /// acc += A · Bᵀ where A is accumulators, to be rounded.
+  /// Adds A · Bᵀ to `acc`, where A is accumulators, which it rounds.
   template <class Scores, class SharedB, class Accumulator>
   CUTE_DEVICE void multiply_scores(Scores& scores, SharedB const& sB, Accumulator& acc) const {
     multiply<Mma, ColumnMajor>([](int) {},
@@ -189,7 +190,7 @@ struct BackwardMainloopSm80 {
     copy(ScoreCopy{}, copy_c.retile_S(rounded), copy_c.partition_D(tile<SmemLayout<kN, kM>>(to)));
   }
 
-  /// What the thread, or the same one of the other role, has stored, in the order of accumulators.
+  /// Returns what the thread, or the same one of the other role, has stored, in the order of accumulators.
   template <class Scores>
   CUTE_DEVICE auto stored_scores(Scores const& like, Element* from) const {
     using namespace cute;
@@ -199,8 +200,9 @@ struct BackwardMainloopSm80 {
     return handed;
   }
 
-  // Barriers of the threads of a role among themselves, and of what one role tells the other. CUTLASS has such for
-  // Hopper alone. Nobody tells something twice before the other has heard it: each role waits for the other in each
+  // These named barriers are for the threads of one role among themselves, sync_role(), and for what one role tells the
+  // other, which waits for it: the first role for dO and for dS, the second for the weights. CUTLASS has such for
+  // Hopper alone. Nobody tells something twice before the other has heard it, as each role waits for the other in each
   // step.
   enum Told { kWeightsAreThere, kScoreGradientsAreThere, kOutputGradientIsThere };
   CUTE_DEVICE void sync_role() const { asm volatile("bar.sync %0, %1;" ::"r"(1 + role), "n"(kRoleThreads) : "memory"); }
@@ -211,20 +213,20 @@ struct BackwardMainloopSm80 {
     asm volatile("bar.sync %0, %1;" ::"r"(3 + what), "n"(kThreads) : "memory");
   }
 
-  /// A place among the tiles of queries that see a key: all those of the group's first head, then of its second, …
+  /// A step is one of the tiles of queries that see a key: all those of the group's first head, then of its second, …
   struct Step {
     int head;
     int m_block;
   };
 
-  /// Place of a tile's rows in the workspace, in tiles: as work.workspace_tile has it, without a register to keep.
+  /// Returns the index of a tile in the workspace, as work.workspace_tile does, but without a register to keep.
   CUTE_DEVICE std::int64_t tile_of(Step step) const {
     const bool ragged = params.ragged_keys.given();
     return step.m_block + (ragged ? params.workspace_tile(work.batch, step.head, work.sequence.q)
                                   : params.workspace_tile(work.batch, step.head));
   }
 
-  /// A role's tile of keys: K, or V.
+  /// Loads a role's tile of keys: K, or V.
   CUTE_DEVICE void load_keys() const {
     const Span span = work.sequence.k;
     const int first = work.n_block * kN;
@@ -235,7 +237,7 @@ struct BackwardMainloopSm80 {
         weighs() ? params.head_dim : params.head_dim_v, thread);
   }
 
-  /// A role's tile of queries: Q and lse, or dO and delta.
+  /// Loads a role's tile of queries: Q and lse, or dO and delta.
   CUTE_DEVICE void load_queries(Step step, int stage) const {
     const Span span = work.sequence.q;
     const int first = step.m_block * kM;
@@ -244,7 +246,7 @@ struct BackwardMainloopSm80 {
                                                 step.head, span.first + first),
                tile<SmemLayout<kM, kHeadDim>>(weighs() ? shared.q[stage] : shared.dout[stage]), span.used - first,
                weighs() ? params.head_dim : params.head_dim_v, thread);
-    constexpr int kPieces = kM / 4;  // of 16 bytes
+    constexpr int kPieces = kM / 4;  // vectors of 16 bytes
     static_assert(kPieces <= kRoleThreads);
     if (thread < kPieces) {
       const float* from = weighs() ? params.workspace.lse_log2(params.memory) : params.workspace.delta(params.memory);
@@ -255,7 +257,7 @@ struct BackwardMainloopSm80 {
     }
   }
 
-  /// Raw scores `acc` to weights. Where scores are capped, the derivative of the cap is left where weights will be.
+  /// Turns raw scores `acc` into weights. Under a cap it leaves the cap's derivative in shared.weights for run().
   template <class Scores, class Coord>
   CUTE_DEVICE void weigh(Scores& acc, Coord const& coord, Step step, bool edge, bool steep,
                          const float* lse_log2) const {
@@ -278,7 +280,7 @@ struct BackwardMainloopSm80 {
       score_tile.template mask<8 * kSharers>(scores, coord, step.m_block * kM);
       CUTE_UNROLL
       for (int r = 0; r < size<0>(scores); ++r) {
-        if (key + get<0>(coord(r, 0)) < work.sequence.k.used) continue;  // what lies behind would add to dQ
+        if (key + get<0>(coord(r, 0)) < work.sequence.k.used) continue;  // keys behind the last one would add to dQ
         CUTE_UNROLL
         for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = -kInfinity;
       }
@@ -295,7 +297,7 @@ struct BackwardMainloopSm80 {
     });
   }
 
-  /// Accumulates a gradient of the block, (mma, key, head_dim), by role dV or, before the scale, dK, and adds the
+  /// Accumulates a gradient of the block (mma, key, head_dim), by role dV or, before the scale, dK, and adds the
   /// block's part of dQ to memory.
   template <class Accumulator>
   CUTE_DEVICE void run(Accumulator& gradient) const {
@@ -305,8 +307,8 @@ struct BackwardMainloopSm80 {
     const int key = work.n_block * kN;
     const bool partial = key + kN > work.sequence.k.used;
     const int last_head = (work.kv_head + 1) * params.group - 1;
-    // Where sums are in order, each warp's of a part of its own (see SumOfDq), from the last query on; even where no dQ
-    // is wanted: so dK and dV are the same.
+    // Where sums are in order (deterministic), each warp adds to a part of its own (see SumOfDq), from the last query
+    // on; that order holds even where no dQ is wanted, so that dK and dV are the same.
     const bool backwards = kKnowsOrderedDq && params.deterministic;
     const bool in_order = backwards && params.dq;
     const auto next = [&](Step step) {
@@ -353,14 +355,14 @@ struct BackwardMainloopSm80 {
       Tensor sQueriesT = tile<SmemLayoutT<kM, kHeadDim>>(weighs() ? dout : q);  // (head_dim, M)
 
       cp_async_wait<0>();
-      sync_role();  // this step's tile is visible to the role, of which nobody still reads those of the last
+      sync_role();  // this step's tile is visible to the role, and no thread of it still reads the last one's
       if (!weighs()) tell(kOutputGradientIsThere);
       Tensor acc = partition_fragment_C(Mma{}, shape(cS));  // (mma, n, m): S, then P; or dP, then dS
       Tensor scores = rows_and_columns(acc);                // (row, column)
       clear(acc);
       multiply_shared<Mma, RowMajor, RowMajor>(sKeys, sQueries, acc);
-      // By now what the step before added is in memory, or soon will be; and who knows that it is its turn need not ask
-      // again.
+      // By now what the step before added is in memory, or soon will be, and the next block of keys may add. If the
+      // warp learns here that its own turn has come, it need not ask again.
       bool turn = false;
       if (in_order) {
         if (step.head != first.head || step.m_block != first.m_block) pass(previous(step));
@@ -373,7 +375,7 @@ struct BackwardMainloopSm80 {
           KeptOf<decltype(tScS)>::template of<Rows::kKeys, 8 * kSharers>(params.dropout, work.batch, step.head, tScS,
                                                                          key, step.m_block * kM)
               .mark(scores);
-        await(kOutputGradientIsThere);  // and the other role no longer reads the last step's dS and Q
+        await(kOutputGradientIsThere);  // dO is there, and the other role no longer reads the last step's dS and Q
         if (capped) {
           Tensor handed = make_fragment_like(acc);
           Tensor slope = stored_scores(acc, shared.weights);
@@ -385,14 +387,14 @@ struct BackwardMainloopSm80 {
         }
         store_scores<Negative::kZero>(acc, shared.weights);
         tell(kWeightsAreThere);
-        if (drops && !kShare) {  // in registers what is dropped still has its minus
+        if (drops && !kShare) {  // in registers, dropped weights are still negative
           CUTE_UNROLL
           for (int i = 0; i < size(acc); ++i) {
             if (acc(i) < 0) acc(i) = 0;
           }
         }
       } else {
-        await(kWeightsAreThere);  // and Q and K, and nobody still reads the last step's dO and dS
+        await(kWeightsAreThere);  // weights, Q and K are there, and nobody still reads the last step's dO and dS
         Tensor handed = stored_scores(acc, capped || drops ? shared.dscores : shared.weights);
         Tensor weights = rows_and_columns(handed);  // (row, column)
         for_column_pairs(tScS, shared.delta[stage], [&](int c, float2 delta) {
@@ -415,15 +417,15 @@ struct BackwardMainloopSm80 {
         cp_async_fence();
       }
       if constexpr (kShare) {
-        sync_role();
+        sync_role();  // the role's scores are there, which its warps read
         multiply_shared<Mma, RowMajor, ColumnMajor>(sScores, sQueriesT, gradient);
       } else {
         multiply_scores(acc, sQueriesT, gradient);
       }
       if (weighs())
-        await(kScoreGradientsAreThere);
+        await(kScoreGradientsAreThere);  // dS is there, of which dQ is formed
       else if (!kShare)
-        sync_role();
+        sync_role();  // the role's dS is there
       if (kStages == 1) {
         __syncthreads();  // no warp still reads the tiles of this step
         if (more) load_queries(ahead, stage);
@@ -446,7 +448,7 @@ struct BackwardMainloopSm80 {
     if (in_order) pass(step);
   }
 
-  /// Where a thread's accumulators of MmaQ stand in the workspace, kThreads apart.
+  /// Returns where a thread's accumulators of MmaQ begin in the workspace; they are kThreads floats apart.
   CUTE_DEVICE static float* dq_of_thread(BackwardParams const& params, std::int64_t tile, int thread) {
     return params.workspace.dq(params.memory) + tile * (kM * kHeadDim) + thread;
   }

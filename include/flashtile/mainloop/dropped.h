@@ -1,4 +1,4 @@
-// Which of a thread's weights dropout removes, on tiles of scores in registers.
+// This file says which of a thread's weights dropout removes, on tiles of scores in registers.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -8,30 +8,30 @@
 
 namespace flashtile {
 
-/// Which side of a tile of scores its rows are.
+/// Rows says which side of a tile of scores its rows are.
 enum class Rows { kQueries, kKeys };
 
-/// A bit for each score (row, column) of one thread: set where its weight stays. Four share the random words, two rows
-/// by two columns that lie 8 apart.
+/// Kept has a bit for each score (row, column) of one thread, which is set where its weight stays. Four scores share
+/// their random words: two rows by two columns that lie 8 apart.
 template <int kRows, int kColumns>
 struct Kept {
   using Bits = std::conditional_t<(kColumns > 32), std::uint64_t, std::uint32_t>;
   Bits bits[kRows];
 
-  /// For the tile from `first_row`, a multiple of 16, and `first_column` on; `coord` holds the places in it. A thread
-  /// holds two columns of every kColumnStep.
+  /// Makes the bits for the tile from `first_row`, a multiple of 16, and `first_column` on; `coord` has the coordinates
+  /// in it. A thread has two columns of every kColumnStep.
   template <Rows kSide, int kColumnStep = 8, class Coord>
   CUTE_DEVICE static Kept of(Dropout const& dropout, int batch, int head, Coord const& coord, int first_row,
                              int first_column) {
     using namespace cute;
-    // Else the column 8 further on has other words, or is another thread's.
+    // Otherwise the column 8 further on has other words, or is another thread's.
     const bool two_columns = kColumnStep == 8 && first_column % 16 == 0;
     Kept kept;
     const int column_of_thread = first_column + get<1>(coord(0, 0));
     CUTE_UNROLL
     for (int r = 0; r < kRows; r += 2) {
       const int row = first_row + get<0>(coord(r, 0));
-      Bits upper = 0, lower = 0;  // of rows r and r + 1
+      Bits upper = 0, lower = 0;  // bits of rows r and r + 1
       CUTE_NO_UNROLL
       for (int c = 0; c < kColumns; ++c) {
         if (two_columns && (c & 2)) continue;
@@ -57,7 +57,7 @@ struct Kept {
 
   CUTE_DEVICE bool operator()(int r, int c) const { return bits[r] >> c & 1; }
 
-  /// Values (row, column) of the columns from `first` on become 0 where dropped, and `scale` times theirs elsewhere.
+  /// Sets dropped values (row, column) of the columns from `first` on to 0, and multiplies the others with `scale`.
   template <class Values>
   CUTE_DEVICE void keep(Values&& values, float scale = 1, int first = 0) const {
     using namespace cute;
@@ -68,7 +68,7 @@ struct Kept {
     }
   }
 
-  /// Weights are never negative: a minus tells who takes them next which were dropped.
+  /// Makes dropped weights negative: weights never are, so the sign tells who takes them next which were dropped.
   template <class Values>
   CUTE_DEVICE void mark(Values&& weights) const {
     using namespace cute;
@@ -79,7 +79,8 @@ struct Kept {
     }
   }
 
-  /// Pairs of weights of 16 bits, as a wgmma has them: two columns of row 0, of row 1, … What is dropped becomes 0.
+  /// Sets dropped weights to 0 in `words`, each of which is two weights of 16 bits, as a wgmma has them: two columns of
+  /// row 0, of row 1, …
   template <class Words>
   CUTE_DEVICE void keep_words(Words&& words) const {
     for_words(words, [](std::uint32_t& word, std::uint32_t kept) { word &= kept; });
@@ -102,7 +103,7 @@ struct Kept {
   }
 };
 
-/// Kept for the scores of `Coord`, a tensor of places (row, column).
+/// KeptOf is Kept for the scores of `Coord`, a tensor of coordinates (row, column).
 template <class Coord>
 using KeptOf = Kept<decltype(cute::size<0>(Coord{}))::value, decltype(cute::size<1>(Coord{}))::value>;
 

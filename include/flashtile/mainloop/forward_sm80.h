@@ -1,11 +1,13 @@
-// One tile of query rows against all keys it sees, on mma.sync tensor cores (FlashAttention-2, Dao 2023).
+// This mainloop takes one tile of query rows against all keys it sees, on mma.sync tensor cores (FlashAttention-2, Dao
+// 2023).
 //
 // Split-Q: each warp owns whole rows of Q, so that softmax and P·V need no traffic between warps. K and V tiles pass
-// through a ring of shared-memory stages filled by cp.async; scores stay in registers, where they become the A operand
-// of P·V.
+// through a ring buffer of shared-memory stages filled by cp.async; scores stay in registers, where they become the A
+// operand of P·V.
 //
-// Where the threads are one warp they need no barrier: several such warps may go through keys of their own. They are
-// soon done, and what they run comes from memory too: so there is one place that loads, and not one ahead of the loop.
+// Where the threads are one warp they need no barrier of the thread block: several such warps may go through keys of
+// their own. They are soon done, so the time counts in which their code is fetched into the instruction cache: the loop
+// does the first loads, too, and no second copy of that code stands ahead of it.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -14,8 +16,9 @@
 #include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/operands.h"
 #include "flashtile/mainloop/scores.h"
+#include "flashtile/mask/walk.h"
+#include "flashtile/math/element.h"
 #include "flashtile/math/online_softmax.h"
-#include "flashtile/math/visible_keys.h"
 #include "flashtile/scheduler/single.h"
 #include "flashtile/variant.h"
 
@@ -23,11 +26,11 @@ namespace flashtile {
 
 /// `Source` knows where rows lie, and what the options make of scores:
 ///
-///   Params                              pointers, strides and options
+///   Params                              has pointers, strides and options
 ///   load_q(sQ, thread)                  copies the tile's rows of Q
-///   load_k(block, sK, thread)           rows of a block of keys
-///   load_v(block, sV, thread)           of the same block of values; then comes the next one
-///   scores(lengths)                     of this tile: see ScoreTile
+///   load_k(block, sK, thread)           copies a block of keys
+///   load_v(block, sV, thread)           copies the same block of values; the next block comes after that
+///   scores(lengths)                     returns a ScoreTile, or its like, for this tile
 template <Variant kV, class Source>
 struct ForwardMainloopSm80 {
   static constexpr int kM = kV.tile_m;
@@ -40,15 +43,14 @@ struct ForwardMainloopSm80 {
   static_assert(kV.head_dim_v == kHeadDim && kM % (16 * kV.warps) == 0 && kN % 16 == 0 && kHeadDim % 32 == 0 &&
                 kStages >= 2);
 
-  using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
-  using MmaAtom = std::conditional_t<kV.dtype == DType::kFloat16, cute::SM80_16x8x16_F32F16F16F32_TN,
-                                     cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+  using Element = ElementOf<kV.dtype>;
+  using MmaAtom = MmaAtomSm80<kV.dtype>;
   using TiledMma =
       cute::TiledMMA<cute::MMA_Atom<MmaAtom>, cute::Layout<cute::Shape<cute::Int<kV.warps>, cute::_1, cute::_1>>,
                      cute::Tile<cute::Int<16 * kV.warps>, cute::_16, cute::_16>>;
 
-  // Rows of 128 bytes (64 where the head dimension is no multiple of 64) with their 16-byte chunks swizzled, so that
-  // the eight rows of one ldmatrix lie in different banks.
+  // Rows have 128 bytes (64 where the head dimension is no multiple of 64), and their 16-byte chunks are swizzled, so
+  // that the eight rows of one ldmatrix lie in different banks.
   static constexpr int kAtomColumns = kHeadDim % 64 == 0 ? 64 : 32;
   using SmemAtom = decltype(cute::composition(
       cute::Swizzle<kAtomColumns == 64 ? 3 : 2, 3, 3>{},
@@ -58,7 +60,7 @@ struct ForwardMainloopSm80 {
   using SmemLayoutVt = decltype(cute::composition(
       SmemLayoutKV{},
       cute::Layout<cute::Shape<cute::Int<kHeadDim>, cute::Int<kN>>, cute::Stride<cute::Int<kN>, cute::_1>>{}));
-  using VtFragmentLayout = cute::Layout<cute::Shape<cute::Int<kHeadDim>, cute::Int<kN>>>;  // shape alone matters
+  using VtFragmentLayout = cute::Layout<cute::Shape<cute::Int<kHeadDim>, cute::Int<kN>>>;  // its shape alone matters
   using Load = CpAsyncTile<Element, kAtomColumns, kThreads>;
 
   static_assert(kM % Load::kRowsPerPass == 0 && kN % Load::kRowsPerPass == 0);
@@ -74,7 +76,7 @@ struct ForwardMainloopSm80 {
   static constexpr int kRowsPerThread = kM / (8 * kV.warps);
   using Softmax = OnlineSoftmax<kRowsPerThread>;
 
-  // Blocks that the loop only loads before it comes to the first.
+  // For so many iterations the loop only loads, before it comes to the first block.
   static constexpr int kLoadedAhead = kThreads == 32 && kStepsPerBarrier == 2 ? kStages / 2 - 1 : 0;
 
   // Where registers allow, Q is read from shared memory once, not again for every key tile.
@@ -87,7 +89,7 @@ struct ForwardMainloopSm80 {
   int thread;
   Source source;
 
-  /// What every thread has written or copied is there for all.
+  /// Waits until what every thread has written or copied is there for all.
   CUTE_DEVICE static void sync() {
     if constexpr (kThreads == 32)
       __syncwarp();
@@ -118,8 +120,8 @@ struct ForwardMainloopSm80 {
     cp_async_fence();
   }
 
-  /// The memory of K or V of a key tile, once it has landed. Every kStepsPerBarrier steps, waits for that many tiles
-  /// and refills as many stages.
+  /// Returns the memory of K or V of a key tile, once it has landed. Every kStepsPerBarrier steps it waits for that
+  /// many tiles and refills as many stages.
   template <int kStep>
   CUTE_DEVICE Element* acquire(int n_block) {
     using namespace cute;
@@ -180,7 +182,8 @@ struct ForwardMainloopSm80 {
       Tensor scores = rows_and_columns(tSrS);  // (row, column)
       const bool edge = !keys.interior.contains(n_block);
       if (edge || maps) [[unlikely]] {
-        // Opaque: what follows from it would be worked out ahead of the loop, and held in registers that lack there.
+        // The asm hides the value from the compiler, which would compute what follows from it ahead of the loop, and
+        // hold that in registers, of which there are too few.
         Lengths lengths = keys.lengths;
         asm volatile("" : "+r"(lengths.q));
         const auto score_tile = source.scores(lengths);

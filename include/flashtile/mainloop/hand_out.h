@@ -1,4 +1,4 @@
-// Work for a thread block that takes one piece after the other: a thread of its own finds the next, in time.
+// HandOut brings work to a persistent thread block, piece after piece: one of its threads finds the next in time.
 #pragma once
 
 #include "flashtile/cuda/barrier.h"
@@ -6,26 +6,26 @@
 
 namespace flashtile {
 
-/// In shared memory: the piece of work that a thread block is at, and the next, from the thread that finds them to the
-/// warps that take part. The warp that is ahead of the others asks for the next.
+/// The piece of work that a thread block is at, and the next one, are in shared memory: the thread that finds them
+/// hands them to the warps that take part. The warp that is ahead of the others asks for the next.
 template <class Work>
 struct HandOut {
   struct Piece {
     Work work;
-    bool there;  // or there is nothing left
+    bool there;  // false if no work is left
   };
   Piece pieces[2];
-  Ring<2> ring;
-  cutlass::arch::ClusterBarrier asked;
+  Ring<2> ring;                         // the warps wait for a piece, the thread that finds work for a free slot
+  cutlass::arch::ClusterBarrier asked;  // that thread waits for the next piece to be asked for
 
-  /// By one thread, before any other touches it. `threads` take part, in whole warps.
+  /// One thread calls it before any other touches it. `threads` take part, in whole warps.
   CUTE_DEVICE void init(int threads) {
     ring.init(threads);
     asked.init(1);
   }
 
-  /// By the thread that finds work: hands out what `find(work)` finds, until it returns false; calls `next()` when more
-  /// is asked for.
+  /// The thread that finds work calls it: it hands out what `find(work)` finds, until that returns false, and calls
+  /// `next()` when more is asked for.
   template <class Find, class Next>
   CUTE_DEVICE void run(Find&& find, Next&& next) {
     Ring<2>::Cursor at{};
@@ -42,12 +42,12 @@ struct HandOut {
     }
   }
 
-  /// By one warp, once for each piece.
+  /// One warp calls it, once for each piece.
   CUTE_DEVICE void ask() {
     if (threadIdx.x % 32 == 0) asked.arrive();
   }
 
-  /// By whole warps: calls `visit(work)` for each piece, all of it uniform.
+  /// Whole warps call it. It calls `visit(work)` for each piece, all of which is uniform.
   template <class Visit>
   CUTE_DEVICE void for_each(Visit&& visit) {
     CUTE_NO_UNROLL

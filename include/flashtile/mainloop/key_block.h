@@ -1,4 +1,4 @@
-// What a thread block of a backward kernel takes at a time: a block of keys, and the tiles of queries that see it.
+// A thread block of a backward kernel takes one KeyBlock at a time: a block of keys and the queries that see it.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -8,28 +8,29 @@
 
 namespace flashtile {
 
-/// Block `index` of kN keys, and the tiles of kM queries of all heads of its group that see one of them.
+/// KeyBlock is a block of kN keys, and the tiles of kM queries of all heads of its group that see one of them.
 ///
-/// Of a dense batch blocks stand section by section, `heads_at_once` KV heads side by side: first block 0 of each, that
-/// has the most work under a causal mask, and at last the one with the least, so that thread blocks end together.
+/// In a dense batch blocks are ordered section by section. A section is `heads_at_once` KV heads: first comes block 0
+/// of each, which has the most work under a causal mask, and at last the one with the least, so that thread blocks end
+/// together.
 ///
-/// Queries come from the first to the last. Under a full mask, where all blocks of a head would begin with the same
-/// tile and be in each other's way when they add to dQ, each begins at a place of its own and goes round. Where they
-/// add in order they go from the last query to the first: see SumOfDq. (Ampere's kernel has no places of its own.)
+/// Queries go from the first to the last. Under a full mask all blocks of a head would begin with the same tile, and
+/// contend when they add to dQ: so each begins with a tile of its own and wraps around. Where they add in order they go
+/// from the last query to the first: see SumOfDq. (Ampere's kernel always begins with the first or the last.)
 ///
-/// kRagged: sequences may be ragged. A kernel that never sees such has their lengths among its parameters.
+/// With kRagged, sequences may be ragged. A kernel that never sees such has their lengths among its parameters.
 template <int kM, int kN, bool kRagged>
 struct KeyBlock {
   int batch, kv_head, n_block, group;
   TileRanges queries;
-  int start, step;  // of `queries`: where this block begins, and how it goes on
-  int first_tile;   // of all heads' queries, in the workspace
+  int start, step;  // first tile of `queries` for this block, and the direction: 1 or −1
+  int first_tile;   // first tile of all heads' queries in the workspace
   struct Nothing {};
   [[no_unique_address]] std::conditional_t<kRagged, Sequence, Nothing> sequence;
 
   KeyBlock() = default;
 
-  /// Of a dense batch.
+  /// Makes block `index` of a dense batch.
   CUTE_DEVICE KeyBlock(BackwardParams const& params, int index) {
     const int of_section = params.heads_at_once * params.n_blocks;
     const int section = index / of_section;
@@ -45,7 +46,7 @@ struct KeyBlock {
     find_queries(params, params.n_blocks);
   }
 
-  /// Whether there is a block `index`, and if so sets it.
+  /// Returns whether there is a block `index`, and if so sets *this to it.
   CUTE_DEVICE bool find(BackwardParams const& params, int index) {
     if (!kRagged || !params.ragged_keys.given()) {
       *this = KeyBlock(params, index);
@@ -88,12 +89,12 @@ struct KeyBlock {
     else
       return TmaRows::dense(batch);
   }
-  /// Place of a tile of queries in the workspace, in tiles.
+  /// Returns the index of a tile of queries in the workspace.
   CUTE_DEVICE int workspace_tile(BackwardParams const& params, int head, int m_block) const {
     return first_tile + head * params.m_blocks + m_block;
   }
 
-  /// How many tiles there are.
+  /// Returns how many tiles of queries there are.
   CUTE_DEVICE int steps() const { return group * (queries.visible.end - queries.visible.begin); }
 
   /// Calls `visit(head, m_block)` for each tile.
@@ -120,7 +121,7 @@ struct KeyBlock {
     if (group > 0 && !(kRagged && keys.empty())) queries = params.band.tiles(keys, kM, lengths.transposed());
     start = params.deterministic ? queries.visible.end - 1 : queries.visible.begin;
     step = params.deterministic ? -1 : 1;
-    // As even as can be; a 64-bit quotient would be a call.
+    // First tiles are spread as evenly as can be. The quotient is approximate, as a 64-bit one would be a call.
     if (params.band == Band::full() && !params.deterministic)
       start += int(__umulhi(unsigned(queries.visible.end - start), unsigned(n_block) * (~0u / unsigned(n_blocks))));
   }

@@ -1,20 +1,26 @@
-// Accumulators as operands: what one matmul of mma.sync leaves in registers, seen as what the next one takes.
+// These functions turn what one matmul of mma.sync leaves in registers into an operand of the next one.
 #pragma once
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/math/element.h"
 #include "flashtile/math/round.h"
 
 namespace flashtile {
 
-/// Two neighbouring n8 blocks of an accumulator (mma, m, n).
+/// This is the matmul of one warp, 16 × 8 × 16, with float32 sums.
+template <DType kDType>
+using MmaAtomSm80 = std::conditional_t<kDType == DType::kFloat16, cute::SM80_16x8x16_F32F16F16F32_TN,
+                                       cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+
+/// Returns the k-th pair of neighbouring n8 blocks of an accumulator (mma, m, n).
 template <class Accumulator>
 CUTE_DEVICE auto n16_block(Accumulator& acc, int k) {
   using namespace cute;
   return logical_divide(acc, Shape<Underscore, Underscore, _2>{})(_, _, make_coord(_, k));
 }
 
-/// float32 accumulators ((2, 2), m, 2) of one n16 block as the A operand ((2, 2, 2), m) in Element.
+/// Returns float32 accumulators ((2, 2), m, 2) of one n16 block, rounded, as the A operand ((2, 2, 2), m) in Element.
 template <class Element, class Accumulator>
 CUTE_DEVICE auto as_operand_a(Accumulator const& acc) {
   using namespace cute;

@@ -1,4 +1,4 @@
-// What happens to a tile of raw scores in registers before softmax: the score map, and the mask.
+// This file applies the score map and the mask to a tile of raw scores in registers, before softmax.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -8,8 +8,8 @@
 
 namespace flashtile {
 
-/// Calls `visit(c, values)` with what `of_columns`, one float per column of the tile, holds for columns c and c + 1 of
-/// a thread.
+/// Calls `visit(c, values)` for every second column c of a thread. `values` are what `of_columns`, one float per column
+/// of the tile, has for columns c and c + 1.
 template <class Coord, class Visit>
 CUTE_DEVICE void for_column_pairs(Coord const& coord, const float* of_columns, Visit&& visit) {
   using namespace cute;
@@ -18,9 +18,9 @@ CUTE_DEVICE void for_column_pairs(Coord const& coord, const float* of_columns, V
     visit(c, *reinterpret_cast<const float2*>(of_columns + get<1>(coord(0, c))));
 }
 
-/// Calls `visit(c)` for every second column of `scores` (row, column), to change columns c and c + 1: which take their
-/// turns in columns 0 and 1, since registers have no index at run time. It is for what few inputs need: unrolled, such
-/// code fills the instruction cache in the midst of what all inputs need.
+/// Calls `visit(c)` for every second column of `scores` (row, column), to change columns c and c + 1. All columns
+/// rotate so that these are always columns 0 and 1, since registers have no index at run time. It is for what few
+/// inputs need: unrolled, such code fills the instruction cache in the midst of what all inputs need.
 template <class Scores, class Visit>
 CUTE_DEVICE void for_column_pairs_in_turn(Scores& scores, Visit&& visit) {
   using namespace cute;
@@ -39,11 +39,11 @@ CUTE_DEVICE void for_column_pairs_in_turn(Scores& scores, Visit&& visit) {
   }
 }
 
-/// Which softcaps a kernel serves: all, or those up to kUsualSoftcap.
+/// Softcaps says which softcaps a kernel serves: all, or those up to kUsualSoftcap.
 enum class Softcaps { kAny, kUsual };
 
-/// The scores of the rows from `first_row` on. Tensors of scores are (row, column) of one thread, and `coord` holds
-/// the place of each in the tile; the tile's columns begin at `first_column` of `lengths`.
+/// ScoreTile has the scores of the rows from `first_row` on. Tensors of scores are (row, column) of one thread, and
+/// `coord` has the coordinates of each in the tile, whose columns begin at `first_column` of `lengths`.
 template <class Params>
 struct ScoreTile {
   Params const& params;
@@ -51,8 +51,9 @@ struct ScoreTile {
   int first_row;
   Lengths lengths;
 
-  /// 1 − 2 / (1 + e^2x), with an absolute error. Small arguments, which softcaps far above the scores give, lose their
-  /// precision by that: of these, kAny takes a polynomial. Relative errors are 3e-8 then, at the least others 2e-6.
+  /// Returns tanh x as 1 − 2 / (1 + e^2x), with an absolute error. Small arguments, which softcaps far above the scores
+  /// give, lose their precision by that: for these kAny takes a polynomial. Relative errors are 3e-8 then, and 2e-6 for
+  /// the smallest other arguments.
   template <Softcaps kSoftcaps>
   CUTE_DEVICE static float tanh_of(float x) {
     const float large = 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2 * kLog2e * x));
@@ -62,15 +63,15 @@ struct ScoreTile {
     return z < 0x1p-7f ? small : large;
   }
 
-  /// Raw scores to scores.
+  /// Turns raw scores into scores: see ScoreMap.
   template <Softcaps kSoftcaps, class Scores, class Coord>
   CUTE_DEVICE void map(Scores& scores, Coord const& coord, int first_column) const {
     if (params.score_map.capped) cap<kSoftcaps>(scores);
     if (params.score_map.stretched) stretch(scores, coord, first_column);
   }
 
-  /// The same for usual softcaps, where scores are not both capped and stretched: fewer ways through the code take
-  /// fewer registers.
+  /// Does the same for usual softcaps, where scores are not both capped and stretched: with fewer ways through the code
+  /// it takes fewer registers.
   template <class Scores, class Coord>
   CUTE_DEVICE void cap_or_stretch(Scores& scores, Coord const& coord, int first_column) const {
     if (params.score_map.capped)
@@ -79,7 +80,7 @@ struct ScoreTile {
       stretch(scores, coord, first_column);
   }
 
-  /// The first half of map(): the tanh of softcap.
+  /// Does the first half of map(): the tanh of softcap.
   template <Softcaps kSoftcaps, class Scores>
   CUTE_DEVICE void cap(Scores& scores) const {
     using namespace cute;
@@ -87,7 +88,7 @@ struct ScoreTile {
     for (int i = 0; i < size(scores); ++i) scores(i) = tanh_of<kSoftcaps>(params.score_map.inner * scores(i));
   }
 
-  /// The second half: the scale, and ALiBi; select packs no heads where there are slopes.
+  /// Does the second half: the scale, and ALiBi. No row is unpacked, as select packs no heads where there are slopes.
   template <class Scores, class Coord>
   CUTE_DEVICE void stretch(Scores& scores, Coord const& coord, int first_column) const {
     using namespace cute;
@@ -103,10 +104,10 @@ struct ScoreTile {
     }
   }
 
-  /// Of a score that cap() made, or mask() hid after it: the derivative of the cap.
+  /// Returns the derivative of the cap at a score that cap() made, or 0 if mask() hid it after that.
   CUTE_DEVICE static float cap_slope(float score) { return score == -kInfinity ? 0.0f : 1.0f - score * score; }
 
-  /// Hides what the band does not show of an edge tile. A thread holds two columns of every kColumnStep.
+  /// Hides what the band does not show of an edge tile. A thread has two columns of every kColumnStep.
   template <int kColumnStep = 8, class Scores, class Coord>
   CUTE_DEVICE void mask(Scores& scores, Coord const& coord, int first_column) const {
     using namespace cute;
@@ -117,7 +118,7 @@ struct ScoreTile {
       const int first = first_column + get<1>(coord(r, 0));
       const int begin = columns_before<kColumnStep>(visible.begin - first);
       const int end = columns_before<kColumnStep>(visible.end - first);
-      std::uint32_t shown = 0;  // of 32 columns, a bit each: testing one takes less than comparing with both ends
+      std::uint32_t shown = 0;  // a bit for each of 32 columns: testing one takes less than comparing with both ends
       CUTE_UNROLL
       for (int c = 0; c < kColumns; ++c) {
         if (c % 32 == 0) shown = bits_below(end - c) & ~bits_below(begin - c);
@@ -132,7 +133,7 @@ struct ScoreTile {
     return params.alibi_slopes[tile.batch * params.alibi_batch_stride + tile.head * params.alibi_head_stride];
   }
 
-  /// Of a thread's columns 0, 1, 8, 9, 16, 17, … with a step of 8: how many are below `column`.
+  /// Returns how many of a thread's columns, 0, 1, 8, 9, 16, 17, … with a step of 8, are below `column`.
   template <int kColumnStep>
   CUTE_DEVICE static int columns_before(int column) {
     static_assert((kColumnStep & (kColumnStep - 1)) == 0);  // so that negative columns round down
@@ -143,17 +144,17 @@ struct ScoreTile {
   CUTE_DEVICE static std::uint32_t bits_below(int n) { return n <= 0 ? 0 : n >= 32 ? ~0u : (1u << n) - 1; }
 };
 
-/// Of a steep row of queries, what a backward's weights are relative to: see BackwardWorkspace. Its scores become
-/// differences, from which the workspace's lse_log2 takes nothing. However a product Q·K is rounded this time, no
-/// weight of the row is above 1.
+/// Subtracts from the scores of a steep row of queries what a backward's weights are relative to: see
+/// BackwardWorkspace. From such differences the row's lse_log2 in the workspace, −0, takes nothing more. However a
+/// product Q·K is rounded this time, no weight of the row is above 1.
 template <class Scores>
 CUTE_DEVICE void relate_steep_row(Scores&& scores, BackwardWorkspace::SteepRow row) {
   CUTE_UNROLL
   for (int i = 0; i < cute::size(scores); ++i) scores(i) = min_or_nan((scores(i) - row.reference) - row.rest, 0.0f);
 }
 
-/// The same for those among the queries of a tile (key, query), the workspace's rows from `first_row` on, whose
-/// lse_log2 is at hand; the scores of others stay as they are. A thread holds two columns of every kColumnStep.
+/// Does the same for those among the queries of a tile (key, query), the workspace's rows from `first_row` on, whose
+/// lse_log2 is given. The scores of other queries stay as they are. A thread has two columns of every kColumnStep.
 template <int kColumnStep = 8, class Scores, class Coord>
 CUTE_DEVICE void relate_steep_rows(BackwardParams const& params, Scores& scores, Coord const& coord,
                                    const float* lse_log2, std::int64_t first_row) {

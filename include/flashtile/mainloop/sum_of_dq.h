@@ -1,4 +1,4 @@
-// Sums of several thread blocks in memory.
+// This file adds up in memory what several thread blocks contribute to dQ.
 #pragma once
 
 #include <cuda/atomic>
@@ -7,24 +7,26 @@
 
 namespace flashtile {
 
-/// A part of a tile of dQ, to which all blocks of keys add that its queries see.
+/// SumOfDq is a part of a tile of dQ, what one warp (Hopper: one warpgroup) adds: all blocks of keys that its queries
+/// see add to it.
 ///
-/// In order, blocks add from the first to the last, so that the rounding is the same in every run. Nobody waits for
-/// ever: in that order blocks start, by a thread block's index or as they are asked for, and all walk from the last
-/// query to the first. Under a causal mask all of them see the last: so those that run at a time are a step apart.
+/// In order (deterministic), blocks add from the first to the last, so that the rounding is the same in every run. No
+/// thread block waits for ever: in that order blocks start, by a thread block's index or as they are asked for, and all
+/// go from the last query to the first. Under a causal mask all of them see the last: so those that run at a time are a
+/// step apart.
 ///
 /// In any order, the first to come stores what others add to, which spares clearing the memory beforehand. The others
 /// wait while it does. Ampere's kernel adds to zeros instead, and has a state only where sums are in order.
 class SumOfDq {
  public:
-  // The state: in order, the block of keys that comes next, or ~block where it shall store, not add. In any order:
+  // In order, the state is the block of keys that comes next, or ~block if it shall store, not add. In any order it is:
   static constexpr int kNothing = 0, kBeingStored = 1, kThere = 2;
 
   CUTE_DEVICE SumOfDq(BackwardParams const& params, std::int64_t tile, int part)
       : state_(params.workspace.state(params.memory)[tile * params.workspace.parts + part]) {}
 
   CUTE_DEVICE bool ready(int n_block) const { return state() == n_block; }
-  /// Waits for a block's turn. Returns whether it shall store, not add.
+  /// Waits for a block's turn: until the block before it has passed. Returns whether it shall store, not add.
   CUTE_DEVICE bool await(int n_block) const {
     while (true) {
       const int state = this->state();
@@ -32,12 +34,12 @@ class SumOfDq {
       if (state == ~n_block) return true;
     }
   }
-  /// By one thread, when all that was added is in memory.
+  /// One thread calls it when all that the block added is in memory, for the next block to add.
   CUTE_DEVICE void pass(int n_block) const { state_.store(n_block + 1, cuda::memory_order_release); }
 
-  /// In any order: whether there is something to add to.
+  /// Returns, in any order, whether there is something to add to.
   CUTE_DEVICE bool there() const { return state() == kThere; }
-  /// Returns whether the caller is the first; if not, waits until there is.
+  /// Returns whether the caller is the first, which has to store; if not, waits until there is something to add to.
   CUTE_DEVICE bool claim() const {
     int nothing = kNothing;
     if (state_.compare_exchange_strong(nothing, kBeingStored, cuda::memory_order_relaxed)) return true;
@@ -45,6 +47,7 @@ class SumOfDq {
     }
     return false;
   }
+  /// The first calls it when what it stored is in memory, for the others to add.
   CUTE_DEVICE void announce() const { state_.store(kThere, cuda::memory_order_release); }
 
  private:

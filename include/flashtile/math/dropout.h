@@ -1,5 +1,5 @@
-// Which weights dropout removes: a function of the seed and of an element's place alone, so that every kernel, and
-// every tile of it, removes the same ones, and the backward pass need not be told.
+// Which weights dropout removes is a function of the seed and of an element's coordinates (batch, head, row, column)
+// alone. So every kernel, with any tile size, removes the same ones, and the backward recomputes which these are.
 #pragma once
 
 #include <cmath>
@@ -9,7 +9,7 @@
 
 namespace flashtile {
 
-/// Four random words for a counter of four and a key of two: Philox 4×32-10 (Salmon, Moraes, Dror and Shaw 2011).
+/// Philox 4×32-10 (Salmon, Moraes, Dror and Shaw 2011) makes four random words of a counter of four and a key of two.
 struct Philox {
   std::uint32_t word[4];
 
@@ -29,16 +29,16 @@ struct Philox {
   }
 };
 
-/// A weight is removed where its random word is below `drop_below`, and what is left is multiplied with `scale`.
+/// Dropout removes a weight where its random word is below `drop_below`, and multiplies the others with `scale`.
 ///
-/// Four elements share the words of one Philox, those whose row and column differ in bit 3 alone. Where tiles begin at
-/// multiples of 16, one thread of a matmul's tile has most often all four, be its rows queries or keys: see Kept.
+/// Four elements whose rows and columns differ in bit 3 alone share the words of one Philox. In tiles that begin at
+/// multiples of 16, one thread of a matmul mostly holds all four, whether rows are queries or keys: see Kept.
 struct Dropout {
   std::uint64_t seed = 0;
-  std::uint32_t drop_below = 0;  // 0: none is removed
+  std::uint32_t drop_below = 0;  // 0 removes none
   float scale = 1;
 
-  /// Removes a weight with a probability in [0, 1), to the nearest 2^-32.
+  /// Removes each weight with `probability`, in [0, 1), which is rounded to the nearest multiple of 2^-32.
   static Dropout of(double probability, std::uint64_t seed) {
     constexpr double kWords = 4294967296.0;
     const double words = std::fmin(std::round(probability * kWords), kWords - 1);
@@ -48,8 +48,8 @@ struct Dropout {
 
   FLASHTILE_HOST_DEVICE bool active() const { return drop_below != 0; }
 
-  /// The words of the four elements around query row `row` and key `column`; query_8 and key_8 of `keeps` tell them
-  /// apart.
+  /// Returns the words that query row `row` and key `column` share with three other elements. keeps() picks one by bit
+  /// 3 of the row, `query_8`, and of the key, `key_8`.
   FLASHTILE_HOST_DEVICE Philox words(int batch, int head, int row, int column) const {
     return Philox::of(std::uint32_t(row & ~8), std::uint32_t(column & ~8), std::uint32_t(head), std::uint32_t(batch),
                       seed);
@@ -57,7 +57,7 @@ struct Dropout {
   FLASHTILE_HOST_DEVICE bool keeps(Philox const& words, bool query_8, bool key_8) const {
     const std::uint32_t of_key = query_8 ? words.word[1] : words.word[0];
     const std::uint32_t of_key_8 = query_8 ? words.word[3] : words.word[2];
-    return (key_8 ? of_key_8 : of_key) >= drop_below;  // no array with an index: it would leave the registers
+    return (key_8 ? of_key_8 : of_key) >= drop_below;  // an array indexed at run time would leave the registers
   }
   FLASHTILE_HOST_DEVICE bool keeps(int batch, int head, int row, int column) const {
     return keeps(words(batch, head, row, column), (row & 8) != 0, (column & 8) != 0);

@@ -1,4 +1,4 @@
-// Online softmax over score tiles that live in the registers of a warp.
+// This file has the online softmax over score tiles that live in the registers of a warp.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -14,14 +14,14 @@ CUTE_DEVICE float exp2_approx(float x) {
   return y;
 }
 
-/// The smaller one; NaN if one is NaN.
+/// Returns the smaller one, or NaN if either is NaN.
 CUTE_DEVICE float min_or_nan(float x, float y) {
   float smaller;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(x), "f"(y));
   return smaller;
 }
 
-/// An accumulator, (value, m, n), seen as (row, column) of one thread: two rows of each m16 (mma.sync) or m64 (wgmma).
+/// Views an accumulator (value, m, n) as (row, column) of one thread: two rows of each m16 (mma.sync) or m64 (wgmma).
 template <class Accumulator>
 CUTE_DEVICE auto rows_and_columns(Accumulator&& acc) {
   using namespace cute;
@@ -36,7 +36,7 @@ CUTE_DEVICE auto rows_and_columns(Accumulator&& acc) {
   }
 }
 
-/// rows (row, column) ← factor[row] · rows
+/// Multiplies each row of `rows` (row, column) with factor[row].
 template <class Rows, class Factors>
 CUTE_DEVICE void scale_rows(Rows&& rows, Factors const& factor) {
   using namespace cute;
@@ -47,34 +47,36 @@ CUTE_DEVICE void scale_rows(Rows&& rows, Factors const& factor) {
   }
 }
 
-/// State of the rows that one thread shares with the other three of its quad. `sum` covers this thread's columns only
-/// until finish_sums().
+/// OnlineSoftmax is the state of the rows that one thread shares with the other three of its quad. Until finish_sums(),
+/// `sum` covers this thread's columns only. A score's weight is 2^((score − reference) · unit_log2): the reference
+/// stands where the textbook has the running maximum.
 ///
-/// Any reference gives the exact softmax as long as no weight overflows, so it is lazy, in one of two ways:
+/// Any reference gives the exact softmax as long as no weight overflows, so it is raised lazily, in one of two ways:
 ///
-///   fit, exponentiate: the maximum of every tile is taken, and the reference raised when a row outgrows it by
-///   2^kSlack; so almost no tile pays for shuffles or for rescaling the output.
+///   fit, exponentiate: fit() takes the maximum of every tile, but raises the reference only when a row outgrows it:
+///   when a weight would exceed 2^kSlack. So almost no tile pays for shuffles or for rescaling the output.
 ///
-///   begin, weigh, outgrown, raise: the maximum of the first tile alone is taken. What outgrows it shows in the sums of
-///   the weights, which are needed anyway; the scores are still there, and that tile is weighed once more.
+///   begin, weigh, outgrown, raise: begin() takes the maximum of the first tile alone. That a later score outgrows it
+///   shows in the sums of the weights, which are needed anyway. The scores are still there then: raise() takes their
+///   maximum, and the tile's weights are computed once more.
 ///
 /// An exponent is one FMA, score · unit_log2 − offset, whose offset is the reference in log2 units, rounded. Where the
-/// row is steep, rounding would take too much of it: so its scores are taken relative to the reference first, exactly,
-/// and the offset is 0. Few inputs have steep rows, so these have code of their own: fit() asks whether there are any,
-/// and weigh() has them outgrow their reference in every tile.
+/// row is steep (see kSteep), that rounding would cost too much: its scores first have the reference subtracted,
+/// exactly, and the offset is 0. Few inputs have steep rows, so these have code of their own: fit() asks whether there
+/// are any, and weigh() lets them outgrow their reference in every tile.
 template <int kRows>
 struct OnlineSoftmax {
   static constexpr int kRowCount = kRows;
   static constexpr float kSlack = 8;
 
   RowState row[kRows];
-  float unit_log2;        // of scores: see ScoreMap
-  float offset[kRows]{};  // weigh(): of scores as they are
-  bool steep = false;     // fit(): whether any row of the warp is
+  float unit_log2;        // log2 units of one unit of scores: see ScoreMap
+  float offset[kRows]{};  // for weigh(): what it subtracts where relate() has not seen the scores
+  bool steep = false;     // for fit(): whether any row of the warp is steep
 
   CUTE_DEVICE explicit OnlineSoftmax(float unit_log2) : unit_log2(unit_log2) {}
 
-  /// References for the first scores of all.
+  /// Takes the row maxima of a tile's first block of scores as references.
   template <class Scores>
   CUTE_DEVICE void begin(Scores const& scores) {
     using namespace cute;
@@ -83,9 +85,10 @@ struct OnlineSoftmax {
     find_offsets();
   }
 
-  /// Raises the references of rows that `scores` (row, column) outgrow, of steep ones at once, and takes the scores of
-  /// steep rows relative to theirs. Where any row is raised or steep, sets the factors of everything accumulated so far
-  /// and returns true, in all threads of the warp. What becomes of a row depends on that row alone.
+  /// Raises the references that `scores` (row, column) outgrow, in steep rows all that a score exceeds, and subtracts
+  /// them from the scores of steep rows. If any row of the warp is raised or steep, sets the factors that rescale what
+  /// was accumulated so far, and returns true in all threads of the warp. The outcome for a row depends on that row
+  /// alone.
   template <class Scores>
   CUTE_DEVICE bool fit(Scores& scores, float (&factor)[kRows]) {
     using namespace cute;
@@ -113,17 +116,23 @@ struct OnlineSoftmax {
     return true;
   }
 
-  /// Raises the reference of each row that holds a larger score.
+  /// Raises the reference of each row that outgrew it with the sums `added` to its largest score. Sets the factors that
+  /// rescale what was accumulated so far. The outcome for a row depends on that row alone: others keep their reference,
+  /// also if a score exceeds it, and so their weights, bit for bit.
   template <class Scores>
-  CUTE_DEVICE void raise(Scores const& scores, float (&factor)[kRows]) {
+  CUTE_DEVICE void raise(Scores const& scores, float const (&added)[kRows], float (&factor)[kRows]) {
+    const unsigned first_of_quad = threadIdx.x % 32 & ~3u;
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r)
-      factor[r] = row[r].rebase(fmaxf(row[r].reference, reference_for(top_of_quad(top_of_row(scores, r)))), unit_log2);
+    for (int r = 0; r < kRows; ++r) {
+      const float top = fmaxf(row[r].reference, reference_for(top_of_quad(top_of_row(scores, r))));
+      const bool raised = __ballot_sync(0xffffffff, too_large(added[r])) >> first_of_quad & 0xf;
+      factor[r] = raised ? row[r].rebase(top, unit_log2) : 1.0f;
+    }
     find_offsets();
   }
 
-  /// Takes the scores of steep rows, none of which is above the row's reference, relative to it. A score of +inf, which
-  /// Q·K has beyond float32's range, counts as the largest one.
+  /// Subtracts the reference from the scores of steep rows, none of which exceeds it. A score of +inf, which Q·K has
+  /// beyond float32's range, counts as the largest one.
   template <class Scores>
   CUTE_DEVICE void relate(Scores&& scores) const {
     using namespace cute;
@@ -136,8 +145,8 @@ struct OnlineSoftmax {
     }
   }
 
-  /// scores, as fit() has left them, ← weights, added to the row sums. Takes few columns at a time: their sum is added
-  /// as one, so that the rounding of long rows stays small.
+  /// Turns `scores`, as fit() has left them, into weights and adds these to the row sums. Callers pass few columns at a
+  /// time: their sum is added as one number, so that the rounding of long rows stays small.
   template <class Scores>
   CUTE_DEVICE void exponentiate(Scores&& scores) {
     using namespace cute;
@@ -153,9 +162,9 @@ struct OnlineSoftmax {
     }
   }
 
-  /// `weights` ← those of the scores, which relate() has seen if `related`, rounded, and `added` ← their sums by row,
-  /// before rounding. `scores` are wgmma accumulators ((2, 2, n / 8), 1, 1) and stay as they are; `weights` stand in
-  /// the same order.
+  /// Sets `weights` to the rounded weights of `scores`, and `added` to their sums by row before rounding. `related`
+  /// says whether relate() has seen the scores. These are wgmma accumulators ((2, 2, n / 8), 1, 1) and stay as they
+  /// are; `weights` are in the same order.
   template <class Scores, class Weights>
   CUTE_DEVICE void weigh(Scores const& scores, Weights&& weights, float (&added)[kRows], bool related) const {
     using namespace cute;
@@ -173,14 +182,13 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Whether, in any thread of the warp, weights with these sums have outgrown the reference. Those of a row that had
-  /// none yet are infinite, those of a steep row infinite or NaN. float16 holds kLimit; bfloat16 would hold far more,
-  /// but the rounding of exponents grows with the distance to the reference.
+  /// Returns whether, in any thread of the warp, sums of weights show that a score has outgrown the reference. A row
+  /// that had no reference yet has infinite weights, a steep row infinite ones or NaN. float16 holds kLimit; bfloat16
+  /// would hold far more, but the rounding of exponents grows with the distance to the reference.
   CUTE_DEVICE bool outgrown(float const (&added)[kRows]) const {
-    constexpr float kLimit = 0x1p15f;
     bool outgrown = false;
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) outgrown |= !(added[r] <= kLimit);
+    for (int r = 0; r < kRows; ++r) outgrown |= too_large(added[r]);
     return __any_sync(0xffffffff, outgrown);
   }
 
@@ -194,15 +202,21 @@ struct OnlineSoftmax {
   }
 
  private:
+  CUTE_DEVICE static bool too_large(float sum) {
+    constexpr float kLimit = 0x1p15f;
+    return !(sum <= kLimit);
+  }
   CUTE_DEVICE float reference_log2(int r) const { return row[r].reference * unit_log2; }
   CUTE_DEVICE bool is_steep(int r) const {
     return fabsf(reference_log2(r)) >= kSteep && row[r].reference != -kInfinity;
   }
-  /// A row that has seen nothing holds scores of −inf alone, whose weights are 0 by any finite offset.
+  /// Returns what is subtracted from scores that relate() has seen. A row that has seen nothing holds scores of −inf
+  /// alone, whose weights are 0 by any finite offset.
   CUTE_DEVICE float offset_of_related(int r) const {
     return fabsf(reference_log2(r)) >= kSteep ? 0.0f : reference_log2(r);
   }
-  /// The offset of such a row gives the first scores that there are infinite weights, so that they outgrow it.
+  /// Sets the offsets of scores that relate() has not seen. That of a row that has seen nothing gives its first visible
+  /// scores infinite weights, and −inf gives a steep row's infinite ones or NaN: so both outgrow their reference.
   CUTE_DEVICE void find_offsets() {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) offset[r] = is_steep(r) ? -kInfinity : fmaxf(reference_log2(r), -kLargest);

@@ -1,4 +1,4 @@
-// Four columns of one row of the output, over some of the keys.
+// A Part is a partial result over some of the keys: four columns of one row of the output, and the row's softmax state.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -8,13 +8,14 @@
 
 namespace flashtile {
 
-/// out = o / state.sum, over the keys that the part has seen.
+/// The output over the keys that the part has seen is o / state.sum.
 struct Part {
   float4 o{0, 0, 0, 0};
   RowState state;
 
-  /// Joins what other keys add. Parts are joined in the order of their keys, each operation rounds by itself, and what
-  /// saw no key changes nothing: so the same parts give the same bits, wherever they are joined.
+  /// Joins the partial result of other keys to this one. Parts are joined in the order of their keys, each operation
+  /// rounds by itself, and a part that saw no key changes nothing: the same parts give the same bits, wherever they are
+  /// joined.
   CUTE_DEVICE void join(Part const& other, float unit_log2) {
     const float reference = fmaxf(state.reference, other.state.reference);
     const float origin = reference == -kInfinity ? 0.0f : reference;  // a difference of infinities would be NaN

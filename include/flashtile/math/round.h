@@ -1,4 +1,4 @@
-// float32 to the element type of a tensor, two at a time: one instruction.
+// These functions round float32 to the element type of a tensor, two numbers in one instruction.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -13,7 +13,7 @@ CUTE_DEVICE std::uint32_t round_pair(float low, float high) {
   return reinterpret_cast<std::uint32_t const&>(pair);
 }
 
-/// The pair that round_pair made, as float32.
+/// Returns the pair that round_pair made, as float32.
 template <class Element>
 CUTE_DEVICE float2 unround(std::uint32_t pair) {
   if constexpr (std::is_same_v<Element, cute::half_t>)
@@ -22,7 +22,7 @@ CUTE_DEVICE float2 unround(std::uint32_t pair) {
     return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
 }
 
-/// What becomes of negative numbers. Making them 0 costs nothing: it is the same instruction.
+/// Negative says what becomes of negative numbers. To make them 0 costs nothing: the same instruction does it.
 enum class Negative { kKeep, kZero };
 
 template <class Element, Negative kNegative>
@@ -36,7 +36,7 @@ CUTE_DEVICE std::uint32_t round_pair(float low, float high) {
   return word;
 }
 
-/// `to` ← `from`, element by element; both in registers, both of the same even size.
+/// Rounds `from` to `to`, element by element. Both are in registers and have the same even size.
 template <Negative kNegative = Negative::kKeep, class From, class To>
 CUTE_DEVICE void round_to(From const& from, To&& to) {
   using namespace cute;

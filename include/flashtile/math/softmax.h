@@ -1,5 +1,5 @@
-// How a raw score Q·K becomes a score that softmax takes, and what of it is exp2's: on a GPU exp is one ex2
-// instruction.
+// This file says how a raw score Q·K becomes a score that softmax takes, and then an exponent of 2: a GPU computes exp2
+// in one instruction, ex2.
 #pragma once
 
 #include <algorithm>
@@ -15,15 +15,15 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 inline constexpr float kLargest = std::numeric_limits<float>::max();
 
-/// Models have softcaps of 15 to 50. Kernels for Hopper serve those up to this one, with a tanh whose absolute error is
-/// 1e-7; so no score is off by more than 6e-5.
+/// Models have softcaps of 15 to 50. Kernels for Hopper serve softcaps up to this one with a tanh whose absolute error
+/// is 1e-7, so that no score is off by more than 6e-5.
 inline constexpr float kUsualSoftcap = 512;
 
-/// Scale, softcap and ALiBi as a map from raw scores to scores, which are logits in a unit of their own:
+/// ScoreMap is scale, softcap and ALiBi as one map from raw scores to scores, which are logits in a unit of their own:
 ///
 ///   plain       score = raw, in units of scale
 ///   capped      score = tanh(inner · raw), in units of softcap
-///   stretched   score = outer · raw − slope · |j − diagonal|, or of the tanh if it is capped too; the unit is 1
+///   stretched   score = outer · raw − slope · |j − diagonal|, of the tanh if it is capped too; the unit is 1
 ///
 /// So the unit is always positive, and one multiplication, which the exponent's FMA does at no cost, makes a score the
 /// exponent of 2. The factor of a difference of scores is rounded, but no score is: however large scores are, their
@@ -32,7 +32,7 @@ struct ScoreMap {
   float inner = 0;
   float outer = 1;
   float unit = 1;
-  float unit_log2 = kLog2e;  // unit · log2 e: of exponents of 2
+  float unit_log2 = kLog2e;  // unit · log2 e, which makes scores exponents of 2
   bool capped = false;
   bool stretched = false;
 

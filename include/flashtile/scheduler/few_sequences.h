@@ -1,4 +1,4 @@
-// Blocks of rows of a few ragged sequences, in about the order of their work, without a list in memory.
+// This scheduler takes the blocks of rows of a few ragged sequences, about longest first, without a list in memory.
 #pragma once
 
 #include <cstdint>
@@ -8,22 +8,22 @@
 
 namespace flashtile {
 
-/// Where the parts of at most 32 sequences stand (see RaggedTiles), in shared memory: so no kernel has to list them
-/// before. The first parts of all come first, that of the sequence with the most keys before the others', then the
-/// second ones, and so on. All this is on the way to a kernel's first key, and its code comes from memory: so it is
-/// short.
+/// FewSequences has the order of the parts of at most 32 sequences (see RaggedTiles) in shared memory, so that no
+/// kernel has to list them beforehand. The first parts of all come first, that of the sequence with the most keys
+/// before the others', then the second ones, and so on. The code is short, as a kernel loads its first key only after
+/// this code has been fetched into the instruction cache and has run.
 struct FewSequences {
   struct Part {
     std::uint16_t first_place, first_block, blocks, batch;
   };
-  Part parts[RaggedOrder::kMostParts * RaggedOrder::kFewSequences];  // those without a block too
+  Part parts[RaggedOrder::kMostParts * RaggedOrder::kFewSequences];  // in order, those without a block too
   Sequence sequences[RaggedOrder::kFewSequences];
 
-  /// By a warp, a lane for each sequence. Returns how many places there are: as in a list, none where tables break the
-  /// rules.
+  /// A warp calls it, with a lane for each sequence. Returns how many places there are (see RaggedPart): as in a list,
+  /// 0 where tables break the rules.
   __device__ int place(Sequences const& all, RaggedOrder const& order) {
     const int lane = threadIdx.x % 32, entries = all.q.entries();
-    bool legal = true;  // as is_legal has it; this and the spans at once, from two entries of a table
+    bool legal = true;  // as in is_legal(), from the same two entries of a table as the spans
     const auto span_of = [&](Spans const& spans) {
       const int begin = spans.begins[min(lane, spans.batch)], end = spans.begins[min(lane + 1, spans.batch)];
       int used = end - begin;
@@ -35,14 +35,14 @@ struct FewSequences {
     sequences[lane] = own;
     const int blocks_of_own = blocks_of(own, order);
     Counts counts = 0;
-#pragma unroll 1  // registers are few, here and below
+#pragma unroll 1  // registers are scarce, here and below
     for (int part = 0; part < order.parts; ++part) {
       const Range blocks = blocks_of_part(blocks_of_own, part, order.parts, true);
       counts |= Counts(blocks.end - blocks.begin) << part * 16;
     }
-    const int rank = min(own.k.used, kMostKeys) << 5 | (31 - lane);  // no two are equal
+    const int rank = min(own.k.used, kMostKeys) << 5 | (31 - lane);  // unique, as it holds the lane
     Counts first_places = 0;
-    int before = 0;  // sequences
+    int before = 0;  // sequences of a higher rank
 #pragma unroll 2
     for (int other = 0; other < entries; ++other) {
       const int rank_of_other = __shfl_sync(kWarp, rank, other);
@@ -65,12 +65,12 @@ struct FewSequences {
     return __all_sync(kWarp, legal) ? int((sum * kBefore + sum) >> 48) : 0;
   }
 
-  /// By a thread: the tile `index`, which there is, in part `at` or a later one. Sets `at` to its part.
+  /// A thread calls it for the tile `index`, which must exist, in part `at` or a later one. Sets `at` to that part.
   __device__ TileCoord find(unsigned index, RaggedOrder const& order, int& at) const {
     const int place = order.heads.quotient(int(index));
     while (place >= parts[at].first_place + parts[at].blocks) ++at;
     const Part part = parts[at];
-    // The divisions behind it are not on the way where heads come one by one.
+    // The divisions of heads_at_once() are spared where heads come one by one.
     const int at_once =
         order.blocks_of_section == 0 ? 1 : heads_at_once(order, blocks_of(sequences[part.batch], order));
     TileCoord tile{.batch = part.batch};
@@ -84,10 +84,11 @@ struct FewSequences {
     return order.rows.quotient(sequence.q.size + order.rows.value - 1);
   }
 
-  using Counts = std::uint64_t;  // four of 16 bits, one for each part: a product with kBefore sums up those before
+  // Counts are four of 16 bits, one for each part: multiplied with kBefore, each becomes the sum of those before it.
+  using Counts = std::uint64_t;
   static constexpr Counts kBefore = 0x0001'0001'0001'0000;
   static_assert(RaggedOrder::kMostParts == 4 && RaggedOrder::kFewPlaces < 1 << 16);
-  static constexpr int kMostKeys = (1 << 26) - 1;  // more count as so many, for the order
+  static constexpr int kMostKeys = (1 << 26) - 1;  // more keys rank as so many
   static constexpr unsigned kWarp = 0xffffffff;
 };
 

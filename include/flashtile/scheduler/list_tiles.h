@@ -1,17 +1,19 @@
-// How the blocks of rows of ragged sequences are listed, in the order of their work.
+// This file lists the blocks of rows of ragged sequences, longest first, in places (see RaggedPart).
 #pragma once
 
 #include "flashtile/scheduler/parts.h"
 
 namespace flashtile {
 
-/// The longest come first. Eight classes to an octave: by the exponent of the length, and three bits of its mantissa.
+/// Returns the class of a length: the first class has the longest. There are eight classes to an octave, by the
+/// exponent of the length and three bits of its mantissa.
 __device__ inline int class_of(int length) {
   constexpr int kClasses = RaggedOrder::kClasses;
   return length <= 0 ? kClasses - 1 : (kClasses - 2) - ((__float_as_int(float(length)) >> 20) - (127 << 3));
 }
 
-/// Of each class, from how many places it takes to where they begin. By all threads of a block.
+/// Turns the number of places that each class takes into the place where it begins: an exclusive prefix sum. All
+/// threads of a block call it.
 __device__ inline void places_from_counts(int (&places)[RaggedOrder::kClasses], RaggedTiles const& tiles) {
   if (threadIdx.x < 32) {
     constexpr int kOfLane = RaggedOrder::kClasses / 32;
@@ -34,17 +36,17 @@ __device__ inline void places_from_counts(int (&places)[RaggedOrder::kClasses], 
       before += count;
     }
   }
-  __syncthreads();
+  __syncthreads();  // all threads wait for the first warp's sums
 }
 
-/// Where tables break the rules nothing is listed: sequences that overlap may need more places than there are, and
-/// their blocks might wait for each other.
+/// One thread block, of kClasses threads at least, sorts parts by the work of their longest block: a counting sort.
 ///
-/// By one thread block, of kClasses threads at least: a counting sort of parts by the work of their longest block.
+/// Where tables break the rules it lists nothing: sequences that overlap may need more places than there are, and their
+/// blocks might wait for each other.
 __device__ inline void list_tiles(Sequences const& sequences, RaggedOrder const& order) {
   constexpr int kClasses = RaggedOrder::kClasses;
   const bool of_keys = order.of == RaggedOrder::Of::kKeys;
-  __shared__ int places[kClasses];  // of each class; then where its next part begins
+  __shared__ int places[kClasses];  // how many each class has; then where its next part begins
   if (threadIdx.x < kClasses) places[threadIdx.x] = 0;
   bool legal = true;
   for (int b = threadIdx.x; b <= sequences.q.batch; b += int(blockDim.x))
@@ -72,7 +74,7 @@ __device__ inline void list_tiles(Sequences const& sequences, RaggedOrder const&
       for (int place = first; place < first + count; ++place) order.tiles.list[place] = entry;
     }
     if (counted) return;
-    __syncthreads();
+    __syncthreads();  // all threads have counted their parts
     places_from_counts(places, order.tiles);
   }
 }

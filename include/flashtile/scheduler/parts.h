@@ -1,19 +1,19 @@
-// The parts of ragged sequences: which blocks each has, and how much work that is.
+// This file says which blocks each part of a ragged sequence has (see RaggedPart), and how much work that is.
 #pragma once
 
 #include "flashtile/scheduler/ragged.h"
 
 namespace flashtile {
 
-/// The `part`-th part of blocks, from the most work to the least: the upper two thirds, the upper half of the rest, and
-/// so on; or, where the first blocks have the most work, the lower.
+/// Returns the `part`-th of the parts of a sequence's blocks, which go from the most work to the least: the upper two
+/// thirds, the upper half of the rest, and so on; or, where the first blocks have the most work, the lower.
 __device__ inline Range blocks_of_part(int blocks, int part, int parts, bool last_first) {
   const auto end_of = [&](int part) { return part == 0 ? blocks : part == parts ? 0 : blocks / 3 >> (part - 1); };
   const int begin = end_of(part + 1), end = end_of(part);
   return last_first ? Range{begin, end} : Range{blocks - end, blocks - begin};
 }
 
-/// The rows of the other side that a block sees.
+/// Returns how many rows of the other side a block sees: keys of queries, or queries of keys.
 __device__ inline int length_of(RaggedOrder const& order, Sequence const& sequence, int block) {
   const bool of_keys = order.of == RaggedOrder::Of::kKeys;
   const Lengths lengths = of_keys ? sequence.lengths().transposed() : sequence.lengths();
@@ -22,16 +22,17 @@ __device__ inline int length_of(RaggedOrder const& order, Sequence const& sequen
   return rows.empty() ? 0 : band.columns(rows.end - 1, lengths).end - band.columns(rows.begin, lengths).begin;
 }
 
-/// Whether an entry of a table is one that check would have let pass.
+/// Returns whether an entry of a table is one that check would let pass, could the host read it.
 __device__ inline bool is_legal(Spans const& spans, int b) {
   const int begin = spans.begins[b];
   return (b > 0 || begin == 0) && begin <= (b < spans.batch ? spans.begins[b + 1] : spans.size);
 }
 
-/// How many heads of a sequence of `blocks` blocks stand side by side.
+/// Returns how many heads of a sequence of `blocks` blocks make a section (see RaggedPart).
 __device__ inline int heads_at_once(RaggedOrder const& order, int blocks) {
   const int heads = order.heads.value;
-  return Spans::tiles(heads, Spans::tiles(heads, max(order.blocks_of_section / blocks, 1)));  // as even as can be
+  // Sections have as even a number of heads as can be.
+  return Spans::tiles(heads, Spans::tiles(heads, max(order.blocks_of_section / blocks, 1)));
 }
 
 }  // namespace flashtile

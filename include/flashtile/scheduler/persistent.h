@@ -1,4 +1,4 @@
-// As many thread blocks as multiprocessors, each taking tile after tile.
+// This scheduler is for persistent thread blocks: as many as multiprocessors, each of which takes tile after tile.
 #pragma once
 
 #include <cstdint>
@@ -8,37 +8,38 @@
 
 namespace flashtile {
 
-/// Which tile a thread block takes after which, fixed beforehand: no counter that someone would have to reset. Made by
-/// cpp/select/balance.cpp.
+/// PersistentScheduler says which tile a thread block takes after which. The host fixes that beforehand
+/// (cpp/select/balance.cpp), so there is no counter that someone would have to reset.
 ///
-/// Tiles stand section by section. A section is `heads_at_once` heads side by side, few enough for their keys and
-/// values to stay in the L2 cache: first the last block of query rows of each, then the last but one, and so on; under
-/// a causal mask that is from the most work to the least. Every other section runs the other way, so that neighbours
-/// have about equal work there too, and the last one ends with the least.
+/// Tiles are ordered section by section. A section is `heads_at_once` heads, few enough for their keys and values to
+/// stay in the L2 cache: first comes the last block of query rows of each, then the last but one, and so on; under a
+/// causal mask that is longest first. Every other section runs the other way, so that work is about equal where two of
+/// them meet, and the last one ends with the least.
 ///
-/// In each of the first `rounds` rounds every block takes one tile. Rounds alternate in direction: who got the longest
-/// tile of one gets the shortest of the next. The tiles that are left, of two or three rounds, are dealt one by one.
+/// In each of the first `rounds` rounds every thread block takes one tile. Rounds alternate in direction: the one that
+/// got the longest tile of a round gets the shortest of the next. The tiles that are left, of two or three rounds, are
+/// dealt one by one.
 struct PersistentScheduler {
   static constexpr int kMaxBlocks = 144;  // as many multiprocessors as Hopper's largest die has
   static constexpr int kMaxDealt = 3 * kMaxBlocks;
 
-  int heads = 1;  // or packs of heads
+  int heads = 1;  // query heads, or packs of them
   int m_blocks = 1;
   int batch_heads = 1;  // batch · heads
   int heads_at_once = 1;
   int blocks = 1;
   int rounds = 0;
-  std::uint16_t dealt_from[kMaxBlocks + 1] = {};  // block b: places [dealt_from[b], dealt_from[b + 1]) of `dealt`
+  std::uint16_t dealt_from[kMaxBlocks + 1] = {};  // block b: entries [dealt_from[b], dealt_from[b + 1]) of `dealt`
   std::uint16_t dealt[kMaxDealt] = {};            // indices of tiles, counted from the first that no round has
 
-  // Unsigned, as indices may be as large as int allows.
+  // Indices are unsigned, as they may be as large as int allows.
   FLASHTILE_HOST_DEVICE unsigned tiles() const { return unsigned(batch_heads) * unsigned(m_blocks); }
   FLASHTILE_HOST_DEVICE unsigned tiles_of_rounds() const { return unsigned(rounds) * unsigned(blocks); }
 
-  /// How many tiles a block takes.
+  /// Returns how many tiles a thread block takes.
   FLASHTILE_HOST_DEVICE int tiles_of(int block) const { return rounds + dealt_from[block + 1] - dealt_from[block]; }
 
-  /// Which is the n-th that a block takes.
+  /// Returns the index of the n-th tile that a thread block takes.
   FLASHTILE_HOST_DEVICE unsigned index(int n, int block) const {
     if (n >= rounds) return tiles_of_rounds() + dealt[dealt_from[block] + n - rounds];
     return unsigned(n) * unsigned(blocks) + unsigned(n % 2 == 0 ? block : blocks - 1 - block);

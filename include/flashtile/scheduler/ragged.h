@@ -1,18 +1,19 @@
-// Blocks of rows of ragged sequences, in the order of their work.
+// This scheduler takes the blocks of rows of ragged sequences, longest first.
 #pragma once
 
 #include <cstdint>
 
 #include "flashtile/cuda/divisor.h"
 #include "flashtile/macros.h"
-#include "flashtile/math/mask.h"
+#include "flashtile/mask/band.h"
 #include "flashtile/sequence.h"
 
 namespace flashtile {
 
-/// Neighbouring blocks of rows of one sequence. A place stands for one of them in all heads. The blocks and heads of a
-/// part stand section by section: `heads_at_once` heads side by side, few enough for what they share to stay in the L2
-/// cache, first the block with the most work of each, at last the one with the least.
+/// A part is a run of neighbouring blocks of rows of one sequence. It has a place for each, a slot of the scheduler's
+/// list that stands for a block in all heads. Its tiles are ordered section by section: a section is `heads_at_once`
+/// heads, few enough for what they share to stay in the L2 cache, in which the block with the most work of each head
+/// comes first and the one with the least last.
 struct RaggedPart {
   int first_place;
   int batch;
@@ -20,7 +21,8 @@ struct RaggedPart {
   int blocks;
   int heads_at_once;
 
-  /// Which tile of its places has `index`. `last_first`: whether the last block of a sequence has the most work.
+  /// Sets `head` and `block` to those of the tile `index`, one of this part's. `last_first` says whether the last block
+  /// of a sequence has the most work.
   FLASHTILE_HOST_DEVICE void find(unsigned index, int heads, bool last_first, int& head, int& block) const {
     const unsigned within = index - unsigned(first_place) * unsigned(heads);
     const unsigned of_section = unsigned(heads_at_once) * unsigned(blocks);
@@ -34,30 +36,30 @@ struct RaggedPart {
   }
 };
 
-/// A part as thread blocks find it in a list.
+/// RaggedEntry is a part as thread blocks find it in the list.
 struct alignas(16) RaggedEntry : RaggedPart {
   int blocks_of_sequence;
   Sequence sequence;
 };
 static_assert(sizeof(RaggedEntry) == 48);
 
-/// Which block of rows a thread block takes.
+/// RaggedTile is the block of rows that a thread block takes.
 struct RaggedTile {
   const RaggedEntry* entry = nullptr;
   int head = 0;
   int block = 0;
 };
 
-/// The blocks of rows of all sequences, where the host does not know how long they are: a kernel that runs before
-/// lists them (list_tiles), those with the most work first. Under a mask a sequence is listed in parts, of which the
-/// first is two thirds of its blocks, the next a half of the rest, and so on: so the last to come is little work, of
-/// whatever sequence, and thread blocks end together.
+/// RaggedTiles is scheduler metadata: all sequences' blocks of rows, longest first. The host does not know the lengths,
+/// so a kernel that runs before makes the list (list_tiles). Under a mask a sequence is listed in parts, the first of
+/// which is two thirds of its blocks, the next a half of the rest, and so on. So the last tiles are little work, of
+/// whatever sequence, and the tail effect is small.
 struct RaggedTiles {
-  RaggedEntry* list = nullptr;  // of each place, its part; null: there is no list
-  int* listed = nullptr;        // places that there are
+  RaggedEntry* list = nullptr;  // the part of each place; null if there is no list
+  int* listed = nullptr;        // number of places listed
   int* taken = nullptr;         // tiles asked for so far: all, or those after the first of each thread block
 
-  /// Bytes for `places`, from a 16-byte aligned address on.
+  /// Returns the bytes that `places` places take, from a 16-byte aligned address on.
   static std::int64_t bytes(std::int64_t places) { return places * std::int64_t(sizeof(RaggedEntry)) + 16; }
   static RaggedTiles at(void* memory, std::int64_t places) {
     auto* const list = static_cast<RaggedEntry*>(memory);
@@ -67,7 +69,8 @@ struct RaggedTiles {
 
   FLASHTILE_HOST_DEVICE bool given() const { return list != nullptr; }
 
-  /// Whether there is a tile `index`, and which. `last_first`: whether the last block of a sequence has the most work.
+  /// Returns whether there is a tile `index`, and sets `tile` to it. `last_first` says whether the last block of a
+  /// sequence has the most work.
   FLASHTILE_HOST_DEVICE bool find(unsigned index, int heads, bool last_first, RaggedTile& tile) const {
     const unsigned place = index / unsigned(heads);
     if (place >= unsigned(*listed)) return false;
@@ -77,20 +80,20 @@ struct RaggedTiles {
   }
 };
 
-/// In which order tiles are taken.
+/// RaggedOrder says in which order tiles are taken.
 struct RaggedOrder {
-  static constexpr int kClasses = 256;  // of lengths, eight to an octave
+  static constexpr int kClasses = 256;  // classes of lengths, eight to an octave
   static constexpr int kMostParts = 4;
-  static constexpr int kFewSequences = 32;          // that need no list, and their
-  static constexpr int kFewPlaces = (1 << 16) - 1;  // places: see FewSequences
+  static constexpr int kFewSequences = 32;          // up to so many sequences need no list, but FewSequences,
+  static constexpr int kFewPlaces = (1 << 16) - 1;  // which has up to so many places
   enum class Of : std::uint8_t { kQueries, kKeys };
   RaggedTiles tiles;
   Of of = Of::kQueries;
-  Divisor rows;               // of a block
-  Band band;                  // of queries, whatever is listed
-  Divisor heads;              // of which there is a tile in each place
-  int parts = 1;              // of a sequence, at the most
-  int blocks_of_section = 0;  // as many heads stand side by side as have so many blocks
+  Divisor rows;               // rows of a block
+  Band band;                  // that of the queries, whatever is listed
+  Divisor heads;              // heads, each with a tile in every place
+  int parts = 1;              // parts of a sequence, at most
+  int blocks_of_section = 0;  // blocks that the heads of a section have together, about; 0: a section is one head
 };
 
 }  // namespace flashtile

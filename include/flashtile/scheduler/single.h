@@ -1,4 +1,4 @@
-// One thread block per tile: linear block index → (batch, head, block of query rows).
+// This scheduler has one thread block per tile: linear block index → (batch, head, block of query rows).
 #pragma once
 
 #include "flashtile/macros.h"
@@ -11,8 +11,8 @@ struct TileCoord {
   int m_block = 0;
 };
 
-/// Blocks of one head are neighbours, so that those in flight share K and V in L2. Within a head the last block comes
-/// first: under a causal mask it has the most work, and the short ones fill the tail.
+/// Tiles of one head are neighbours, so that those in flight share K and V in the L2 cache. Within a head the last
+/// block comes first (longest first): under a causal mask it has the most work, and the short ones fill the tail.
 struct SingleTileScheduler {
   int heads = 1;
   int m_blocks = 1;

@@ -1,37 +1,37 @@
-// Which keys of which tile a thread block goes through, where few rows meet many keys (Flash-Decoding, Dao et al.
-// 2023).
+// This scheduler says which keys of which tile a thread block goes through, where few rows meet many keys
+// (Flash-Decoding, Dao et al. 2023).
 #pragma once
 
 #include "flashtile/cache.h"
 #include "flashtile/macros.h"
-#include "flashtile/math/group_packing.h"
-#include "flashtile/math/mask.h"
+#include "flashtile/mask/band.h"
+#include "flashtile/math/head_packing.h"
 #include "flashtile/sequence.h"
 
 namespace flashtile {
 
-/// The keys of each tile of rows are cut into items, and items of all tiles stand in one line: tile after tile,
-/// sequence after sequence. Teams of thread blocks, a block for each KV head, share the line out evenly, wherever that
-/// cuts a tile's keys (Lean Attention, Sanovar et al. 2024). So blocks of a team read neighbouring heads of the same
-/// rows, and the grid is the same whatever the lengths are: a captured graph serves all of them.
+/// The keys of each query tile are cut into items, units of work, and the items of all tiles form one line: tile after
+/// tile, sequence after sequence. A team is a group of thread blocks, one for each KV head. Teams share the line out
+/// evenly, wherever that cuts a tile's keys (Lean Attention, Sanovar et al. 2024). So thread blocks of a team read
+/// neighbouring heads of the same rows, and the grid is the same whatever the lengths are: a captured graph serves all.
 ///
-/// An item is kItem keys; or a split, where the caller says how many there are, or how long they are, so that
-/// results do not depend on what else there is. Splits are items of their own only if they lie `apart`; otherwise all
-/// of a tile's are one item.
+/// An item is kItem keys, unless the caller says how many splits there are, or how long they are, so that results do
+/// not depend on what else is in the batch. Splits are items of their own only if they lie `apart`; otherwise all
+/// splits of a tile are one item.
 struct SplitKeys {
   Spans queries;
   CachedRows rows;
   Band band;
   GroupPacking packing;
   Divisor teams;
-  int keys_of_split = 0;  // a multiple of kItem; 0: see num_splits
-  int num_splits = 0;     // 0: none
+  int keys_of_split = 0;  // a multiple of kItem; 0 if the caller gives no length
+  int num_splits = 0;     // 0 if the caller gives no number
   bool apart = false;
 
   struct Tile {
     Lengths lengths;
-    Range queries;  // of the tile, that count
-    Range keys;     // from the first split's or item's beginning to the last key that is seen
+    Range queries;  // those of the tile that count
+    Range keys;     // from the first split's or item's beginning to the last visible key
     int split = 1;  // keys of a split, or of an item
     int items = 1;
   };
@@ -54,7 +54,7 @@ struct SplitKeys {
       tile.keys = {};
       return tile;
     }
-    // Divisions take long, and this is on the way to the first key: only where splits need them.
+    // Divisions take long and delay the load of the first key, so only splits make them.
     if (!splits()) {
       tile.keys.begin = tile.keys.begin / kItem * kItem;
       tile.items = parts(tile.keys.end - tile.keys.begin, kItem);
@@ -68,7 +68,7 @@ struct SplitKeys {
     return tile;
   }
 
-  /// Whether items are splits that somebody asked for.
+  /// Returns whether the caller asked for splits; these are items only if they lie `apart`.
   FLASHTILE_HOST_DEVICE bool splits() const { return keys_of_split > 0 || num_splits > 0; }
 
   template <int kM, int kItem>
@@ -80,8 +80,8 @@ struct SplitKeys {
     return items;
   }
 
-  /// Whether a sequence of queries begins where the one before ends, or behind it. Where one does not, sequences may
-  /// have more tiles in all than select has counted: then nothing is computed.
+  /// Returns whether the begins of ragged queries ascend from `b` to the next. Where they do not, sequences may have
+  /// more tiles in all than select has counted: then nothing is computed.
   FLASHTILE_HOST_DEVICE bool sorted(int b) const {
     return !queries.ragged() || queries.begins[b] <= queries.begins[b + 1];
   }
@@ -90,7 +90,7 @@ struct SplitKeys {
   FLASHTILE_HOST_DEVICE static int parts(int keys, int of) { return (keys + of - 1) / of; }
 };
 
-/// How teams share the line of all items: the first `rest` have one more than `each`.
+/// Teams share out the line of all items so that each has `each` of them, and the first `rest` teams one more.
 struct TeamShares {
   int each;
   int rest;
@@ -101,7 +101,7 @@ struct TeamShares {
   }
   FLASHTILE_HOST_DEVICE int first_item(int team) const { return each * team + (team < rest ? team : rest); }
   FLASHTILE_HOST_DEVICE int team_of(int item) const {
-    int team = int(float(item) * teams_per_item);  // or a neighbour of it
+    int team = int(float(item) * teams_per_item);  // rounded: perhaps a neighbour of the right one
     while (first_item(team) > item) --team;
     while (first_item(team + 1) <= item) ++team;
     return team;

@@ -1,4 +1,5 @@
-// Results over some of a tile's keys, in the workspace: where they lie, and who comes last and joins them.
+// This file keeps the parts of tiles, partial results over some of a tile's keys, in the workspace: it says where they
+// lie, and which thread block comes last and joins them.
 #pragma once
 
 #include <cuda/atomic>
@@ -10,25 +11,25 @@
 
 namespace flashtile {
 
-/// Where the parts of a tile lie, in the order of their keys. Teams leave at most two: what they begin with, and what
-/// they end with.
+/// PlacesOfParts says in which places (slots of the workspace) the parts of a tile lie, in the order of their keys. A
+/// team of thread blocks leaves two parts at most: of the tile that it begins with, and of the one that it ends with.
 struct PlacesOfParts {
   int count;
-  int own;    // which part this team's is
-  int first;  // place
-  int next, step;
+  int own;         // which part is this team's
+  int first;       // place of the first part
+  int next, step;  // place of the second one, and how far the others are apart
 
   CUTE_DEVICE int operator[](int n) const { return n == 0 ? first : next + (n - 1) * step; }
 
   CUTE_DEVICE static PlacesOfParts of(KvcacheSegment const& s, bool splits, int team, TeamShares const& shares) {
     if (splits) return {s.tile.items, s.items.begin, s.first_item, s.first_item + 1, 1};
     const int first = shares.team_of(s.first_item), last = shares.team_of(s.first_item + s.tile.items - 1);
-    const int before = shares.first_item(first) == s.first_item ? 0 : 1;  // whether that team had another before
+    const int before = shares.first_item(first) == s.first_item ? 0 : 1;  // whether that team began before this tile
     return {last - first + 1, team - first, 2 * first + before, 2 * (first + 1), 2};
   }
 };
 
-/// The parts of one KV head.
+/// PartsInMemory writes and reads the parts of one KV head.
 template <int kM, int kHeadDim>
 struct PartsInMemory {
   KvcacheParams const& params;
@@ -47,26 +48,26 @@ struct PartsInMemory {
             {state.x, state.y}};
   }
 
-  /// Where the parts of a tile are counted.
+  /// Returns the count of a tile's parts that are written.
   CUTE_DEVICE MarkedCount arrivals(PlacesOfParts const& places) const {
     return {params.partials.arrivals + index_of(places.first), params.partials.mark};
   }
 
-  /// Says that a part is written. Whether all are, which one thread block of a tile's is told, the last. Counting
-  /// begins with 0, whatever was `found` there: whoever comes sees to it before it counts.
+  /// Counts this thread block's part as written, and returns whether it is the tile's last, as just one thread block is
+  /// told. The count begins with 0, whatever was `found` there: each thread block sees to that before it counts.
   CUTE_DEVICE bool hand_in(PlacesOfParts const& places, std::uint64_t found) const {
     bool last = false;
-    __syncthreads();
+    __syncthreads();  // all threads have written their chunks of the part
     if (threadIdx.x == 0) {
       const MarkedCount arrived = arrivals(places);
       arrived.begin(found);
-      last = arrived.add(cuda::memory_order_acq_rel) == places.count - 1;  // one fence, a light one
+      last = arrived.add(cuda::memory_order_acq_rel) == places.count - 1;  // acq_rel is one fence, a light one
       if (last) arrived.clear();
     }
     return __syncthreads_or(last);
   }
 
-  /// Joins every second part from the `first` on. Several are on their way together.
+  /// Joins every second part from the `first` on. Loads of several parts are in flight together.
   CUTE_DEVICE Part join_every_second(PlacesOfParts const& places, int first, int count, int row, int column,
                                      float unit_log2) const {
     constexpr int kAhead = 8;

@@ -1,4 +1,5 @@
-// Scores over a cache, where all query heads of a group stand side by side and warps have keys of their own.
+// This file maps and masks scores over a cache, where a tile's rows are all query heads of a KV head and each group of
+// warps has keys of its own.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -8,12 +9,13 @@
 
 namespace flashtile {
 
-/// The scores of the keys that one group has: blocks of kN, every kGroups-th. As ScoreTile, for heads side by side.
+/// KvcacheScores are the scores of the keys that one group of warps has: blocks of kN, every kGroups-th. It does what
+/// ScoreTile does, for the heads of a GroupPacking.
 template <int kN, int kGroups>
 struct KvcacheScores {
   ScoreTile<KvcacheParams> tile;
   int group;
-  /// Of a column among the group's keys: which it is among those of all groups.
+  /// Returns which column among the keys of all groups `first_column` is, where a block of this group's keys begins.
   CUTE_DEVICE int column(int first_column) const { return first_column * kGroups + group * kN; }
 
   template <Softcaps kSoftcaps, class Scores, class Coord>

@@ -1,4 +1,4 @@
-// Which keys of which tiles a thread block over a cache attends to.
+// This file says which keys of which tiles a thread block over a cache attends to.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -8,42 +8,45 @@
 
 namespace flashtile {
 
-/// Some of the keys of one tile.
+/// A segment is some of the keys of one tile.
 struct KvcacheSegment {
   int batch;
   int m_block;
   Span queries;
-  int first_row;  // of the cache, of key 0
+  int first_row;  // row of the cache that is key 0
   SplitKeys::Tile tile;
-  int first_item;  // of the tile's, among all
-  Range items;     // of the tile
+  int first_item;  // index of the tile's first item among all
+  Range items;     // items of this segment, among the tile's
 };
 
-/// The share of one team of thread blocks. Each warp finds it by itself, a lane looking at one sequence of 32: from one
-/// tile to the next it is on the way to the first key.
+/// KvcacheShare is the share of one team of thread blocks (see SplitKeys). Each warp finds it by itself, with a lane
+/// for each of 32 sequences, as this delays the load of the first key of each tile.
 template <int kM, int kItem>
 struct KvcacheShare {
   SplitKeys const& schedule;
   int team;
-  int item = 0, items_end = -1;  // the share, once it is known
+  int item = 0, items_end = -1;  // next item and end of the share, once it is known
 
   /// Calls `visit(segment, shares)` for each segment, where `shares` are those of all teams.
   template <class Visit>
   CUTE_DEVICE void for_each(Visit&& visit) {
     const int lane = threadIdx.x % 32;
-    int held = 0;  // of the cache, by the lane's sequence: asked for before the code that needs it comes from memory
+    // This is how many rows of the cache the lane's sequence holds. It is loaded early, while the code that needs it is
+    // fetched into the instruction cache.
+    int held = 0;
     if (lane < schedule.rows.batch)
       asm volatile("ld.global.b32 %0, [%1];" : "=r"(held) : "l"(schedule.rows.held + lane));
     if (!sorted()) return;
 
-    // First all sequences are counted, then those are looked at again that the share may lie in; 32 are seen once.
+    // First the items of all sequences are counted, then those sequences are looked at again that the share may lie in;
+    // up to 32 sequences are looked at once.
     const int entries = schedule.queries.entries();
     TeamShares shares{};
-    int all = 0, line_end = 0;  // items of all sequences; and of those before, and with, these 32
+    int all = 0, line_end = 0;  // items of all sequences; and of those up to, and with, these 32
     CUTE_NO_UNROLL
     for (int first = 0; first < entries && item != items_end; first += 32) {
       Sequence own;
-      int items = 0;  // of all tiles
+      int items = 0;  // items of all the sequence's tiles
       if (first + lane < entries) {
         if (first > 0) held = schedule.rows.held_of(first + lane);
         items = look_at(first + lane, held, own);
@@ -74,12 +77,12 @@ struct KvcacheShare {
  private:
   struct Sequence {
     Span queries;
-    int first_row = 0;  // of the cache
+    int first_row = 0;  // row of the cache
     int tiles = 0;
-    SplitKeys::Tile tile;  // the first
+    SplitKeys::Tile tile;  // the first tile
   };
 
-  /// Whether the sequences of queries stand one behind the other.
+  /// Returns whether the begins of ragged queries ascend, for all sequences.
   CUTE_DEVICE bool sorted() const {
     if (!schedule.queries.ragged()) return true;
     bool sorted = true;
@@ -88,7 +91,7 @@ struct KvcacheShare {
     return __all_sync(0xffffffff, sorted);
   }
 
-  /// Finds sequence `b`, of which the cache holds `held` rows, and returns the items of all its tiles.
+  /// Finds sequence `b`, of which the cache holds `held` rows, and returns how many items all its tiles have.
   CUTE_DEVICE int look_at(int b, int held, Sequence& sequence) const {
     const CachedRows::Rows rows = schedule.rows.at(b, held);
     sequence.queries = schedule.queries.at(b);
@@ -104,7 +107,7 @@ struct KvcacheShare {
     return items;
   }
 
-  /// Of this lane and of those before it.
+  /// Returns the sum of `x` over this lane and those before it.
   CUTE_DEVICE static int sum_up_to_lane(int x) {
     CUTE_UNROLL
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -114,7 +117,7 @@ struct KvcacheShare {
     return x;
   }
 
-  /// The segments of the share in the tiles of one sequence, whose first item is `first_item`.
+  /// Visits the segments of the share in the tiles of one sequence, whose first item is `first_item`.
   template <class Visit>
   CUTE_DEVICE void visit_tiles(Sequence const& sequence, int batch, int first_item, Visit&& visit) {
     KvcacheSegment s;

@@ -1,4 +1,4 @@
-// Where Ampere's mainloop finds its rows, over a cache.
+// This file says where Ampere's mainloop finds its rows over a cache.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -8,16 +8,17 @@
 #include "flashtile/kvcache_params.h"
 #include "flashtile/load/gather.h"
 #include "flashtile/mainloop/forward_sm80.h"
+#include "flashtile/math/element.h"
 
 namespace flashtile {
 
-/// What the mainloop of one group is.
+/// Returns the variant of the mainloop of one group of warps.
 constexpr Variant of_group(Variant v) {
   v.warps = warps_of_group(v);
   return v;
 }
 
-/// Rows of a tile of one sequence, and of keys in the pages of a cache.
+/// KvcacheSource is the mainloop's Source for the rows of a tile of one sequence, and of keys in the pages of a cache.
 template <Variant kV>
 struct KvcacheSource {
   using Params = KvcacheParams;
@@ -25,17 +26,18 @@ struct KvcacheSource {
   static constexpr int kN = kV.tile_n;
   static constexpr int kGroups = groups_of(kV);
   using Mainloop = ForwardMainloopSm80<of_group(kV), KvcacheSource>;
-  using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
+  using Element = ElementOf<kV.dtype>;
 
   KvcacheParams const& params;
   TileCoord tile;
   Span queries;
-  int first_row;  // of the cache: that of key 0 of the part
+  int first_row;  // row of the cache that is key 0 of the segment
   int end_row;
   int group;
   int thread;
   CachePolicy policy;
-  Pages::Place place = find(0);  // of a warp: where a lane's row of the next block lies, looked up a block ahead
+  // With kLanePerRow this is where the lane's row of the next block lies, looked up a block ahead.
+  Pages::Place place = find(0);
 
   template <class Shared>
   CUTE_DEVICE void load_q(Shared const& sQ, int thread) const {
@@ -67,7 +69,7 @@ struct KvcacheSource {
   static constexpr bool kLanePerRow = Mainloop::kThreads == 32 && kN <= 32;
 
   CUTE_DEVICE int first_of(int block) const { return first_row + (block * kGroups + group) * kN; }
-  /// Of the lane's row of a block; one that there is, whatever block it is.
+  /// Returns where the lane's row of a block lies: in a row that exists, whatever block it is.
   CUTE_DEVICE Pages::Place find(int block) const {
     return kLanePerRow ? params.pages.at(tile.batch, min(first_of(block) + thread, end_row - 1)) : Pages::Place{};
   }

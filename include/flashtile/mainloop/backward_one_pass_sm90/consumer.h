@@ -1,4 +1,4 @@
-// The warpgroups of Hopper's backward kernel of one pass that multiply and weigh.
+// This file has the consumer warpgroups of Hopper's backward kernel of one pass, which multiply and form weights.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -10,8 +10,8 @@
 
 namespace flashtile {
 
-/// What one thread of the consumers holds of each operand: registers, or descriptors of shared memory, which are those
-/// of its warpgroup.
+/// These functions make what one thread of the consumers holds of each operand: registers, or descriptors of shared
+/// memory, which are those of its warpgroup.
 template <class Mainloop>
 struct OnePassFragmentsSm90 {
   using SharedStorage = typename Mainloop::SharedStorage;
@@ -32,20 +32,20 @@ struct OnePassFragmentsSm90 {
   CUTE_DEVICE static auto tensor(Element* at, Layout layout) {
     return cute::make_tensor(cute::make_smem_ptr(at), layout);
   }
-  /// K or V, (mma, n, k).
+  /// Returns K or V, (mma, n, k).
   CUTE_DEVICE static auto keys(Element* at, int warpgroup) {
     using namespace cute;
     return MmaS{}.get_slice(warpgroup * 128).partition_fragment_A(tensor(at, TileOfKeys{}))(_, _, _, 0);
   }
-  /// Q or dO for the scores, (mma, m, k, stage).
+  /// Returns Q or dO for the scores, (mma, m, k, stage).
   CUTE_DEVICE static auto queries(Element* at, int warpgroup) {
     return MmaS{}.get_slice(warpgroup * 128).partition_fragment_B(tensor(at, TilesOfQueries{}));
   }
-  /// Q or dO for dK and dV, (mma, head_dim, k, stage).
+  /// Returns Q or dO for dK and dV, (mma, head_dim, k, stage).
   CUTE_DEVICE static auto queries_t(Element* at, int thread) {
     return MmaKV{}.get_slice(thread).partition_fragment_B(tensor(at, TilesOfQueriesT{}));
   }
-  /// The place of each score in the tile.
+  /// Returns the coordinates of each score in the tile.
   CUTE_DEVICE static auto places(int thread) {
     return rows_and_columns(MmaS{}.get_slice(thread).partition_C(cute::make_identity_tensor(ShapeS{})));
   }
@@ -63,7 +63,7 @@ struct OnePassFragmentsSm90 {
   }
 };
 
-/// One thread of the consumers; `thread` counts from the first of them.
+/// OnePassConsumerSm90 is one thread of the consumers; `thread` counts from the first of them.
 template <class Mainloop>
 class OnePassConsumerSm90 {
   using SharedStorage = typename Mainloop::SharedStorage;
@@ -83,14 +83,14 @@ class OnePassConsumerSm90 {
   CUTE_DEVICE OnePassConsumerSm90(BackwardOnePassParams const& params, SharedStorage& shared, int thread)
       : backward(params.backward), shared(shared), thread(thread) {}
 
-  /// Calls `finish(work, tKrdK, tVrdV)` for each block, with dK, before the scale, and dV, (mma, key, head_dim) both.
+  /// Calls `finish(work, tKrdK, tVrdV)` for each block, with dK, before the scale, and dV, both (mma, key, head_dim).
   template <class Finish>
   CUTE_DEVICE void run(Blocks const& blocks, Finish&& finish) {
     blocks.for_each([&](Work const& work, auto release) __attribute__((always_inline)) {
       release();
       auto tKrdK = Fragments::gradient_of_keys();
       auto tVrdV = Fragments::gradient_of_keys();
-      if (work.queries.visible.empty()) {  // two calls of finish(), or the accumulators of matmuls would be copied
+      if (work.queries.visible.empty()) {  // with one call of finish() the accumulators would be copied
         cute::clear(tKrdK);
         cute::clear(tVrdV);
         return finish(work, tKrdK, tVrdV);
@@ -101,7 +101,7 @@ class OnePassConsumerSm90 {
   }
 
  private:
-  /// dK and dV of a block of keys, and its part of dQ of all tiles of queries that see it.
+  /// Forms dK and dV of a block of keys, and its part of dQ of all tiles of queries that see it.
   template <class Gradient>
   CUTE_DEVICE void add_up(Work const& work, Gradient& tKrdK, Gradient& tVrdV) {
     lengths = work.lengths(backward);
@@ -121,14 +121,14 @@ class OnePassConsumerSm90 {
     finish_dq(tQrdQ);
   }
 
-  /// What one tile of queries adds to dK and dV, and dQ of the tile before.
+  /// Adds to dK and dV what one tile of queries contributes, and forms dQ of the tile before.
   template <class Gradient>
   CUTE_DEVICE void step(Work const& work, int head, int m_block, Gradient& tKrdK, Gradient& tVrdV) {
     using namespace cute;
     typename Mainloop::MmaS mma_s;
     typename Mainloop::MmaKV mma_kv;
-    // Members would be held in registers from one step to the next, since a matmul's asm reads what it overwrites:
-    // there are too few for that.
+    // As members these would be held in registers from one step to the next, since a matmul's asm reads what it
+    // overwrites: there are too few registers for that.
     auto tSrS = Fragments::scores();    // (mma, n, m)
     auto tSrdP = Fragments::scores();   // (mma, n, m)
     auto tVrP = Fragments::rounded();   // (mma, n, k)
@@ -136,7 +136,7 @@ class OnePassConsumerSm90 {
     auto tQrdQ = Fragments::gradient_of_queries();
     Tensor scores = rows_and_columns(tSrS);        // (row, column)
     Tensor other = rows_and_columns(tSrdP);        // (row, column)
-    Tensor weights = recast<std::uint32_t>(tVrP);  // two of a row to a word
+    Tensor weights = recast<std::uint32_t>(tVrP);  // two weights of a row to a word
     const int stage = uniform(at.stage);
     shared.q_barriers.wait_full(at);
     start_matmul(mma_s, tSrK, tSrQ(_, _, _, stage), tSrS, ScaleOut::Zero);
@@ -162,8 +162,8 @@ class OnePassConsumerSm90 {
     round_to(tSrS, tKrdS);
     share_scores(tKrdS);
 
-    // dQ of the step before, for which the other warpgroup has had time: so the two need not keep step. In the first
-    // there is none, and nothing comes of what is multiplied.
+    // Now dQ of the step before is formed. The other warpgroup has had time to store its dS, so the two need not keep
+    // step. In the first step there is no such dS, and the product is discarded.
     if (started) shared.ds_full[dq_at.stage].wait(dq_at.parity);
     start_dq(tQrdQ);
     start_matmul(mma_kv, tKrdS, tKrQ(_, _, _, stage), tKrdK, opening);
@@ -179,7 +179,7 @@ class OnePassConsumerSm90 {
     opening = ScaleOut::One;
   }
 
-  /// Raw scores to scores, −inf where they do not count.
+  /// Turns raw scores into scores, −inf where they do not count.
   template <class Scores>
   CUTE_DEVICE void form_scores(Scores& scores, Tile const& tile, bool edge, int m_block) {
     using namespace cute;
@@ -193,13 +193,14 @@ class OnePassConsumerSm90 {
     tile.mask(scores, tScS, m_block * kM);
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
-      if (tile.first_row + get<0>(tScS(r, 0)) < tile.lengths.q) continue;  // what lies behind would add to dQ
+      if (tile.first_row + get<0>(tScS(r, 0)) < tile.lengths.q) continue;  // keys behind the last one would add to dQ
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = -kInfinity;
     }
   }
 
-  /// Scores to weights, rounded for dV, and to what dP is multiplied with: the same, times `slope(score)`.
+  /// Turns scores into weights, rounded for dV, and `scores` into the factors of dP: these weights times
+  /// `slope(score)`.
   template <class Scores, class Weights, class Slope>
   CUTE_DEVICE void weigh(Scores& scores, Weights& weights, int stage, Slope&& slope) {
     using namespace cute;
@@ -223,7 +224,7 @@ class OnePassConsumerSm90 {
     kept.keep(other, backward.dropout.scale);
   }
 
-  /// Weights and dP to dS.
+  /// Turns weights, and dP in `other`, into dS in `scores`.
   template <class Scores, class Weights>
   CUTE_DEVICE void differentiate(Scores& scores, Scores& other, Weights& weights, int stage) {
     using namespace cute;
@@ -238,17 +239,18 @@ class OnePassConsumerSm90 {
     });
   }
 
-  /// Gives dS to all warps, which need the whole of it for dQ.
+  /// Gives this warp's part of dS to all warps, which wait for the whole of it to form dQ.
   template <class Rounded>
   CUTE_DEVICE void share_scores(Rounded const& tKrdS) {
-    shared.ds_empty[ds_at.stage].wait(ds_at.parity ^ 1);  // a new barrier counts as past its first round
+    // Waits until all warps have read the dS that was in this buffer; on a new barrier nobody waits.
+    shared.ds_empty[ds_at.stage].wait(ds_at.parity ^ 1);
     store_scores(tKrdS, ds_at.stage);
     cute::tma_store_fence();  // what was stored is visible to matmuls
     __syncwarp();
     if (thread % 32 == 0) shared.ds_full[ds_at.stage].arrive();
   }
 
-  /// Where in shared memory a thread stores its first rows of dS.
+  /// Returns where in shared memory a thread stores its first rows of dS.
   CUTE_DEVICE static std::uint32_t place_of_scores(SharedStorage& shared, int thread) {
     const int lane = thread % 32;
     const int key = thread / 32 * 16 + lane / 8 % 2 * 8;
@@ -256,13 +258,13 @@ class OnePassConsumerSm90 {
     return cute::cast_smem_ptr_to_uint(shared.ds[0] + typename Mainloop::PlacesOfdS{}(query, key, 0));
   }
 
-  /// dS, (mma, key, query), as rows of queries: blocks of 8 × 8 transposed on the way.
+  /// Stores dS (mma, key, query) as rows of queries: stmatrix transposes blocks of 8 × 8 on the way.
   template <class Rounded>
   CUTE_DEVICE void store_scores(Rounded const& tKrdS, int buffer) {
     using namespace cute;
     constexpr int kStep =
-        typename Mainloop::PlacesOfdS{}(_16{}, _0{}, _0{}) * sizeof(Element);  // 16 queries on: swizzled alike
-    auto words = recast<std::uint32_t>(tKrdS);  // two words of each 8 queries: keys r = 0, 1
+        typename Mainloop::PlacesOfdS{}(_16{}, _0{}, _0{}) * sizeof(Element);  // 16 queries on, with the same swizzle
+    auto words = recast<std::uint32_t>(tKrdS);  // two words of each 8 queries, of keys r = 0, 1
     CUTE_UNROLL
     for (int i = 0; i < size(words); i += 4)
       asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
@@ -289,15 +291,17 @@ class OnePassConsumerSm90 {
   template <class Gradient>
   CUTE_DEVICE void finish_dq(Gradient& tQrdQ) {
     __syncwarp();
-    if (thread % 32 == 0) shared.ds_empty[dq_at.stage].arrive();
+    if (thread % 32 == 0) shared.ds_empty[dq_at.stage].arrive();  // this warp has read dS
     dq_at.advance();
     if (backward.dq == nullptr) return;
+    // Waits until TMA has read the dQ of the step before; on a new barrier nobody waits.
     shared.dq_empty[warpgroup].wait(dq_parity ^ 1);
     hand_over_dq(tQrdQ);
     dq_parity ^= 1;
   }
 
-  /// A warpgroup's part of dQ: each thread's accumulators as they are, four by four, side by side.
+  /// Gives a warpgroup's part of dQ to the writer, which waits for it: each thread's accumulators as they are, four by
+  /// four, next to those of the other threads.
   template <class Gradient>
   CUTE_DEVICE void hand_over_dq(Gradient& tQrdQ) {
     using namespace cute;
@@ -325,16 +329,16 @@ class OnePassConsumerSm90 {
   const bool maps = backward.score_map.maps();
   const float unit_log2 = backward.score_map.unit_log2;
   const bool steep = backward.steep();
-  typename Ring<Mainloop::kStages>::Cursor at{};  // the tile of queries in hand
-  typename Ring<2>::Cursor ds_at{};               // where its dS goes
-  typename Ring<2>::Cursor dq_at{};               // dS that dQ is formed of
+  typename Ring<Mainloop::kStages>::Cursor at{};  // current tile of queries
+  typename Ring<2>::Cursor ds_at{};               // buffer for its dS
+  typename Ring<2>::Cursor dq_at{};               // buffer of the dS that dQ is formed of
   typename Ring<1>::Cursor keys_at{};
   const std::uint32_t place = place_of_scores(shared, thread);
   unsigned dq_parity = 0;
-  Lengths lengths;   // of the block of keys in hand
-  bool partial;      // whether it reaches beyond the last key
-  bool started;      // whether there is dQ of a step before
-  ScaleOut opening;  // what a block's first matmuls do with dK and dV: they overwrite them
+  Lengths lengths;   // those of the current block of keys
+  bool partial;      // whether the block reaches beyond the last key
+  bool started;      // whether a step before has left dS to form dQ of
+  ScaleOut opening;  // a block's first matmuls overwrite dK and dV
 };
 
 }  // namespace flashtile

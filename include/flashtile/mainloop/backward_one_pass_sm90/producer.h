@@ -1,4 +1,4 @@
-// The thread of Hopper's backward kernel of one pass that has TMA bring tiles into shared memory.
+// This file has the producer of Hopper's backward kernel of one pass: the thread that has TMA load tiles.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -32,7 +32,7 @@ struct OnePassProducerSm90 {
   CUTE_DEVICE void load(Work const& work, Release&& release) {
     if (work.queries.visible.empty()) return release();
     int left = work.steps();
-    // Early enough for the next block's tiles to be on their way.
+    // The next block may be handed out early enough before this one's end for its tiles to be in flight by then.
     const int release_at = min(left, Mainloop::kStepsAhead);
     const auto load_keys = [&](CUtensorMap const& map, Ring<1>& ring, Element* to) {
       std::uint64_t* barrier = ring.fill(keys_at, [] { return sizeof(SharedStorage::k); });
@@ -50,7 +50,7 @@ struct OnePassProducerSm90 {
       cute::SM90_TMA_LOAD_2D::copy(
           &params.statistics, barrier, static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
           shared.statistics[at.stage], work.workspace_tile(params.backward, head, m_block) * kM, 0);
-      if (first) load_keys(params.k, shared.k_barriers, shared.k);  // when the block before is done with its own
+      if (first) load_keys(params.k, shared.k_barriers, shared.k);  // waits until the last block's K has been read
       barrier = shared.dout_barriers.fill(at, [] { return sizeof(SharedStorage::dout[0]); });
       load_queries(params.dout, barrier, shared.dout[at.stage]);
       if (first) load_keys(params.v, shared.v_barriers, shared.v);

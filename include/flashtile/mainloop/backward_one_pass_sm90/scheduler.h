@@ -1,12 +1,13 @@
-// Which blocks of keys a thread block of Hopper's backward kernel of one pass takes.
+// This file says which blocks of keys a thread block of Hopper's backward kernel of one pass takes.
 #pragma once
 
 #include "flashtile/mainloop/backward_one_pass_sm90/storage.h"
 
 namespace flashtile {
 
-/// Hands out blocks. Where sums are in order, who waits for a block must know that somebody has it: so all are taken
-/// in turn, where otherwise each thread block has its first one beforehand.
+/// One thread hands out blocks of keys. Each thread block has its first one beforehand, but not where sums are in
+/// order: a thread block that waits for the sum of another block of keys relies on a running thread block having taken
+/// that one, so there all are taken from the counter.
 template <class Mainloop>
 struct OnePassSchedulerSm90 {
   using SharedStorage = typename Mainloop::SharedStorage;
@@ -26,14 +27,15 @@ struct OnePassSchedulerSm90 {
         more = shared.more = index < params.blocks && shared.work.find(params.backward, index);
         return 0;
       });
-      // Nobody else can have what is taken; but a block that is soon done should not wait for the answer.
+      // No other thread block can have what is taken, so it is taken late. But a block that is soon done should not
+      // wait for the counter's answer.
       taken = more && shared.work.steps() <= Mainloop::kStepsAhead;
       if (taken) index = take();
     }
   }
 };
 
-/// The blocks of keys that a thread block takes.
+/// OnePassBlocksSm90 are the blocks of keys that a thread block takes.
 template <class Mainloop>
 struct OnePassBlocksSm90 {
   using SharedStorage = typename Mainloop::SharedStorage;
@@ -41,22 +43,24 @@ struct OnePassBlocksSm90 {
 
   BackwardOnePassParams const& params;
   SharedStorage& shared;
-  Work only;  // if it does not loop; found by all threads before registers are shared out, as a producer has few
+  // This is the block of a thread block that takes only one. All threads find it before registers are given to the
+  // consumers, as a producer has few.
+  Work only;
 
   CUTE_DEVICE OnePassBlocksSm90(BackwardOnePassParams const& params, SharedStorage& shared)
       : params(params), shared(shared) {
     if constexpr (!Mainloop::kLoops) only = Work(params.backward, blockIdx.x);
   }
 
-  /// Calls `visit(work, release)` for each, which calls `release()` when the next block may be handed out to this
-  /// thread block.
+  /// Calls `visit(work, release)` for each, which calls `release()` when this thread block may be given the next block.
   template <class Visit>
   CUTE_DEVICE void for_each(Visit&& visit_and_release) const {
     const auto visit = [&](Work const& work) __attribute__((always_inline)) { visit_and_release(work, [] {}); };
     if constexpr (Mainloop::kTakes == Takes::kBlock) {
       visit(only);
     } else if constexpr (Mainloop::kTakes == Takes::kBlocks) {
-      // Rounds alternate in direction: under a mask, who got the longest block of one gets the shortest of the next.
+      // Rounds alternate in direction: under a mask, the thread block that got the longest block of one gets the
+      // shortest of the next.
       int place = blockIdx.x;
       CUTE_NO_UNROLL
       for (int first = 0; first < params.blocks; first += gridDim.x) {

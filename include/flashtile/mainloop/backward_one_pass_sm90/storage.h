@@ -1,5 +1,5 @@
-// What all roles of Hopper's backward kernel of one pass know: the launch's parameters, tiles and matmuls, and shared
-// memory.
+// This file has what all roles of Hopper's backward kernel of one pass know: the launch's parameters, tiles and
+// matmuls, and shared memory.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -8,6 +8,7 @@
 #include "flashtile/load/tensor_map.h"
 #include "flashtile/mainloop/key_block.h"
 #include "flashtile/mainloop/wgmma.h"
+#include "flashtile/math/element.h"
 #include "flashtile/params.h"
 #include "flashtile/variant.h"
 
@@ -18,15 +19,15 @@ struct BackwardOnePassParams {
   CUtensorMap q, k, v, dout;  // tiles of M, N, N, M rows
   CUtensorMap statistics;     // lse_log2 and delta of M rows
   CUtensorMap dq;             // half a tile of the workspace
-  int blocks;                 // of keys, of all heads
+  int blocks;                 // blocks of keys of all heads
 };
 
-/// What a thread block takes: a block of keys; several, as its index says; or again and again the next that nobody has
-/// taken, where sequences are ragged, or several are to be taken and sums are in order.
+/// Takes says what a thread block takes: a block of keys; several, as its index says; or again and again the next that
+/// no other has taken, where sequences are ragged, or where it takes several and sums are in order.
 enum class Takes { kBlock, kBlocks, kNext };
 
-/// Where a thread block takes several blocks of keys, the next one's tiles are on their way while dK and dV of the last
-/// one are stored.
+/// Where a thread block takes several blocks of keys, the tiles of the next one are being loaded while dK and dV of the
+/// last one are stored.
 template <Variant kV, Takes kT>
 struct BackwardOnePassSm90 {
   static constexpr Takes kTakes = kT;
@@ -38,17 +39,18 @@ struct BackwardOnePassSm90 {
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
   static constexpr int kStages = kV.stages;
-  static constexpr int kWarpgroups = 2;  // consumers
-  // Of a thread: 504 among the three warpgroups. A producer that works out the next block of keys could do with 40.
+  static constexpr int kWarpgroups = 2;  // consumer warpgroups
+  // Three threads, one of each warpgroup, have 504 registers together. A producer that finds its next block by itself
+  // could do with 40.
   static constexpr int kRegisters = kM == 64 && kV.features == Features::kNone ? 232 : 240;
   static constexpr int kProducerRegisters = 504 - 2 * kRegisters;
   static_assert(kV.head_dim_v == kHeadDim && kHeadDim % 64 == 0 && kN == 64 * kWarpgroups && kM % 16 == 0 &&
                 kV.warps == 4 * (kWarpgroups + 1));
 
-  using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
-  static constexpr int kColumns = 64;  // of one TMA box
+  using Element = ElementOf<kV.dtype>;
+  static constexpr int kColumns = 64;  // columns of one TMA box
   using SmemLayoutdS = SmemTile<Element, kM, kN, 2>;
-  using PlacesOfdS = decltype(cute::as_position_independent_swizzle_layout(SmemLayoutdS{}));  // in elements
+  using PlacesOfdS = decltype(cute::as_position_independent_swizzle_layout(SmemLayoutdS{}));  // offsets in elements
 
   static constexpr auto kMajorK = cute::SM90::GMMA::Major::K;
   static constexpr auto kMajorMN = cute::SM90::GMMA::Major::MN;
@@ -61,8 +63,8 @@ struct BackwardOnePassSm90 {
       cute::SM90::GMMA::rs_op_selector<
           Element, Element, float, cute::Shape<cute::Int<kN>, cute::Int<kHeadDim>, cute::Int<kM>>, kMajorK, kMajorMN>(),
       Keys{}));  // dV, dK
-  // Of dQ a warpgroup has half the rows. Where rows are too few to share, dQ is formed transposed, (head_dim, M), and a
-  // warpgroup has half the head dimension.
+  // Each warpgroup forms half the rows of dQ. Where rows are too few to share, dQ is formed transposed (turned),
+  // (head_dim, M), and a warpgroup forms half the head dimension.
   static constexpr bool kTurned = kM < 64 * kWarpgroups;
   static_assert((kTurned ? kHeadDim : kM) == 64 * kWarpgroups);
   using ShapeQ = cute::Shape<cute::Int<kTurned ? kHeadDim : kM>, cute::Int<kTurned ? kM : kHeadDim>, cute::Int<kN>>;
@@ -70,17 +72,17 @@ struct BackwardOnePassSm90 {
       cute::SM90::GMMA::ss_op_selector<Element, Element, float, ShapeQ, kTurned ? kMajorMN : kMajorK,
                                        kTurned ? kMajorK : kMajorMN>(),
       Keys{}));
-  // Whether dS takes the rounded weights, where there are no registers for the others.
+  // With this, dS is formed of the rounded weights, as there are no registers for the others.
   static constexpr bool kRoundedWeights = kM * kHeadDim > 64 * 128;
-  static_assert(!kRoundedWeights || !kKnowsSoftcap);            // softcap scales them
-  static constexpr int kPartOfQ = kM * kHeadDim / kWarpgroups;  // floats of one warpgroup
-  static constexpr int kColumnsOfPart = 256;                    // as TMA sees them
+  static_assert(!kRoundedWeights || !kKnowsSoftcap);            // softcap scales the others
+  static constexpr int kPartOfQ = kM * kHeadDim / kWarpgroups;  // floats of dQ that one warpgroup forms: a part
+  static constexpr int kColumnsOfPart = 256;                    // columns and rows of a part as TMA sees it
   static constexpr int kRowsOfPart = kPartOfQ / kColumnsOfPart;
   static_assert(kPartOfQ % kColumnsOfPart == 0);
 
   using Work = KeyBlock<kM, kN, kRagged>;
 
-  static constexpr int kStepsAhead = kStages + 2;  // so long before a block's end the next may be handed out
+  static constexpr int kStepsAhead = kStages + 2;  // iterations before a block's end when the next may be handed out
 
   struct SharedStorage {
     alignas(1024) Element k[kN * kHeadDim];
@@ -90,18 +92,22 @@ struct BackwardOnePassSm90 {
     alignas(1024) Element ds[2][kM * kN];
     alignas(1024) float dq[kWarpgroups][kPartOfQ];
     alignas(128) float statistics[kStages][2][kM];  // lse_log2, delta
-    // What is handed out next, if it is: to the producer, the writers, and all consumers.
+    // This is the next block, where blocks are handed out: the producer, the writers and all consumers wait for it, and
+    // the scheduler waits for all of them to be done with the one before.
     Work work;
-    bool more;  // or there is nothing left
+    bool more;  // false if no block is left
     Ring<1> work_barriers;
+    // Consumers wait for tiles that the producer has TMA load; it waits for all their warps to have read a stage.
     Ring<1> k_barriers, v_barriers;
     Ring<kStages> q_barriers, dout_barriers;
-    // dS: all warps store their part and read all parts.
+    // For dS, all consumer warps wait until each has stored its part (full), and before they store again, until each
+    // has read all parts (empty).
     cutlass::arch::ClusterBarrier ds_full[2], ds_empty[2];
-    // A warpgroup's part of dQ: its warps fill the place, the writer empties it.
+    // For a warpgroup's part of dQ, the writer waits for the warps to store it (full), and they wait for the writer's
+    // TMA to have read it (empty).
     cutlass::arch::ClusterBarrier dq_full[kWarpgroups], dq_empty[kWarpgroups];
 
-    /// By one thread, before any other touches the barriers.
+    /// One thread calls it before any other touches the barriers.
     CUTE_DEVICE void init_barriers() {
       work_barriers.init(1 + kWarpgroups + 128 * kWarpgroups);  // the producer, writers, and consumers
       k_barriers.init(4 * kWarpgroups);

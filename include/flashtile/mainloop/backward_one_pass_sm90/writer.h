@@ -1,4 +1,4 @@
-// The threads of Hopper's backward kernel of one pass that have TMA add up dQ in memory.
+// This file has the writers of Hopper's backward kernel of one pass: the threads that have TMA add up dQ in memory.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -8,7 +8,7 @@
 
 namespace flashtile {
 
-/// One thread for each consumer warpgroup has TMA add its part of dQ to memory.
+/// One thread for each consumer warpgroup has TMA add that warpgroup's part of dQ to memory.
 template <class Mainloop>
 struct OnePassWriterSm90 {
   using SharedStorage = typename Mainloop::SharedStorage;
@@ -24,7 +24,7 @@ struct OnePassWriterSm90 {
     const bool wanted = params.backward.dq != nullptr;
     if (!Mainloop::kRagged && !wanted) return;
     blocks.for_each([&](Work const& work, auto release) {
-      release();  // who hands blocks out waits for this one too
+      release();  // the scheduler waits for the writers, too
       if (wanted) add(work);
     });
   }
@@ -34,20 +34,21 @@ struct OnePassWriterSm90 {
       const std::int64_t tile = work.workspace_tile(params.backward, head, m_block);
       const SumOfDq sum(params.backward, tile, warpgroup);
       const bool in_order = params.backward.deterministic;
-      const bool there = !in_order && sum.there();  // asked early: almost always it is, and nobody waits for that
-      shared.dq_full[warpgroup].wait(parity);
+      // This is asked early, before dQ is there: almost always there is a sum already, and nobody waits for the answer.
+      const bool there = !in_order && sum.there();
+      shared.dq_full[warpgroup].wait(parity);  // waits for the warpgroup's warps to store their dQ
       const bool first = in_order ? sum.await(work.n_block) : !there && sum.claim();
-      asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA sees what others had it write
+      asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA sees what other thread blocks had it write
       const int place = int((tile * Mainloop::kWarpgroups + warpgroup) * Mainloop::kRowsOfPart);
       if (first)
         cute::SM90_TMA_STORE_2D::copy(&params.dq, shared.dq[warpgroup], 0, place);
       else
         cute::SM90_TMA_REDUCE_ADD_2D::copy(&params.dq, shared.dq[warpgroup], 0, place);
       cute::tma_store_arrive();
-      cute::tma_store_wait<0>();  // it has been read
+      cute::tma_store_wait<0>();  // TMA has read it from shared memory
       shared.dq_empty[warpgroup].arrive();
       if (first || in_order) {
-        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // and is in memory
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // TMA has written it to global memory
         in_order ? sum.pass(work.n_block) : sum.announce();
       }
       parity ^= 1;

@@ -1,4 +1,4 @@
-// The warpgroups of Hopper's forward kernel that multiply and weigh.
+// This file has the consumers of Hopper's forward kernel: the warpgroups that multiply and turn scores into weights.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -11,7 +11,7 @@
 
 namespace flashtile {
 
-/// What one thread of the consumers holds of each operand: registers, or descriptors of shared memory.
+/// These functions make what a consumer thread holds of each operand: registers, or descriptors of shared memory.
 template <class Mainloop>
 struct ForwardFragmentsSm90 {
   using SharedStorage = typename Mainloop::SharedStorage;
@@ -43,7 +43,7 @@ struct ForwardFragmentsSm90 {
     return MmaPV{}.get_slice(thread).partition_fragment_B(sVt);  // (mma, head_dim, k, stage)
   }
   CUTE_DEVICE static auto scores() { return cute::partition_fragment_C(MmaQK{}, ShapeS{}); }  // (mma, m, n)
-  /// The place of each score in the tile.
+  /// Returns the coordinates of each score in the tile.
   CUTE_DEVICE static auto places(int thread) {
     return rows_and_columns(MmaQK{}.get_slice(thread).partition_C(cute::make_identity_tensor(ShapeS{})));
   }
@@ -57,7 +57,7 @@ struct ForwardFragmentsSm90 {
   }
 };
 
-/// One thread of the consumers; `thread` counts from the first of them.
+/// ForwardConsumerSm90 is one thread of the consumers; `thread` counts from the first of them.
 template <class Mainloop>
 class ForwardConsumerSm90 {
   using Params = typename Mainloop::Params;
@@ -76,7 +76,7 @@ class ForwardConsumerSm90 {
       : params(params),
         shared(shared),
         thread(thread),
-        // With a single stage of Q its descriptors are constants, which wait in ordinary registers.
+        // With a single stage of Q its descriptors are constants, which wait in ordinary registers, without uniform().
         warpgroup(Mainloop::kStagesQ == 1 ? thread / 128 : uniform(thread / 128)) {}
 
   /// Computes tile after tile. Calls `finish(work, accumulators, softmax state)`, or `skip(work)` if it sees no key.
@@ -128,7 +128,7 @@ class ForwardConsumerSm90 {
  private:
   CUTE_DEVICE Work const& work() const { return shared.work[work_at.stage]; }
 
-  /// Whether the next tile sees a key; else it sees none, or is none.
+  /// Waits for the next tile and returns whether it sees a key; if not, it sees none, or there is no tile.
   CUTE_DEVICE bool next_tile() {
     shared.work_barriers.wait_full(work_at);
     blocks = work().keys.blocks;
@@ -136,7 +136,7 @@ class ForwardConsumerSm90 {
     return blocks > 0;
   }
 
-  /// Waits for the rows of Q, and where they are kept in registers gives their stage back at once.
+  /// Waits for the rows of Q. Where they are kept in registers, it gives their stage back to the producer at once.
   CUTE_DEVICE void take_q() {
     using namespace cute;
     auto& barriers = shared.q_barriers[warpgroup];
@@ -161,7 +161,7 @@ class ForwardConsumerSm90 {
       start_matmul(mma_qk, tSrQ(_, _, _, q_stage), tSrK(_, _, _, k_stage), tSrS, ScaleOut::Zero);
   }
 
-  /// When the scores of a block are there.
+  /// Gives stages back to the producer when a block's scores are there: that of K, and with the last block that of Q.
   CUTE_DEVICE void release_operands(int n_block) {
     shared.k_barriers.release_by_warp(k_at);
     k_at.advance();
@@ -171,13 +171,13 @@ class ForwardConsumerSm90 {
     }
   }
 
-  /// Starts P·V of the block in hand.
+  /// Starts P·V of the block whose weights are there.
   CUTE_DEVICE void start_output() {
     using namespace cute;
     shared.v_barriers.wait_full(v_at);
     start_matmul(mma_pv, tOrP, tOrV(_, _, _, v_at.stage), tOrO, opening);
   }
-  /// Waits for it, while kPending matmuls may go on that were started later.
+  /// Waits for that P·V, while kPending matmuls that were started later may go on, and gives the stage of V back.
   template <int kPending>
   CUTE_DEVICE void finish_output() {
     wait_matmul<kPending>(tOrO);
@@ -185,7 +185,8 @@ class ForwardConsumerSm90 {
     v_at.advance();
   }
 
-  /// Weighs all blocks of a tile, the scores of whose first one are there, and adds up P·V of all but the last.
+  /// Turns the scores of all blocks of a tile, the first of which are there already, into weights, and adds up P·V of
+  /// all but the last block.
   CUTE_DEVICE void weigh_blocks() {
     using namespace cute;
     release_operands(0);
@@ -207,7 +208,7 @@ class ForwardConsumerSm90 {
     }
   }
 
-  /// P·V of the block in hand, and the weights of the next one.
+  /// Adds P·V of the block before `n_block`, and forms the weights of `n_block`.
   template <class InteriorOnly>
   CUTE_DEVICE bool step(int n_block, InteriorOnly interior_only) {
     shared.k_barriers.wait_full(k_at);
@@ -222,8 +223,9 @@ class ForwardConsumerSm90 {
     return weigh<false>(n_block, interior_only);
   }
 
-  /// Scores to weights. Few blocks outgrow the reference that the tile's first block has set, and few rows are steep:
-  /// these are left to weigh_again(), and false is returned. So the loops hold what all blocks need and nothing else.
+  /// Turns scores into weights. Few blocks outgrow the reference that the tile's first block has set, and few rows are
+  /// steep: for these it returns false, and leaves them to weigh_again(). So the loops have what all blocks need, and
+  /// nothing else.
   template <bool kFirst, class InteriorOnly>
   CUTE_DEVICE bool weigh(int n_block, InteriorOnly interior_only) {
     using namespace cute;
@@ -236,21 +238,20 @@ class ForwardConsumerSm90 {
       if (edge) score_tile.mask(scores, tScS, n_block * kN);
     }
     if (kFirst) softmax.begin(scores);
-    float added[2];
-    softmax.weigh(tSrS, tOrP, added, false);  // without a branch before it, it begins while P·V is waited for
+    softmax.weigh(tSrS, tOrP, added, false);  // no branch stands before it, so it begins while P·V is waited for
     if (softmax.outgrown(added)) return false;
     softmax.row[0].sum += added[0];
     softmax.row[1].sum += added[1];
     return true;
   }
 
-  /// Weighs the block anew, with references that its scores do not exceed, and of steep rows with differences formed
-  /// before they are multiplied. The references of a tile's first block are its maxima already, so raise() leaves them;
-  /// the sums that it scales are 0 then, and the next P·V overwrites O.
+  /// Computes the block's weights anew, with references that its scores do not exceed, and in steep rows from
+  /// differences, formed before they are multiplied. The references of a tile's first block are its maxima already, so
+  /// raise() leaves them; the sums that it rescales are 0 then, and the next P·V overwrites O.
   CUTE_DEVICE void weigh_again() {
     auto scores = rows_and_columns(tSrS);  // (row, column)
-    float factor[2], added[2];
-    softmax.raise(scores, factor);
+    float factor[2];
+    softmax.raise(scores, added, factor);
     scale_rows(rows_and_columns(tOrO), factor);
     softmax.relate(scores);
     softmax.weigh(tSrS, tOrP, added, true);
@@ -278,17 +279,18 @@ class ForwardConsumerSm90 {
   decltype(Fragments::scores()) tSrS = Fragments::scores();               // (mma, m, n)
   decltype(Fragments::weights()) tOrP = Fragments::weights();             // (mma, m, k)
   decltype(Fragments::output()) tOrO = Fragments::output();               // (mma, m, head_dim)
-  WorkCursor work_at{};                                                   // the tile in hand
+  WorkCursor work_at{};                                                   // current tile
   typename Ring<Mainloop::kStagesQ>::Cursor q_at{};
-  // Two cursors, though one follows the other: a step uses each and then advances it, so both stay uniform.
-  typename Ring<Mainloop::kStages>::Cursor k_at{};  // the next block
-  typename Ring<Mainloop::kStages>::Cursor v_at{};  // the block in hand
+  // There are two cursors, though one follows the other: a step uses each and then advances it, so both stay uniform.
+  typename Ring<Mainloop::kStages>::Cursor k_at{};  // K of the next block
+  typename Ring<Mainloop::kStages>::Cursor v_at{};  // V of the current block
   const Turns<Mainloop::kWarpgroups> turns{warpgroup};
   const bool maps = params.forward.score_map.maps();
   const bool drops = Mainloop::kKnowsDropout && params.forward.dropout.active();
   OnlineSoftmax<2> softmax{params.forward.score_map.unit_log2};
-  int blocks;                         // of the tile in hand
-  Range interior;                     // of those
+  float added[2];                     // sums of the block's weights in this thread's columns
+  int blocks;                         // key blocks of the current tile
+  Range interior;                     // those of them that need no mask
   ScaleOut opening = ScaleOut::Zero;  // the first P·V of a tile overwrites what the last one left
 };
 

@@ -1,4 +1,4 @@
-// The thread of Hopper's forward kernel that has TMA bring tiles into shared memory; over pages a warp.
+// This file has the producer of Hopper's forward kernel, a thread (over pages a warp) that has TMA load tiles.
 #pragma once
 
 #include "flashtile/load/tma.h"
@@ -6,10 +6,10 @@
 
 namespace flashtile {
 
-/// Brings Q, K and V, in the order in which consumers make room: the K of each block, then the V of the block before
-/// it, across tiles too, and Q after both: K0, Q, K1, V0, …, Kn, Vn-1, K0, Vn, Q, K1, V0, …
+/// Loads Q, K and V, in the order in which consumers make room: the K of each block, then the V of the block before it,
+/// across tiles too, and Q after both: K0, Q, K1, V0, …, Kn, Vn-1, K0, Vn, Q, K1, V0, …
 ///
-/// One thread does so; over pages a warp, each lane for the boxes of one page.
+/// One thread loads them; over pages a warp does, of which each lane loads the boxes of one page.
 template <class Mainloop>
 struct ForwardProducerSm90 {
   using Params = typename Mainloop::Params;
@@ -28,19 +28,19 @@ struct ForwardProducerSm90 {
   Params const& params;
   SharedStorage& shared;
   typename Ring<Mainloop::kStagesQ>::Cursor q_at{};
-  typename Ring<Mainloop::kStages>::Cursor at{};  // the next block
+  typename Ring<Mainloop::kStages>::Cursor at{};  // stage of the next block
 
   CUTE_DEVICE static bool leads() { return !kPaged || threadIdx.x % 32 == 0; }
 
   template <class Barriers, class Cursor, class Prepare>
   CUTE_DEVICE std::uint64_t* fill(Barriers& barriers, Cursor at, Prepare&& prepare) {
     if (leads()) barriers.fill(at, prepare);
-    if (kPaged) __syncwarp();  // the stage is empty for all lanes
+    if (kPaged) __syncwarp();  // all lanes wait for lane 0, which has waited for the stage to be empty
     return reinterpret_cast<std::uint64_t*>(&barriers.full[at.stage]);
   }
 
-  /// Of pages, the rows of a lane's box of the block that begins with `key`. Behind the last key stand rows of the
-  /// first ones once more: no score of theirs counts.
+  /// Returns, over pages, the rows of a lane's box of the block that begins with `key`. A box behind the last key has
+  /// rows of the block's first one once more: no score of theirs counts.
   CUTE_DEVICE TmaRows rows_of_lane(Work const& work, int key) const {
     const int row = min(int(threadIdx.x % 32) * params.rows_of_box, kN - 1), used = work.sequence.k.used;
     const int first = key + row < used ? key + row : key;
@@ -49,7 +49,7 @@ struct ForwardProducerSm90 {
     return TmaRows::ragged(place.page * params.pages.size.value + place.row, rows);
   }
 
-  /// The tile of K or V of the block that begins with `key`, over pages of the rows that lanes know.
+  /// Loads the tile of K or V of the block that begins with `key`; over pages, each lane loads `rows`.
   template <int kColumnsOfTile, int kColumnsOfBox>
   CUTE_DEVICE void load_keys(CUtensorMap const& map, std::uint64_t* barrier, Element* tile, Work const& work, int key,
                              TmaRows const& rows) {
@@ -63,7 +63,7 @@ struct ForwardProducerSm90 {
   }
 
   CUTE_DEVICE void load_q(Work const& work) {
-    // Not unrolled: registers are few.
+    // The loop is not unrolled, as registers are scarce.
     CUTE_NO_UNROLL
     for (int w = 0; w < kWarpgroups; ++w) {
       constexpr int kRows = kM / kWarpgroups;
@@ -79,9 +79,10 @@ struct ForwardProducerSm90 {
   CUTE_DEVICE void run() {
     auto& works = shared.work_barriers;
     typename Ring<Mainloop::kWorks>::Cursor work_at{};
-    // The block whose V is still to come, of the tile in hand or of the one before.
+    // This is the block whose V is still to come, of the current tile or of the one before.
     int v_key = -1;
-    TmaRows rows, v_rows;  // of pages: of the next block, looked up a block ahead, and of the one whose V is to come
+    // Over pages these are the rows of the next block, looked up a block ahead, and of the one whose V is to come.
+    TmaRows rows, v_rows;
     const auto load_v = [&](bool of_tile_before) {
       if (v_key < 0) return;
       const auto v_at = at.previous();

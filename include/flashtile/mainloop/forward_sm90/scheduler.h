@@ -1,4 +1,4 @@
-// The warp of Hopper's forward kernel that says which tile comes next.
+// This file has the scheduler of Hopper's forward kernel: the warp that says which tile comes next.
 #pragma once
 
 #include "flashtile/cuda/launch.h"
@@ -6,8 +6,8 @@
 
 namespace flashtile {
 
-/// Hands out tiles: those of the plan, or, where sequences are ragged, the next that nobody has taken. A warp, of
-/// which one thread does all but place a few sequences.
+/// Hands out tiles: those of the plan, or, where sequences are ragged, the next that no thread block has taken. It is a
+/// warp, of which one thread does all but order a few sequences.
 template <class Mainloop>
 struct ForwardSchedulerSm90 {
   using Params = typename Mainloop::Params;
@@ -20,7 +20,7 @@ struct ForwardSchedulerSm90 {
   SharedStorage& shared;
   Cursor at{};
 
-  /// `write(work)` writes what is handed out.
+  /// Hands out what `write(work)` writes, as soon as a slot is free.
   template <class Write>
   CUTE_DEVICE void hand_out(Write&& write) {
     shared.work_barriers.fill(at, [&] {
@@ -30,12 +30,12 @@ struct ForwardSchedulerSm90 {
     at.advance();
   }
 
-  /// Of the sequence whose spans `span_of(&Sequence::q)` and `span_of(&Sequence::k)` are.
+  /// Hands out a tile of the sequence whose spans are `span_of(&Sequence::q)` and `span_of(&Sequence::k)`.
   template <class SpanOf>
   CUTE_DEVICE void hand_out(TileCoord tile, SpanOf&& span_of) {
     hand_out([&](Work& work) {
       ForwardParams const& forward = params.forward;
-      const auto forget = [] { asm volatile("" ::: "memory"); };  // registers are few: what is needed is read again
+      const auto forget = [] { asm volatile("" ::: "memory"); };  // registers are scarce: what is needed is read again
       work.tile = tile;
       forget();
       work.sequence.q = span_of(&Sequence::q);
@@ -59,9 +59,8 @@ struct ForwardSchedulerSm90 {
     });
   }
 
-  /// Hands out tiles one by one, from the thread block's own on: `find(index, tile)` says whether there is one, of
-  /// the sequence whose spans are `span_of(tile, side)`. `begin()` follows the first; `take()` says how many were
-  /// taken.
+  /// Hands out tiles one by one, from the thread block's own on. `find(index, tile)` says whether there is one, of the
+  /// sequence with the spans `span_of(tile, side)`; `begin()` follows the first; `take()` says how many were taken.
   template <class Find, class SpanOf, class Begin, class Take>
   CUTE_DEVICE void hand_out_ragged(Find&& find, SpanOf&& span_of, Begin&& begin, Take&& take) {
     unsigned index = blockIdx.x, parity = 0;
@@ -72,11 +71,11 @@ struct ForwardSchedulerSm90 {
       hand_out(tile, [&](auto side) { return span_of(tile, side); });
       if (index == blockIdx.x) begin();
       if (work.keys.blocks > 0) {
-        shared.near_end.wait(parity);
+        shared.near_end.wait(parity);  // waits until the producer is near this tile's end
         parity ^= 1;
       }
       unsigned blocks;
-      asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));  // or the compiler keeps it where there is no room
+      asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));  // otherwise the compiler keeps it in a scarce register
       index = blocks + unsigned(take());
     }
   }
@@ -107,7 +106,7 @@ struct ForwardSchedulerSm90 {
         [&] { params.taken.begin(params.taken.found()); },
         [&] {
           const int taken = params.taken.add(cuda::memory_order_relaxed);
-          if (taken == tiles - 1) params.taken.clear();  // each thread block that had a tile asks once in vain
+          if (taken == tiles - 1) params.taken.clear();  // the last one: each block that had a tile asks once in vain
           return taken;
         });
   }

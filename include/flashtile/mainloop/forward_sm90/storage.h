@@ -1,4 +1,4 @@
-// What all roles of Hopper's forward kernel know: the launch's parameters, tiles and matmuls, and shared memory.
+// All roles of Hopper's forward kernel know this: the launch's parameters, tiles and matmuls, and shared memory.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -7,8 +7,9 @@
 #include "flashtile/cuda/barrier.h"
 #include "flashtile/cuda/marked_count.h"
 #include "flashtile/load/tma.h"
+#include "flashtile/mask/walk.h"
+#include "flashtile/math/element.h"
 #include "flashtile/math/online_softmax.h"
-#include "flashtile/math/visible_keys.h"
 #include "flashtile/params.h"
 #include "flashtile/scheduler/few_sequences.h"
 #include "flashtile/scheduler/persistent.h"
@@ -18,12 +19,14 @@ namespace flashtile {
 
 struct ForwardParamsSm90 {
   ForwardParams forward;
-  CUtensorMap q, k, v, out;  // tiles of M, N, N rows; of the output as the epilogue stores them
+  // Boxes have 64 rows of Q and N of K and V, over pages perhaps fewer, and of the output as the epilogue stores them.
+  CUtensorMap q, k, v, out;
   PersistentScheduler scheduler;
-  MarkedCount taken;  // of a few ragged sequences, tiles asked for so far, after the first of each thread block
+  // For a few ragged sequences, these are the tiles asked for so far, after the first of each thread block.
+  MarkedCount taken;
 };
 
-/// Over keys and values in pages: all rows of them stand one behind the other, and a box holds rows of one page.
+/// Keys and values are in pages: to TMA all their rows lie one behind the other, and a box has rows of one page.
 struct PagedForwardParamsSm90 : ForwardParamsSm90 {
   Pages pages;
   int rows_of_box;  // divides a page and a tile
@@ -39,20 +42,20 @@ struct ForwardMainloopSm90 {
   static constexpr Features kFeatures = kV.features;
   static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
   static constexpr int kHeadDimV = kV.head_dim_v;
-  static constexpr int kStages = kV.stages / 2;  // key blocks, each a tile of K and one of V
-  static constexpr int kWarpgroups = kM / 64;    // consumers
+  static constexpr int kStages = kV.stages / 2;  // key blocks, each with a tile of K and one of V
+  static constexpr int kWarpgroups = kM / 64;    // consumer warpgroups
   static constexpr ForwardMemorySm90 kMemory = ForwardMemorySm90::of(kV);
   static constexpr int kStagesQ = kMemory.stages_q;
   static_assert(kV.warps == 4 * (kWarpgroups + 1) && kV.stages % 2 == 0 && kM % 64 == 0 && kN % 16 == 0 &&
                 kHeadDim % 32 == 0 && kHeadDimV % 32 == 0);
 
-  using Element = std::conditional_t<kV.dtype == DType::kFloat16, cute::half_t, cute::bfloat16_t>;
+  using Element = ElementOf<kV.dtype>;
   using ShapeQK = cute::Shape<cute::Int<kM>, cute::Int<kN>, cute::Int<kHeadDim>>;
   using ShapePV = cute::Shape<cute::Int<kM>, cute::Int<kHeadDimV>, cute::Int<kN>>;
   using Warpgroups = cute::Layout<cute::Shape<cute::Int<kWarpgroups>, cute::_1, cute::_1>>;
 
-  // Where registers allow, Q comes from them: that spares a fifth of the reads of shared memory, and power with them.
-  static constexpr int kRegisters = kWarpgroups == 2 ? 240 : 160;                           // of a consumer
+  // Where registers allow, matmuls take Q from them: that spares a fifth of the reads of shared memory, and power, too.
+  static constexpr int kRegisters = kWarpgroups == 2 ? 240 : 160;  // registers of a consumer thread
   static constexpr int kRegistersOfTiles = kHeadDimV / 2 + kHeadDim / 4 + kN / 2 + kN / 4;  // O, Q, S, P
   static constexpr bool kKeepQ = kRegistersOfTiles <= kRegisters * 5 / 6;
   static constexpr auto op_qk() {
@@ -68,7 +71,7 @@ struct ForwardMainloopSm90 {
                                        cute::SM90::GMMA::Major::MN>(),
       Warpgroups{}));
 
-  // Columns of one TMA box: 128 bytes, 64 where the head dimension is no multiple of 64.
+  // A TMA box has so many columns: 128 bytes, or 64 where the head dimension is no multiple of 64.
   static constexpr int columns_per_box(int head_dim) { return head_dim % 64 == 0 ? 64 : 32; }
   static constexpr int kColumns = columns_per_box(kHeadDim);
   static constexpr int kColumnsV = columns_per_box(kHeadDimV);
@@ -81,7 +84,7 @@ struct ForwardMainloopSm90 {
       AtomK<kColumns>{}, cute::Shape<cute::Int<kM>, cute::Int<kHeadDim>, cute::Int<kStagesQ>>{}));
   using SmemLayoutK = decltype(cute::tile_to_shape(
       AtomK<kColumns>{}, cute::Shape<cute::Int<kN>, cute::Int<kHeadDim>, cute::Int<kStages>>{}));
-  // V as the matmul sees it, (head_dim, N): the same memory as (N, head_dim) rows.
+  // This is V as the matmul sees it, (head_dim, N): the same memory as (N, head_dim) rows.
   using SmemLayoutVt =
       decltype(cute::tile_to_shape(AtomMN{}, cute::Shape<cute::Int<kHeadDimV>, cute::Int<kN>, cute::Int<kStages>>{},
                                    cute::Step<cute::_2, cute::_1, cute::_3>{}));
@@ -89,13 +92,13 @@ struct ForwardMainloopSm90 {
   // Blocks that need no mask have a loop of their own, where registers allow a third copy of the step.
   static constexpr bool kPeelInterior = kHeadDimV < 192;
 
-  static constexpr int kRowsOfWarp = 16;  // of the output, as it is staged
+  static constexpr int kRowsOfWarp = 16;  // rows of the output that a warp stages
   using SmemLayoutO =
       decltype(cute::tile_to_shape(AtomK<kColumnsV>{}, cute::Shape<cute::Int<kRowsOfWarp>, cute::Int<kHeadDimV>>{}));
   static constexpr int kStagingWarps = kMemory.staged ? kM / kRowsOfWarp : 1;
   static constexpr int kStagingPerWarp = kMemory.staged ? kRowsOfWarp * kHeadDimV : 8;  // next to nothing where unused
 
-  /// What is told of a tile. No key block at all: its rows see nothing. Fewer: there are no more tiles.
+  /// Work is what the scheduler tells of a tile. With keys.blocks = 0 its rows see nothing; below 0 no tile is left.
   struct Work {
     TileCoord tile;
     int kv_head;
@@ -103,8 +106,8 @@ struct ForwardMainloopSm90 {
     TmaRows q_rows, k_rows;
     VisibleKeys<kN> keys;
   };
-  // A tile stays in use until the next one has begun. Of ragged sequences none is handed out until so many key blocks
-  // of the one before are left to load: what is handed out nobody else can take.
+  // A tile stays in use until the next one has begun. A tile of ragged sequences is handed out when so many key blocks
+  // of the one before are left to load, and not earlier, as no other thread block can take it then.
   static constexpr int kWorks = 4;
   static constexpr int kBlocksAhead = kStages + 3;
 
@@ -115,12 +118,12 @@ struct ForwardMainloopSm90 {
     alignas(1024) Element staging[kStagingWarps][kStagingPerWarp];
     Work work[kWorks];
     FewSequences few;
-    Ring<kWorks> work_barriers;
-    cutlass::arch::ClusterBarrier near_end;  // of a tile's loads: the producer arrives, a ragged scheduler waits
-    Ring<kStagesQ> q_barriers[kWarpgroups];  // of each one's rows
-    Ring<kStages> k_barriers, v_barriers;
+    Ring<kWorks> work_barriers;  // the producer and all consumers wait for a tile, the scheduler for its slot
+    cutlass::arch::ClusterBarrier near_end;  // a ragged scheduler waits for the producer to near a tile's end
+    Ring<kStagesQ> q_barriers[kWarpgroups];  // each warpgroup waits for its own rows of Q
+    Ring<kStages> k_barriers, v_barriers;    // all consumers wait for tiles, the producer for their warps
 
-    /// By one thread, before any other touches the barriers.
+    /// One thread calls it before any other touches the barriers.
     CUTE_DEVICE void init_barriers() {
       work_barriers.init(128 * kWarpgroups + 1);
       near_end.init(1);

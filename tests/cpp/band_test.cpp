@@ -1,5 +1,6 @@
-// The mask answers two questions, which elements and which tiles: these tests hold the answers together.
-#include "flashtile/math/mask.h"
+// The mask answers two questions: which elements are visible, and which tiles hold one. These tests check that the
+// answers agree.
+#include "flashtile/mask/band.h"
 
 #include <gtest/gtest.h>
 
@@ -21,7 +22,7 @@ void for_each_mask(Visit&& visit) {
         for (const int right : kDistances) visit(Lengths{q, k}, Band{left, right});
 }
 
-/// The contract's own words: −left ≤ j − (i + S_k − S_q) ≤ right.
+/// This is the contract's own formula: −left ≤ j − (i + S_k − S_q) ≤ right.
 bool visible_by_contract(int i, int j, Lengths n, Band band) {
   const std::int64_t distance = std::int64_t{j} - (std::int64_t{i} + n.k - n.q);
   return (band.left == Band::kUnbounded || -std::int64_t{band.left} <= distance) &&
@@ -68,7 +69,7 @@ TEST(Mask, TilesHoldWhatTheElementsSay) {
   });
 }
 
-// What lets a kernel start at the first key that its rows see, as if there were none before it.
+// This law lets a kernel start at the first key that its rows see, as if there were none before it.
 TEST(Mask, KeysBeforeTheFirstVisibleOneMayBeDropped) {
   for_each_mask([](Lengths n, Band band) {
     for (int row = 0; row < n.q; ++row) {
@@ -99,7 +100,7 @@ TEST(Mask, TransposedSeesTheSamePairs) {
   });
 }
 
-// A deterministic backward has query tiles wait for the key tiles that they see: neither may see more than the other.
+// In a deterministic backward, query tiles wait for the key tiles that they see: neither may see more than the other.
 TEST(Mask, TilesSeeEachOther) {
   for_each_mask([](Lengths n, Band band) {
     for (const int tile_m : {1, 2, 3, 4, 8})
@@ -140,7 +141,7 @@ TEST(Mask, CausalMeetsTheBottomRightCorner) {
   EXPECT_EQ(causal.columns(0, {1, 7}), (Range{0, 7}));  // a decoded token sees everything
   EXPECT_EQ(causal.columns(2, {3, 5}), (Range{0, 5}));  // so does the last row of any problem
   EXPECT_EQ(causal.columns(0, {3, 5}), (Range{0, 3}));
-  EXPECT_TRUE(causal.columns(1, {5, 3}).empty());  // more rows than keys: the first rows see nothing
+  EXPECT_TRUE(causal.columns(1, {5, 3}).empty());  // with more rows than keys, the first rows see nothing
   EXPECT_EQ(causal.columns(2, {5, 3}), (Range{0, 1}));
 }
 

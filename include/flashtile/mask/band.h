@@ -1,7 +1,7 @@
-// Which score elements are visible, and which tiles hold one: both answers come from here.
+// This file says which score elements are visible and which tiles hold a visible one: both answers come from here.
 //
-// Row i and column j meet on the diagonal j = i + seqlen_k - seqlen_q (bottom-right alignment). Full, causal and
-// window masks are one band around that diagonal.
+// Row i and column j meet on the diagonal j = i + seqlen_k - seqlen_q (bottom-right alignment). Full, causal and window
+// masks are one band around that diagonal.
 #pragma once
 
 #include "flashtile/macros.h"
@@ -9,7 +9,7 @@
 
 namespace flashtile {
 
-/// Half-open range of indices.
+/// A range of indices is half-open: [begin, end).
 struct Range {
   int begin = 0;
   int end = 0;
@@ -19,18 +19,18 @@ struct Range {
   bool operator==(const Range&) const = default;
 };
 
-/// Tiles along one axis: those of `visible` hold a visible element, those of `interior` (a part of `visible`)
-/// hold nothing else. Only `visible` minus `interior` needs a mask test.
+/// Of the tiles along one axis, those in `visible` hold a visible element, and those in `interior` (a part of
+/// `visible`) hold no hidden one. Only edge tiles, those of `visible` minus `interior`, need a mask test.
 struct TileRanges {
   Range visible;
   Range interior;
 };
 
 struct Band {
-  // Far beyond any length, yet diagonal ± kUnbounded stays inside int: lengths are below 2^30 (see check).
+  // This is far beyond any length, yet diagonal ± kUnbounded stays inside int: lengths are below 2^30 (see check).
   static constexpr int kUnbounded = 1 << 30;
 
-  int left = kUnbounded;   // keys this far behind the diagonal, inclusive
+  int left = kUnbounded;   // visible keys reach this far behind the diagonal, inclusive
   int right = kUnbounded;  // and this far ahead of it
 
   static constexpr Band full() { return {}; }
@@ -40,10 +40,10 @@ struct Band {
     return {left < other.left ? left : other.left, right < other.right ? right : other.right};
   }
 
-  /// The same set of (row, column) pairs seen with rows and columns exchanged, for Lengths::transposed().
+  /// Returns the band that has the same (row, column) pairs with rows and columns exchanged, for Lengths::transposed().
   FLASHTILE_HOST_DEVICE Band transposed() const { return {right, left}; }
 
-  /// The columns that row i sees.
+  /// Returns the columns that `row` sees.
   FLASHTILE_HOST_DEVICE Range columns(int row, Lengths n) const {
     const int diagonal = n.diagonal(row);
     const int begin = diagonal - left;
@@ -53,10 +53,10 @@ struct Band {
 
   FLASHTILE_HOST_DEVICE bool keep(int row, int column, Lengths n) const { return columns(row, n).contains(column); }
 
-  /// Tiles of `tile` columns for the rows of `rows`, a non-empty part of [0, n.q).
+  /// Returns the tiles of `tile` columns that the rows of `rows`, a non-empty part of [0, n.q), see.
   ///
-  /// Both bounds of columns(i) grow with i, and bands of neighbouring rows touch, so the union over rows runs from
-  /// the first row's begin to the last row's end, and the intersection from the last row's begin to the first's end.
+  /// Both bounds of columns(i) grow with i, and bands of neighbouring rows touch, so the union over rows runs from the
+  /// first row's begin to the last row's end, and the intersection from the last row's begin to the first's end.
   FLASHTILE_HOST_DEVICE TileRanges tiles(Range rows, int tile, Lengths n) const {
     const Range first = columns(rows.begin, n);
     const Range last = columns(rows.end - 1, n);
