@@ -6,9 +6,6 @@
 
 namespace flashtile {
 
-/// No variant of a backward kernel has a tile of more query rows.
-inline constexpr int kMostRowsOfBackwardTile = 128;
-
 /// Fills the workspace of the kernel that comes next, and dsinks if that is wanted.
 void prepare_backward(BackwardPlan const& plan, BackwardParams const& params, Stream stream);
 

@@ -113,6 +113,10 @@ constexpr int backward_shared_memory(const Variant& v) {
          8 * v.stages * v.tile_m;
 }
 
+/// No variant of a CUDA backward kernel has a tile of more query rows: prepare_backward keeps a number of each of them
+/// in shared memory.
+inline constexpr int kMostRowsOfBackwardTile = 128;
+
 constexpr const char* name_of(Arch arch) {
   return arch == Arch::kCpu ? "cpu" : arch == Arch::kSm80 ? "sm80" : "sm90";
 }

@@ -522,5 +522,14 @@ TEST(DeviceInfo, SaysWhatToDoAboutABuildWithoutCuda) {
             std::string("q is on cuda:1, expected the CPU: flashtile was built without CUDA; ") + kCudaRemedy);
 }
 
+/// In the kernel that runs before a backward, a warp takes up to four rows of a tile at a time.
+TEST(Registry, BackwardTilesFitWhatRunsBeforeThem) {
+  for (const BackwardRow& row : backward_rows()) {
+    if (row.variant.arch == Arch::kCpu) continue;
+    EXPECT_LE(row.variant.tile_m, kMostRowsOfBackwardTile) << name_of(row.variant);
+    EXPECT_EQ(row.variant.tile_m % 4, 0) << name_of(row.variant);
+  }
+}
+
 }  // namespace
 }  // namespace flashtile

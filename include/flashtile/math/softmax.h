@@ -37,8 +37,8 @@ struct ScoreMap {
   bool stretched = false;
 
   static ScoreMap of(float scale, float softcap, bool alibi) {
-    // No float32 score comes near a bound of 2^122, and below it scale / softcap keeps its precision. Units stay within
-    // what quotient() divides by.
+    // A softcap of 2^122 or more counts as none: float32 shows its effect on scores above some 2^110 alone. Below it
+    // scale / softcap keeps its precision. Units stay within what quotient() divides by.
     ScoreMap map{.capped = softcap > 0 && softcap < 0x1p122f};
     const float factor = map.capped ? softcap : scale;
     map.inner = map.capped ? std::clamp(scale / softcap, -kLargest, kLargest) : 0;
