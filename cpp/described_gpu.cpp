@@ -1,6 +1,7 @@
 // This file describes GPUs by name, as much as select knows of a device, so that plans can be made for a GPU that is
 // not in this machine.
 #include <cctype>
+#include <cstdint>
 #include <string>
 
 #include "flashtile/flashtile.h"
@@ -13,14 +14,16 @@ struct Gpu {
   const char* name;
   int compute_capability;
   int multiprocessors;
+  int l2_mib;  // size of the L2 cache
 };
 
 // A compute capability without a name stands for the first GPU listed with it.
 constexpr Gpu kGpus[] = {
-    {"A100", 80, 108},     {"A30", 80, 56},    {"A40", 86, 84}, {"A10", 86, 72},    {"RTX 3090", 86, 82},
-    {"RTX 4090", 89, 128}, {"L40S", 89, 142},  {"L4", 89, 58},  {"H100", 90, 132},  {"H100 PCIe", 90, 114},
-    {"H200", 90, 132},     {"GH200", 90, 132}, {"H20", 90, 78}, {"B200", 100, 148}, {"RTX 5090", 120, 170},
-    {"V100", 70, 80},      {"T4", 75, 40},
+    {"A100", 80, 108, 40},   {"A30", 80, 56, 24},        {"A40", 86, 84, 6},         {"A10", 86, 72, 6},
+    {"RTX 3090", 86, 82, 6}, {"RTX 4090", 89, 128, 72},  {"L40S", 89, 142, 96},      {"L4", 89, 58, 48},
+    {"H100", 90, 132, 50},   {"H100 PCIe", 90, 114, 50}, {"H200", 90, 132, 60},      {"GH200", 90, 132, 60},
+    {"H20", 90, 78, 60},     {"B200", 100, 148, 126},    {"RTX 5090", 120, 170, 96}, {"V100", 70, 80, 6},
+    {"T4", 75, 40, 4},
 };
 
 /// Returns the KiB of shared memory that one thread block may ask for.
@@ -59,7 +62,8 @@ DeviceInfo described_gpu(const std::string& name) {
               .name = gpu.name,
               .compute_capability = gpu.compute_capability,
               .multiprocessors = gpu.multiprocessors,
-              .max_shared_memory = shared_memory_kib(gpu.compute_capability) * 1024};
+              .max_shared_memory = shared_memory_kib(gpu.compute_capability) * 1024,
+              .l2_bytes = std::int64_t{gpu.l2_mib} << 20};
     names += std::string(gpu.name) + ", ";
   }
   refuse<InvalidArgument>("explain", "device", "is " + name,

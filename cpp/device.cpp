@@ -42,6 +42,7 @@ DeviceInfo read_cuda_device(int index) {
   info.compute_capability = 10 * properties.major + properties.minor;
   info.multiprocessors = properties.multiProcessorCount;
   info.max_shared_memory = static_cast<int>(properties.sharedMemPerBlockOptin);
+  info.l2_bytes = properties.l2CacheSize;
   return info;
 }
 

@@ -56,11 +56,11 @@ void attend(const Problem& problem, const ForwardTensors& t, const Sizes& larges
       .buffers = memory.buffers,
   };
   kernel.forward_begin(block);
-  const TileRanges tiles = problem.band.tiles(heads.queries(rows), sizes.tile_n, lengths);
-  for (int i = tiles.visible.begin; i < tiles.visible.end; ++i) {
+  const BlockWalk walk = problem.mask().walk(heads.queries(rows), sizes.tile_n, lengths);
+  for (int i = walk.first(); i < walk.end(); i = walk.next(i)) {
     const Range keys = tile_range(i, sizes.tile_n, lengths.k);
     const TileRows of_tile{item.batch, heads, lengths, rows, keys};
-    const Tile tile = make_tile(problem, sizes, of_tile, !tiles.interior.contains(i), memory.tile);
+    const Tile tile = make_tile(problem, sizes, of_tile, walk.is_edge(i), memory.tile);
     const auto [k, v] = source.keys(keys);
     kernel.forward_tile(block, tile, k, v);
   }

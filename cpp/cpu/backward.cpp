@@ -257,16 +257,14 @@ class Backward {
     const Range keys = rows.used;
     std::fill_n(memory.buffers.dk, sizes.tile_n * dq_stride(), 0.0f);
     std::fill_n(memory.buffers.dv, sizes.tile_n * round_up(problem_.head_dim_v, kLanePadding), 0.0f);
-    const TileRanges blocks = q.used == 0 || keys.empty()
-                                  ? TileRanges{}
-                                  : problem_.band.transposed().tiles(keys, sizes_.tile_m, lengths.transposed());
-    if (!blocks.visible.empty()) load_keys(memory, sizes, batch, head_k, k.first + keys.begin, keys.end - keys.begin);
+    const BlockWalk walk = problem_.mask().transposed().walk(keys, sizes_.tile_m, lengths.transposed());
+    if (!walk.empty()) load_keys(memory, sizes, batch, head_k, k.first + keys.begin, keys.end - keys.begin);
     for (int member = 0; member < problem_.group(); ++member) {
       const int head = head_k * problem_.group() + member;
-      for (int i = blocks.visible.begin; i < blocks.visible.end; ++i) {
+      for (int i = walk.first(); i < walk.end(); i = walk.next(i)) {
         const Range queries = tile_range(i, sizes_.tile_m, q.used);
         load_queries(memory, sizes, batch, head, q.first + queries.begin, queries.end - queries.begin);
-        run_tile(memory, sizes, wanted, {batch, {1, head}, lengths, queries, keys}, !blocks.interior.contains(i),
+        run_tile(memory, sizes, wanted, {batch, {1, head}, lengths, queries, keys}, walk.is_edge(i),
                  wanted.dq ? memory.dq + (std::int64_t{member} * q.used + queries.begin) * dq_stride() : nullptr);
       }
     }
@@ -307,14 +305,13 @@ class Backward {
     const BlockRows rows = block_rows(index, sizes_.tile_m, q);
     const Range queries = rows.used;
     std::fill_n(memory.dq, sizes.tile_m * dq_stride(), 0.0f);
-    const TileRanges tiles = queries.empty() ? TileRanges{} : problem_.band.tiles(queries, sizes_.tile_n, lengths);
-    if (!tiles.visible.empty())
-      load_queries(memory, sizes, batch, head, q.first + queries.begin, queries.end - queries.begin);
-    for (int i = tiles.visible.begin; i < tiles.visible.end; ++i) {
+    const BlockWalk walk = problem_.mask().walk(queries, sizes_.tile_n, lengths);
+    if (!walk.empty()) load_queries(memory, sizes, batch, head, q.first + queries.begin, queries.end - queries.begin);
+    for (int i = walk.first(); i < walk.end(); i = walk.next(i)) {
       const Range keys = tile_range(i, sizes_.tile_n, k.used);
       load_keys(memory, sizes, batch, head_k, k.first + keys.begin, keys.end - keys.begin);
       run_tile(memory, sizes, {.dq = true, .dk = false, .dv = false}, {batch, {1, head}, lengths, queries, keys},
-               !tiles.interior.contains(i), memory.dq);
+               walk.is_edge(i), memory.dq);
     }
     store_gradient(tensors_->dq, batch, head, q, rows, memory.dq, problem_.scale);
   }

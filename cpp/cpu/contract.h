@@ -7,7 +7,7 @@
 
 #include <cstring>
 
-#include "flashtile/mask/band.h"
+#include "flashtile/range.h"
 #include "simd.h"
 
 namespace flashtile::cpu {

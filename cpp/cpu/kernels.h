@@ -8,8 +8,8 @@
 
 #include <cstdint>
 
-#include "flashtile/mask/band.h"
 #include "flashtile/math/softmax.h"
+#include "flashtile/range.h"
 #include "flashtile/tensor_view.h"
 
 namespace flashtile::cpu {

@@ -1,17 +1,11 @@
 #include "tiling.h"
 
-#include "flashtile/math/softmax.h"
+#include "flashtile/math/score_params.h"
 
 namespace flashtile::cpu {
 
 Scores head_scores(const Problem& problem, const TensorView& alibi_slopes, int batch, int head) {
-  float slope = 0;
-  if (alibi_slopes.given()) {
-    const auto& strides = alibi_slopes.strides;
-    const std::int64_t at = alibi_slopes.rank == 1 ? head * strides[0] : batch * strides[0] + head * strides[1];
-    slope = static_cast<const float*>(alibi_slopes.data)[at];
-  }
-  return {problem.score_map(), slope};
+  return {problem.score_map(), AlibiSlopes::of(alibi_slopes).at(batch, head)};
 }
 
 HeadRows packed_rows(const TensorView& t, int batch, const PackedHeads& heads, int first_row, Range rows,
@@ -25,11 +19,11 @@ HeadRows packed_rows(const TensorView& t, int batch, const PackedHeads& heads, i
 
 namespace {
 
-/// Computes what each row of a tile sees of its columns, where each row and column of `band` is repeated so many times.
-void local_ranges(Range* target, Range rows, int times_rows, Range columns, int times_columns, Band band,
+/// Computes what each row of a tile sees of its columns, where each row and column of `mask` is repeated so many times.
+void local_ranges(Range* target, Range rows, int times_rows, Range columns, int times_columns, Mask mask,
                   Lengths lengths) {
   for (int row = rows.begin; row < rows.end; ++row) {
-    const Range visible = band.columns(row / times_rows, lengths);
+    const Range visible = mask.columns(row / times_rows, lengths);
     target[row - rows.begin] = {
         std::clamp(visible.begin * times_columns, columns.begin, columns.end) - columns.begin,
         std::clamp(visible.end * times_columns, columns.begin, columns.end) - columns.begin,
@@ -67,8 +61,8 @@ Tile make_tile(const Problem& problem, const Sizes& sizes, const TileRows& rows,
   if (problem.dropout.active()) fill_dropout(buffers.dropout, problem.dropout, rows, sizes.tile_m);
   if (!edge) return tile;
   const int packed = rows.heads.count;
-  local_ranges(buffers.keys_of_query, rows.queries, packed, rows.keys, 1, problem.band, lengths);
-  local_ranges(buffers.queries_of_key, rows.keys, 1, rows.queries, packed, problem.band.transposed(),
+  local_ranges(buffers.keys_of_query, rows.queries, packed, rows.keys, 1, problem.mask(), lengths);
+  local_ranges(buffers.queries_of_key, rows.keys, 1, rows.queries, packed, problem.mask().transposed(),
                lengths.transposed());
   tile.visible = {buffers.queries_of_key, buffers.keys_of_query};
   return tile;

@@ -49,42 +49,18 @@ __device__ bool query_tile_at(BackwardParams const& params, int index, BackwardP
   return tile.m_block >= 0 && tile.m_block * tile_m < sequence.q.size;
 }
 
-/// Runs one thread block per tile of the workspace, see BackwardWorkspace; of a ragged batch, before those, one for
-/// each list of tiles, by which the next kernel goes. `kLanes` threads read a row of O and of dO, 8 elements each.
-template <class Element, int kLanes>
-__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ PrepareParams prepare) {
-  constexpr int kVector = 8;  // elements of a 16-byte load
-  BackwardParams const& params = prepare.backward;
-  const BackwardWorkspace workspace = params.workspace;
-  const int tile_m = workspace.tile_m;
-  const int index = int(blockIdx.x) - prepare.lists;
-  if (index < 0) return list_tiles(params.sequences, prepare.orders[blockIdx.x]);
-  if (workspace.counts() && index == 0 && threadIdx.x == 0) *params.taken = 0;
-  BackwardParams::QueryTile tile;
-  if (index >= workspace.tiles || !query_tile_at(params, index, tile)) return;
-  const Span queries = tile.sequence.q;
-  const int lane = threadIdx.x % kLanes, column = lane * kVector;
-  const auto origin = [&](const void* base, Strides const& strides) {
-    return static_cast<const Element*>(base) + strides.at(tile.batch, queries.first) + tile.head * strides.head +
-           column;
-  };
-  const Element* const out = origin(params.out, params.out_strides);
-  const Element* const dout = origin(params.dout, params.dout_strides);
+constexpr int kVector = 8;  // elements of a 16-byte load
 
+/// Forms Σ dO∘O of each row of a tile, in `products`. `kLanes` threads read a row of O and of dO, 8 elements each;
+/// `out` and `dout` are where this thread's elements of the sequence's first row lie.
+template <class Element, int kLanes>
+__device__ __forceinline__ void multiply_rows(BackwardParams const& params, BackwardParams::QueryTile const& tile,
+                                              const Element* out, const Element* dout, float* products) {
   constexpr int kRowsAtATime = kThreads / kLanes;
   constexpr int kTogether = kLanes == 16 ? 5 : 4;  // steps whose loads are in flight together: 5 make a tile of 80
-  // Thread r reads and writes the numbers of row r, so that a warp's accesses coalesce. The loads start here and are
-  // used after the loop, whose own loads take as long.
-  const int own_query = tile.m_block * tile_m + int(threadIdx.x);
-  const bool owns = int(threadIdx.x) < tile_m, counts = owns && own_query < queries.used;
-  RowResults::Stored stored;
-  float dlse = 0;
-  if (counts) {
-    const std::int64_t own = params.rows.strides.at(tile.batch, tile.head, queries.first + own_query);
-    stored = params.rows.stored(own);
-    if (params.dlse) dlse = params.dlse[own];
-  }
-  __shared__ float products[kMostRowsOfBackwardTile];  // Σ dO∘O of each row
+  const int tile_m = params.workspace.tile_m;
+  const Span queries = tile.sequence.q;
+  const int lane = threadIdx.x % kLanes, column = lane * kVector;
 #pragma unroll 1
   for (int first = threadIdx.x / kLanes; first < tile_m; first += kTogether * kRowsAtATime) {
     const int first_query = tile.m_block * tile_m + first;
@@ -109,42 +85,87 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
       if (lane == 0 && first + i * kRowsAtATime < tile_m) products[first + i * kRowsAtATime] = sum;
     }
   }
-  __syncthreads();
-  if (owns) {
-    const std::int64_t row = tile.place * tile_m + threadIdx.x;
-    const float unit_log2 = params.score_map.unit_log2;
-    const FinishedRow finished = counts ? params.rows.finished(stored, params.score_map.unit) : FinishedRow{};
-    // Adding 0 turns a −0, which would say that the row is steep, into 0.
-    float lse_log2 = finished.saw_nothing() ? kInfinity : finished.lse_log2(unit_log2) + 0.0f;
-    if (finished.steep(unit_log2)) {
-      lse_log2 = BackwardWorkspace::kSteepRow;
-      workspace.steep_rows(params.memory)[row] = {finished.reference, quotient(finished.log2_sum, unit_log2)};
-      *workspace.steep(params.memory) = params.mark;
-    }
-    workspace.lse_log2(params.memory)[row] = lse_log2;
-    workspace.delta(params.memory)[row] = finished.saw_nothing() ? 0.0f : products[threadIdx.x] - dlse;
-  }
+}
 
-  if (params.dq == nullptr) return;
+/// Writes the workspace's lse_log2 and delta of a row.
+__device__ void write_row(BackwardParams const& params, std::int64_t row, FinishedRow finished, float delta) {
+  BackwardWorkspace const& workspace = params.workspace;
+  const float unit_log2 = params.scores.map.unit_log2;
+  // Adding 0 turns a −0, which would say that the row is steep, into 0.
+  float lse_log2 = finished.saw_nothing() ? kInfinity : finished.lse_log2(unit_log2) + 0.0f;
+  if (finished.steep(unit_log2)) {
+    lse_log2 = BackwardWorkspace::kSteepRow;
+    workspace.steep_rows(params.memory)[row] = {finished.reference, quotient(finished.log2_sum, unit_log2)};
+    *workspace.steep(params.memory) = params.mark;
+  }
+  workspace.lse_log2(params.memory)[row] = lse_log2;
+  workspace.delta(params.memory)[row] = finished.saw_nothing() ? 0.0f : delta;
+}
+
+/// Makes a tile of dQ ready for blocks of keys to add to: its state (see SumOfDq), and zeros where all of them add.
+__device__ void begin_dq(PrepareParams const& prepare, BackwardParams::QueryTile const& tile) {
+  BackwardParams const& params = prepare.backward;
+  BackwardWorkspace const& workspace = params.workspace;
   if (int(threadIdx.x) < workspace.parts) {
-    const int first = tile.keys(params, tile_m, prepare.tile_n).visible.begin;
+    const int first = tile.keys(params, workspace.tile_m, prepare.tile_n).first();
     workspace.state(params.memory)[tile.place * workspace.parts + threadIdx.x] = !params.deterministic
                                                                                      ? SumOfDq::kNothing
                                                                                  : prepare.first_stores ? ~first
                                                                                                         : first;
   }
-  if (!prepare.first_stores) {
-    const int size = tile_m * workspace.head_dim;
-    float4* const dq = reinterpret_cast<float4*>(workspace.dq(params.memory) + tile.place * size);
-    for (int i = threadIdx.x; i < size / 4; i += kThreads) dq[i] = {};
+  if (prepare.first_stores) return;
+  const int size = workspace.tile_m * workspace.head_dim;
+  float4* const dq = reinterpret_cast<float4*>(workspace.dq(params.memory) + tile.place * size);
+  for (int i = threadIdx.x; i < size / 4; i += kThreads) dq[i] = {};
+}
+
+/// Runs one thread block per tile of the workspace, see BackwardWorkspace; of a ragged batch, before those, one for
+/// each list of tiles, by which the next kernel goes.
+template <class Element, int kLanes>
+__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ PrepareParams prepare) {
+  BackwardParams const& params = prepare.backward;
+  const BackwardWorkspace workspace = params.workspace;
+  const int tile_m = workspace.tile_m;
+  const int index = int(blockIdx.x) - prepare.lists;
+  if (index < 0) return list_tiles(params.sequences, prepare.orders[blockIdx.x]);
+  if (workspace.counts() && index == 0 && threadIdx.x == 0) *params.taken = 0;
+  BackwardParams::QueryTile tile;
+  if (index >= workspace.tiles || !query_tile_at(params, index, tile)) return;
+
+  const Span queries = tile.sequence.q;
+  const auto elements = [&](const void* base, Strides const& strides) {
+    return static_cast<const Element*>(base) + strides.at(tile.batch, queries.first) + tile.head * strides.head +
+           threadIdx.x % kLanes * kVector;
+  };
+  const Element* const out = elements(params.out, params.out_strides);
+  const Element* const dout = elements(params.dout, params.dout_strides);
+
+  // Thread r reads and writes the numbers of row r, so that a warp's accesses coalesce. The loads start here and are
+  // used after multiply_rows(), whose own loads take as long.
+  const int own_query = tile.m_block * tile_m + int(threadIdx.x);
+  const bool owns = int(threadIdx.x) < tile_m, counts = owns && own_query < queries.used;
+  RowResults::Stored stored;
+  float dlse = 0;
+  if (counts) {
+    const std::int64_t own = params.rows.strides.at(tile.batch, tile.head, queries.first + own_query);
+    stored = params.rows.stored(own);
+    if (params.dlse) dlse = params.dlse[own];
   }
+  __shared__ float products[kMostRowsOfBackwardTile];
+  multiply_rows<Element, kLanes>(params, tile, out, dout, products);
+  __syncthreads();
+  if (owns) {
+    const FinishedRow finished = counts ? params.rows.finished(stored, params.scores.map.unit) : FinishedRow{};
+    write_row(params, tile.place * tile_m + threadIdx.x, finished, products[threadIdx.x] - dlse);
+  }
+  if (params.dq != nullptr) begin_dq(prepare, tile);
 }
 
 /// Forms dsinks = −Σ weight of the sink · delta over all rows of a head, with one thread block for each head: the order
 /// of the sum is the same in every run.
 __global__ void __launch_bounds__(kThreads) sinks_kernel(const __grid_constant__ BackwardParams params) {
   const int head = blockIdx.x;
-  const float sink = params.sinks[head], unit = params.score_map.unit;
+  const float sink = params.sinks[head], unit = params.scores.map.unit;
   const int tile_m = params.workspace.tile_m;
   const std::int64_t rows = params.sequences.q.places(tile_m) * tile_m;
   double sum = 0;
@@ -196,10 +217,10 @@ void prepare_backward(BackwardPlan const& plan, BackwardParams const& params, St
   const Variant& v = plan.variant;
   const PrepareParams prepare{
       .backward = params,
-      .orders = {{params.ragged_queries, RaggedOrder::Of::kQueries, Divisor(v.tile_m), problem.band,
+      .orders = {{params.ragged_queries, RaggedOrder::Of::kQueries, Divisor(v.tile_m), problem.mask(),
                   Divisor(params.heads)},
-                 {params.ragged_keys, RaggedOrder::Of::kKeys, Divisor(v.tile_n), problem.band, Divisor(params.heads_k),
-                  plan.parts_of_sequence, plan.blocks_of_section}},
+                 {params.ragged_keys, RaggedOrder::Of::kKeys, Divisor(v.tile_n), problem.mask(),
+                  Divisor(params.heads_k), plan.parts_of_sequence, plan.blocks_of_section}},
       .lists = problem.ragged ? 2 : 0,
       .tile_n = v.tile_n,
       .first_stores = v.arch == Arch::kSm90,

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "flashtile/mask/band.h"
+#include "flashtile/mask/mask.h"
 #include "recent.h"
 #include "select/sections.h"
 
@@ -18,7 +18,7 @@ constexpr unsigned kLargestCount = 4096;  // with more tiles, any section of a f
 constexpr int kTileOverhead = 1;          // the cost of a tile beside its key blocks, in key blocks
 constexpr double kAsGood = 0.998;         // a section balances as well as the best if its score is this close
 
-/// This constant is fitted to runs on an H200 (docs/performance.md), as kCachedBytes is.
+/// This constant is fitted to runs on an H200 (docs/performance.md).
 namespace h200 {
 
 constexpr double kSpeedUncached = 0.9;  // relative speed of a section whose keys and values leave the L2 cache
@@ -31,7 +31,8 @@ struct Key {
   Lengths lengths;
   HeadPacking packing;
   int batch = 0, heads = 0, m_blocks = 0, tile_m = 0, tile_n = 0, blocks = 0;
-  double key_bytes = 0;  // of one head, see key_bytes_of_head
+  double key_bytes = 0;     // of one head, see key_bytes_of_head
+  double cached_bytes = 0;  // see there
   bool operator==(const Key&) const = default;
 };
 
@@ -43,8 +44,8 @@ std::vector<int> costs(const ForwardPlan& plan) {
   if (p.band == Band::full()) return cost;  // all tiles cost the same
   for (int m = 0; m < plan.m_blocks; ++m) {
     const Range queries = plan.packing.queries(m * v.tile_m, v.tile_m, p.seqlen_q);
-    const Range visible = p.band.tiles(queries, v.tile_n, p.lengths()).visible;
-    cost[static_cast<std::size_t>(m)] += std::max(visible.end - visible.begin, 0);
+    const BlockWalk walk = p.mask().walk(queries, v.tile_n, p.lengths());
+    cost[static_cast<std::size_t>(m)] += walk.blocks();
   }
   return cost;
 }
@@ -53,7 +54,7 @@ double key_bytes_of_head(const ForwardPlan& plan) {
   return key_bytes_of_head(plan, plan.problem.seqlen_k);
 }
 
-PersistentScheduler search(const ForwardPlan& plan) {
+PersistentScheduler search(const ForwardPlan& plan, double cached_bytes) {
   const int packs = plan.problem.heads_q / plan.packing.heads();
   const int all = plan.tiles == 0 ? 0 : plan.problem.batch * packs;  // without tiles, an int might not hold it
   const std::vector<int> cost = costs(plan);
@@ -70,7 +71,7 @@ PersistentScheduler search(const ForwardPlan& plan) {
   for (int heads = 1; heads < 2 * all; heads *= 2) {
     scheduler.heads_at_once = std::min(heads, all);
     if (scheduler.heads_at_once * plan.m_blocks < kSmallestSection && heads < all) continue;
-    const bool cached = scheduler.heads_at_once * key_bytes_of_head(plan) <= kCachedBytes;
+    const bool cached = scheduler.heads_at_once * key_bytes_of_head(plan) <= cached_bytes;
     found.emplace_back(scheduler.heads_at_once, divide(scheduler, cost) * (cached ? 1 : h200::kSpeedUncached));
     best = std::max(best, found.back().second);
   }
@@ -124,13 +125,23 @@ double divide(PersistentScheduler& scheduler, std::span<const int> cost) {
   return most == 0 ? 1 : static_cast<double>(sum) / static_cast<double>(most * scheduler.blocks);
 }
 
-std::shared_ptr<const PersistentScheduler> balanced_scheduler(const ForwardPlan& plan) {
+std::shared_ptr<const PersistentScheduler> balanced_scheduler(const ForwardPlan& plan, const DeviceInfo& device) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
-  const Key key{p.band,        p.lengths(), plan.packing, p.batch,   p.heads_q,
-                plan.m_blocks, v.tile_m,    v.tile_n,     plan.grid, key_bytes_of_head(plan)};
+  const Key key{p.band,
+                p.lengths(),
+                plan.packing,
+                p.batch,
+                p.heads_q,
+                plan.m_blocks,
+                v.tile_m,
+                v.tile_n,
+                plan.grid,
+                key_bytes_of_head(plan),
+                cached_bytes(device)};
   static thread_local Recent<Key, std::shared_ptr<const PersistentScheduler>> recent;
-  return recent.get(key, [&] { return std::make_shared<const PersistentScheduler>(search(plan)); });
+  return recent.get(key,
+                    [&] { return std::make_shared<const PersistentScheduler>(search(plan, cached_bytes(device))); });
 }
 
 }  // namespace flashtile

@@ -18,6 +18,6 @@ double divide(PersistentScheduler& scheduler, std::span<const int> cost);
 /// Returns the scheduler for a plan that has all the rest. Of the sections (see sections.h) that are large enough for
 /// neighbours to share keys and values it takes the smallest that divides the work as well as any. It remembers what it
 /// found.
-std::shared_ptr<const PersistentScheduler> balanced_scheduler(const ForwardPlan& plan);
+std::shared_ptr<const PersistentScheduler> balanced_scheduler(const ForwardPlan& plan, const DeviceInfo& device);
 
 }  // namespace flashtile

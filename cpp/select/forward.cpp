@@ -22,11 +22,11 @@ void plan_on_cpu(ForwardPlan& plan, const DeviceInfo& device) {
 /// Plans the scheduler metadata of a ragged batch, which has `places` slots for tiles in one head (see Spans). A kernel
 /// that runs before this one lists the tiles by work, longest first. Hopper's thread blocks do without a list where
 /// sequences are few and their tiles can be counted in a few bits: then each orders them by itself (see FewSequences).
-void plan_metadata(ForwardPlan& plan, std::int64_t places) {
+void plan_metadata(ForwardPlan& plan, std::int64_t places, const DeviceInfo& device) {
   const bool few = plan.problem.batch <= RaggedOrder::kFewSequences && places <= RaggedOrder::kFewPlaces &&
                    plan.tiles < static_cast<std::int64_t>(MarkedCount::kLimit);
   plan.parts_of_sequence = parts_of_sequence(plan.problem);
-  plan.blocks_of_section = blocks_of_section(plan);
+  plan.blocks_of_section = blocks_of_section(plan, device);
   plan.lists = plan.variant.arch != Arch::kSm90 || !few;
   plan.workspace_bytes = plan.lists ? RaggedTiles::bytes(plan.m_blocks) : sizeof(std::uint64_t);
 }
@@ -44,9 +44,9 @@ void plan_on_gpu(ForwardPlan& plan, HeadPacking packing, const DeviceInfo& devic
   plan.shared_memory = forward_shared_memory(v);
   if (v.arch == Arch::kSm90) {
     plan.grid = std::min({plan.grid, device.multiprocessors, PersistentScheduler::kMaxBlocks});
-    if (!p.ragged) plan.scheduler = balanced_scheduler(plan);
+    if (!p.ragged) plan.scheduler = balanced_scheduler(plan, device);
   }
-  if (p.ragged) plan_metadata(plan, places);
+  if (p.ragged) plan_metadata(plan, places, device);
 }
 
 }  // namespace

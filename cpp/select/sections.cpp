@@ -11,6 +11,11 @@ namespace {
 /// These constants are fitted to runs on an H200 (docs/performance.md).
 namespace h200 {
 
+// Larger sections were slower. Other GPUs go by the same number of bytes, and those with a smaller L2 cache by the same
+// share of it.
+constexpr double kCachedBytes = 32e6;
+constexpr double kCachedShare = 0.61;
+
 // Where thread blocks of a ragged forward take this many tiles each, these balance the work without sections.
 constexpr int kManyTiles = 8;
 constexpr int kManyBlocks = 16;     // a head of at least this many blocks of keys gains by sections
@@ -49,6 +54,10 @@ std::int64_t backward_section(const Problem& p, const Variant& v, const DeviceIn
 
 }  // namespace
 
+double cached_bytes(const DeviceInfo& device) {
+  return std::min(h200::kCachedBytes, h200::kCachedShare * static_cast<double>(device.l2_bytes));
+}
+
 double key_bytes_of_head(const ForwardPlan& plan, int keys) {
   const Problem& p = plan.problem;
   const double per_kv_head = 1.0 * keys * (p.head_dim + p.head_dim_v) * bytes_of(p.dtype);
@@ -60,9 +69,9 @@ int parts_of_sequence(const Problem& p) {
   return p.band == Band::full() || p.batch > kMost ? 1 : RaggedOrder::kMostParts;
 }
 
-int blocks_of_section(const ForwardPlan& plan) {
+int blocks_of_section(const ForwardPlan& plan, const DeviceInfo& device) {
   if (plan.problem.band == Band::full() || plan.tiles / h200::kManyTiles >= plan.grid) return 0;
-  return few_enough(kCachedBytes / key_bytes_of_head(plan, plan.packing.query(plan.variant.tile_m)));
+  return few_enough(cached_bytes(device) / key_bytes_of_head(plan, plan.packing.query(plan.variant.tile_m)));
 }
 
 int blocks_of_section(const Problem& p, const Variant& v, const DeviceInfo& device) {

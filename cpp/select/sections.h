@@ -7,10 +7,8 @@
 
 namespace flashtile {
 
-/// Keys and values of a section should take at most this many bytes, or the L2 cache does not keep them. The number is
-/// fitted to runs on an H200 (docs/performance.md), where larger sections were slower. It is not the size of the cache,
-/// which is larger, 50 MB on an H100. Other GPUs go by it too.
-inline constexpr double kCachedBytes = 32e6;
+/// Returns the bytes that keys and values of a section should take at most, or the L2 cache does not keep them.
+double cached_bytes(const DeviceInfo& device);
 
 /// Returns the bytes of `keys` keys and their values, divided among the query heads, or packs of them, that read them.
 double key_bytes_of_head(const ForwardPlan& plan, int keys);
@@ -24,7 +22,7 @@ int parts_of_sequence(const Problem& p);
 /// interleaved as have their keys and values in the L2 cache together. It is 0, and one head follows the other, under a
 /// full mask, where all tiles of a sequence have equal work, and where a thread block takes many tiles: there the parts
 /// at the end of the list balance the work, and neighbours read the same keys.
-int blocks_of_section(const ForwardPlan& plan);
+int blocks_of_section(const ForwardPlan& plan, const DeviceInfo& device);
 
 /// Returns the size of a section of a ragged backward, in blocks of keys (see RaggedOrder).
 int blocks_of_section(const Problem& p, const Variant& v, const DeviceInfo& device);

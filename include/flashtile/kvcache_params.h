@@ -5,7 +5,7 @@
 
 #include "flashtile/cuda/marked_count.h"
 #include "flashtile/kvcache.h"
-#include "flashtile/math/softmax.h"
+#include "flashtile/math/score_params.h"
 #include "flashtile/math/state.h"
 #include "flashtile/params.h"
 #include "flashtile/scheduler/split_keys.h"
@@ -24,20 +24,16 @@ struct Partials {
 };
 
 struct KvcacheParams {
-  const void* q;              // (B, S_q, H_q, D)
-  const void* k;              // (page, row, H_k, D)
-  const void* v;              // (page, row, H_k, D_v)
-  void* out;                  // (B, S_q, H_q, D_v)
-  float* lse;                 // (B, H_q, S_q) contiguous, or null
-  const float* alibi_slopes;  // one per (batch, query head), or null
-  const float* sinks;         // one per query head, or null
+  const void* q;       // (B, S_q, H_q, D)
+  const void* k;       // (page, row, H_k, D)
+  const void* v;       // (page, row, H_k, D_v)
+  void* out;           // (B, S_q, H_q, D_v)
+  float* lse;          // (B, H_q, S_q) contiguous, or null
+  const float* sinks;  // one per query head, or null
   Strides q_strides, k_strides, v_strides, out_strides;
   RowStrides lse_strides;
-  std::int64_t alibi_batch_stride, alibi_head_stride;
   Pages pages;
-  Band band;
-  ScoreMap score_map;
-  GroupPacking packing;
+  ScoreParams<GroupPacking> scores;
   Divisor heads_k;
   int head_dim;
   int head_dim_v;
@@ -48,33 +44,28 @@ struct KvcacheParams {
   static KvcacheParams of(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, std::uint64_t mark) {
     const Problem& p = plan.problem;
     const KvcacheProblem& cache = plan.cache;
-    const TensorView& slopes = t.alibi_slopes;
+    const GroupPacking packing{Divisor(p.group())};
     KvcacheParams params = {
         .q = t.q.data,
         .k = t.k_cache.data,
         .v = t.v_cache.data,
         .out = t.out.data,
         .lse = t.lse.given() ? static_cast<float*>(t.lse.data) : nullptr,
-        .alibi_slopes = slopes.given() ? static_cast<const float*>(slopes.data) : nullptr,
         .sinks = t.sinks.given() ? static_cast<const float*>(t.sinks.data) : nullptr,
         .q_strides = Strides::of(t.q),
         .k_strides = Strides::of(t.k_cache),
         .v_strides = Strides::of(t.v_cache),
         .out_strides = Strides::of(t.out),
         .lse_strides = RowStrides::of(p),
-        .alibi_batch_stride = slopes.rank == 2 ? slopes.strides[0] : 0,
-        .alibi_head_stride = slopes.given() ? slopes.strides[slopes.rank - 1] : 0,
         .pages = cache.layout(t),
-        .band = p.band,
-        .score_map = p.score_map(),
-        .packing = {Divisor(p.group())},
+        .scores = {p.score_map(), p.mask(), packing, AlibiSlopes::of(t.alibi_slopes)},
         .heads_k = Divisor(p.heads_k),
         .head_dim = p.head_dim,
         .head_dim_v = p.head_dim_v,
         .schedule = {.queries = cache.queries(t),
                      .rows = cache.rows(t),
-                     .band = p.band,
-                     .packing = {Divisor(p.group())},
+                     .mask = p.mask(),
+                     .packing = packing,
                      .teams = Divisor(plan.teams),
                      .keys_of_split = plan.keys_of_split,
                      .num_splits = plan.num_splits,

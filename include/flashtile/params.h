@@ -4,10 +4,9 @@
 #include <cstdint>
 
 #include "flashtile/cuda/marked_count.h"
-#include "flashtile/mask/band.h"
 #include "flashtile/math/dropout.h"
 #include "flashtile/math/head_packing.h"
-#include "flashtile/math/softmax.h"
+#include "flashtile/math/score_params.h"
 #include "flashtile/plan.h"
 #include "flashtile/row_results.h"
 #include "flashtile/scheduler/ragged.h"
@@ -31,22 +30,18 @@ struct Strides {
 };
 
 struct ForwardParams {
-  const void* q;              // (B, S_q, H_q, D)
-  const void* k;              // (B, S_k, H_k, D)
-  const void* v;              // (B, S_k, H_k, D_v)
-  void* out;                  // (B, S_q, H_q, D_v)
-  const float* alibi_slopes;  // one per (batch, query head), or null
-  const float* sinks;         // one per query head, or null
+  const void* q;       // (B, S_q, H_q, D)
+  const void* k;       // (B, S_k, H_k, D)
+  const void* v;       // (B, S_k, H_k, D_v)
+  void* out;           // (B, S_q, H_q, D_v)
+  const float* sinks;  // one per query head, or null
   Strides q_strides, k_strides, v_strides, out_strides;
   RowResults rows;
-  std::int64_t alibi_batch_stride, alibi_head_stride;
   Sequences sequences;
-  Band band;
-  ScoreMap score_map;
+  ScoreParams<HeadPacking> scores;  // where heads are packed, the `head` of a tile counts packs
   Dropout dropout;
-  Divisor group;        // query heads per KV head
-  HeadPacking packing;  // of a tile's rows; then the `head` of a tile counts packs
-  int head_dim;         // of Q and K
+  Divisor group;  // query heads per KV head
+  int head_dim;   // of Q and K
   int head_dim_v;
   SingleTileScheduler scheduler;  // of a dense batch in a kernel with one thread block per tile
   RaggedOrder ragged;             // of a ragged batch; its `heads` counts packs
@@ -54,34 +49,28 @@ struct ForwardParams {
   /// `memory` is where the list of ragged tiles lies.
   static ForwardParams of(const ForwardPlan& plan, const ForwardTensors& t, void* memory) {
     const Problem& p = plan.problem;
-    const TensorView& slopes = t.alibi_slopes;
     return {
         .q = t.q.data,
         .k = t.k.data,
         .v = t.v.data,
         .out = t.out.data,
-        .alibi_slopes = slopes.given() ? static_cast<const float*>(slopes.data) : nullptr,
         .sinks = t.sinks.given() ? static_cast<const float*>(t.sinks.data) : nullptr,
         .q_strides = Strides::of(t.q),
         .k_strides = Strides::of(t.k),
         .v_strides = Strides::of(t.v),
         .out_strides = Strides::of(t.out),
         .rows = RowResults::of(p, t),
-        .alibi_batch_stride = slopes.rank == 2 ? slopes.strides[0] : 0,
-        .alibi_head_stride = slopes.given() ? slopes.strides[slopes.rank - 1] : 0,
         .sequences = p.sequences(t),
-        .band = p.band,
-        .score_map = p.score_map(),
+        .scores = {p.score_map(), p.mask(), plan.packing, AlibiSlopes::of(t.alibi_slopes)},
         .dropout = p.dropout,
         .group = Divisor(p.group()),
-        .packing = plan.packing,
         .head_dim = p.head_dim,
         .head_dim_v = p.head_dim_v,
         .scheduler = {p.heads_q, plan.m_blocks},
         .ragged = {.tiles = p.ragged && plan.lists ? RaggedTiles::at(memory, plan.m_blocks) : RaggedTiles{},
                    .of = RaggedOrder::Of::kQueries,
                    .rows = Divisor(plan.packing.query(plan.variant.tile_m)),
-                   .band = p.band,
+                   .mask = p.mask(),
                    .heads = Divisor(p.heads_q / plan.packing.heads()),
                    .parts = plan.parts_of_sequence,
                    .blocks_of_section = plan.blocks_of_section},
@@ -103,29 +92,25 @@ struct ForwardParams {
   }
 };
 
-/// A backward kernel is launched with this. The rows of score tiles are keys, for which `band` is transposed, except in
-/// a pass that forms dQ alone.
+/// A backward kernel is launched with this. The rows of score tiles are keys, for which `scores` is transposed, except
+/// in a pass that forms dQ alone.
 struct BackwardParams {
-  const void* q;              // (B, S_q, H_q, D)
-  const void* k;              // (B, S_k, H_k, D)
-  const void* v;              // (B, S_k, H_k, D_v)
-  const void* out;            // (B, S_q, H_q, D_v)
-  const void* dout;           // (B, S_q, H_q, D_v)
-  const float* dlse;          // (B, H_q, S_q) contiguous, or null
-  const float* alibi_slopes;  // one per (batch, query head), or null
-  const float* sinks;         // one per query head, or null
-  void* dq;                   // like q; null where the gradient is not wanted, as for the others
-  void* dk;                   // like k
-  void* dv;                   // like v
-  float* dsinks;              // like sinks
+  const void* q;       // (B, S_q, H_q, D)
+  const void* k;       // (B, S_k, H_k, D)
+  const void* v;       // (B, S_k, H_k, D_v)
+  const void* out;     // (B, S_q, H_q, D_v)
+  const void* dout;    // (B, S_q, H_q, D_v)
+  const float* dlse;   // (B, H_q, S_q) contiguous, or null
+  const float* sinks;  // one per query head, or null
+  void* dq;            // like q; null where the gradient is not wanted, as for the others
+  void* dk;            // like k
+  void* dv;            // like v
+  float* dsinks;       // like sinks
   Strides q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides, dk_strides, dv_strides;
   RowResults rows;
-  std::int64_t alibi_batch_stride, alibi_head_stride;
   Lengths lengths;  // of a dense batch
   Sequences sequences;
-  Band band;            // transposed
-  HeadPacking packing;  // log2 = 0, no packing: ScoreTile asks for it
-  ScoreMap score_map;
+  ScoreParams<HeadPacking> scores;  // transposed, and without packing: a row is a key
   Dropout dropout;
   float scale;
   bool deterministic;
@@ -165,11 +150,11 @@ struct BackwardParams {
     Sequence sequence;
     std::int64_t place;  // index of the tile in the workspace
 
-    /// Returns the key blocks that rows of the tile see.
-    FLASHTILE_HOST_DEVICE TileRanges keys(BackwardParams const& params, int tile_m, int tile_n) const {
+    /// Returns the walk over the key blocks that rows of the tile see.
+    FLASHTILE_HOST_DEVICE BlockWalk keys(BackwardParams const& params, int tile_m, int tile_n) const {
       const int end = (m_block + 1) * tile_m;
       const Range rows = {m_block * tile_m, end < sequence.q.used ? end : sequence.q.used};
-      return rows.empty() ? TileRanges{} : params.band.transposed().tiles(rows, tile_n, sequence.lengths());
+      return params.scores.mask.transposed().walk(rows, tile_n, sequence.lengths());
     }
   };
 
@@ -195,7 +180,7 @@ struct BackwardParams {
   static BackwardParams of(const BackwardPlan& plan, const BackwardTensors& t, void* memory) {
     const Problem& p = plan.problem;
     const ForwardTensors& f = t.forward;
-    const TensorView& slopes = f.alibi_slopes;
+    const ScoreParams<HeadPacking> scores{p.score_map(), p.mask(), {}, AlibiSlopes::of(f.alibi_slopes)};
     const BackwardWorkspace workspace = BackwardWorkspace::of(p, plan.variant);
     const auto floats = [](const TensorView& x) { return x.given() ? static_cast<const float*>(x.data) : nullptr; };
     return {
@@ -205,7 +190,6 @@ struct BackwardParams {
         .out = f.out.data,
         .dout = t.dout.data,
         .dlse = floats(t.dlse),
-        .alibi_slopes = floats(slopes),
         .sinks = floats(f.sinks),
         .dq = t.dq.data,
         .dk = t.dk.data,
@@ -220,13 +204,9 @@ struct BackwardParams {
         .dk_strides = Strides::of(t.dk),
         .dv_strides = Strides::of(t.dv),
         .rows = RowResults::of(p, f),
-        .alibi_batch_stride = slopes.rank == 2 ? slopes.strides[0] : 0,
-        .alibi_head_stride = slopes.given() ? slopes.strides[slopes.rank - 1] : 0,
         .lengths = p.lengths(),
         .sequences = p.sequences(f),
-        .band = p.band.transposed(),
-        .packing = {},
-        .score_map = p.score_map(),
+        .scores = scores.transposed(),
         .dropout = p.dropout,
         .scale = p.scale,
         .deterministic = p.deterministic,

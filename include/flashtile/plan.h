@@ -20,6 +20,7 @@ struct DeviceInfo {
   int compute_capability = 0;  // 10 · major + minor; 0 for a CPU
   int multiprocessors = 0;     // 0 for a CPU
   int max_shared_memory = 0;   // bytes of shared memory that one thread block may ask for; 0 for a CPU
+  std::int64_t l2_bytes = 0;   // size of the L2 cache; 0 for a CPU
   int threads = 1;             // CPU threads that a call may use
 };
 

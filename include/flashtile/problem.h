@@ -6,7 +6,7 @@
 #include <optional>
 #include <string>
 
-#include "flashtile/mask/band.h"
+#include "flashtile/mask/mask.h"
 #include "flashtile/math/dropout.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/sequence.h"
@@ -105,6 +105,7 @@ struct Problem {
   bool deterministic = false;  // whether a backward gives the same bits in every run
 
   Lengths lengths() const { return {seqlen_q, seqlen_k}; }
+  Mask mask() const { return {band}; }
   ScoreMap score_map() const { return ScoreMap::of(scale, softcap, alibi); }
   int group() const { return heads_q / heads_k; }  // query heads per KV head
   std::int64_t query_rows() const { return std::int64_t{heads_q} * (ragged ? 1 : batch) * seqlen_q; }  // over all heads

@@ -1,5 +1,6 @@
 """Holds the direction of includes. A room is a folder of include/flashtile or one of its headers; each room of the C++
-library includes only rooms below it, never those above or beside.
+library includes only rooms below it, never those above or beside. Within some rooms files have such an order, too: the
+roles of a kernel know what they share, and not each other.
 
 python include_direction.py ROOT    lists what breaks the rule in the repository at ROOT, and fails if anything does
 python include_direction.py --self-test ROOT    plants violations in a copy and fails unless each is found
@@ -14,6 +15,7 @@ from pathlib import Path
 # The levels go from the bottom up. Rooms of one level may not include each other.
 LEVELS = [
     {"macros", "error", "tensor_view"},
+    {"range"},
     {"cuda"},
     {"variant", "sequence", "cache"},
     {"mask"},
@@ -32,10 +34,20 @@ LEVELS = [
     {"kernel"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+# These are folders whose files have an order: those of one level may not include each other.
+FILES = {
+    "mask": [{"band", "walk"}, {"mask"}],
+    "mainloop/forward_sm90": [{"storage"}, {"scheduler", "producer", "consumer"}],
+    "mainloop/backward_one_pass_sm90": [{"storage"}, {"scheduler"}, {"producer", "consumer", "writer"}],
+    "kernel/kvcache_sm80": [{"scores", "shares"}, {"source", "joining"}],
+}
+# Whoever computes scores, or counts them, asks the whole mask, and not its band.
+MASK_ONLY = {"scheduler", "mainloop", "epilogue", "kernel"}
+
 # These folders outside the library may include only part of it: (folder, pattern of allowed project includes).
 USERS = [
     ("python/bindings", r"flashtile/(flashtile|error|kvcache|plan|problem|registry|tensor_view|variant)\.h"),
-    ("cpp/cpu", r"flashtile/(?!kernel/|mainloop/|epilogue/|scheduler/).*"),
+    ("cpp/cpu", r"flashtile/(?!kernel/|mainloop/|epilogue/|scheduler/|mask/band).*"),
     ("cpp/select", r"flashtile/(?!kernel/|mainloop/|epilogue/|load/|params).*"),
 ]
 
@@ -43,7 +55,7 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 def room_of(path: str) -> str:
-    """The room of "flashtile/mask/band.h" is math, that of "flashtile/plan.h" is plan."""
+    """The room of "flashtile/mask/band.h" is mask, that of "flashtile/plan.h" is plan."""
     return path.removeprefix("flashtile/").split("/")[0].removesuffix(".h")
 
 
@@ -61,10 +73,22 @@ def violations(root: Path) -> list[str]:
             continue
         for path in project_includes(file):
             other = room_of(path)
+            if path == "flashtile/mask/band.h" and room in MASK_ONLY:
+                found.append(f"{file.relative_to(root)}: {room} includes {path}, and not mask/mask.h")
             if other == room:
                 continue
             if other not in LEVEL_OF or LEVEL_OF[other] >= LEVEL_OF[room]:
                 found.append(f"{file.relative_to(root)}: {room} includes {path}, which is not below it")
+    for folder, levels in FILES.items():
+        level_of = {name: level for level, names in enumerate(levels) for name in names}
+        for file in sorted((library / folder).glob("*.h")):
+            if file.stem not in level_of:
+                found.append(f"{file.relative_to(root)}: this file has no level in {folder}")
+                continue
+            for path in project_includes(file):
+                other = path.removeprefix(f"flashtile/{folder}/").removesuffix(".h")
+                if other in level_of and level_of[other] >= level_of[file.stem]:
+                    found.append(f"{file.relative_to(root)}: includes {path}, which is not below it")
     for folder, allowed in USERS:
         for file in sorted((root / folder).glob("*.*")):
             for path in project_includes(file) if file.suffix in {".h", ".cpp"} else []:
@@ -81,6 +105,10 @@ def self_test(root: Path) -> list[str]:
         "include/flashtile/mainloop/planted.h": "flashtile/kernel/planted.h",
         "include/flashtile/epilogue/planted.h": "flashtile/mainloop/planted.h",
         "include/flashtile/unheard_of/planted.h": "flashtile/error.h",
+        "include/flashtile/mask/walk.h": "flashtile/mask/mask.h",
+        "include/flashtile/mainloop/forward_sm90/producer.h": "flashtile/mainloop/forward_sm90/consumer.h",
+        "include/flashtile/mainloop/forward_sm90/planted.h": "flashtile/mainloop/forward_sm90/storage.h",
+        "include/flashtile/kernel/planted.h": "flashtile/mask/band.h",
         "python/bindings/planted.cpp": "flashtile/mainloop/planted.h",
         "cpp/select/planted.cpp": "flashtile/kernel/planted.h",
     }

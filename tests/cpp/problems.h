@@ -14,7 +14,8 @@ inline DeviceInfo gpu(int compute_capability, int shared_memory_kib) {
           .name = "a GPU",
           .compute_capability = compute_capability,
           .multiprocessors = 100,
-          .max_shared_memory = shared_memory_kib * 1024};
+          .max_shared_memory = shared_memory_kib * 1024,
+          .l2_bytes = 50 << 20};
 }
 
 inline Problem problem_on(const DeviceInfo& device, DType dtype, int head_dim, int head_dim_v, int seqlen) {

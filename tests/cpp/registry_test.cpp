@@ -5,17 +5,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <set>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "flashtile/flashtile.h"
-#include "flashtile/scheduler/persistent.h"
-#include "flashtile/scheduler/ragged.h"
 #include "problems.h"
 
 namespace flashtile {
@@ -122,137 +117,12 @@ TEST(Registry, NamesEndWithTheWordOfTheTable) {
   }
 }
 
-TEST(Select, GridHasATilePerBlockOfRows) {
-  const DeviceInfo device = gpu(80, 163);
-  const ForwardPlan plan = select_forward(problem_on(device, DType::kFloat16, 64, 64, 1000), device);
-  const int blocks = (1000 + plan.variant.tile_m - 1) / plan.variant.tile_m;
-  EXPECT_EQ(plan.tiles, 2 * 8 * blocks);
-  EXPECT_EQ(plan.grid, plan.tiles);
-}
-
-TEST(Select, HopperHasOneBlockPerMultiprocessor) {
-  const DeviceInfo device = gpu(90, 227);
-  for (const int seqlen : {1, 1000, 50000}) {
-    const ForwardPlan plan = select_forward(problem_on(device, DType::kFloat16, 64, 64, seqlen), device);
-    EXPECT_EQ(plan.variant.arch, Arch::kSm90);
-    const int rows = plan.packing.rows(seqlen);
-    const int packs = 8 / plan.packing.heads();
-    EXPECT_EQ(plan.tiles, 2 * packs * ((rows + plan.variant.tile_m - 1) / plan.variant.tile_m));
-    EXPECT_EQ(plan.grid, std::min<std::int64_t>(plan.tiles, device.multiprocessors));
-  }
-}
-
-/// Returns the work of the busiest thread block over the mean, where a tile's work is its key blocks and one more.
-double unevenness(const ForwardPlan& plan) {
-  const Problem& p = plan.problem;
-  const PersistentScheduler& scheduler = *plan.scheduler;
-  double sum = 0, most = 0;
-  for (int block = 0; block < plan.grid; ++block) {
-    double busy = 0;
-    for (int n = 0; n < scheduler.tiles_of(block); ++n) {
-      const int first_row = scheduler.tile(scheduler.index(n, block)).m_block * plan.variant.tile_m;
-      const Range queries = plan.packing.queries(first_row, plan.variant.tile_m, p.seqlen_q);
-      const Range visible = p.band.tiles(queries, plan.variant.tile_n, p.lengths()).visible;
-      busy += 1 + visible.end - visible.begin;
-    }
-    sum += busy;
-    most = std::max(most, busy);
-  }
-  return most * plan.grid / sum;
-}
-
-TEST(Select, HopperDividesCausalWorkEvenly) {
-  for (const int multiprocessors : {114, 132, 144}) {
-    DeviceInfo device = gpu(90, 227);
-    device.multiprocessors = multiprocessors;
-    for (const int head_dim : {64, 128, 256}) {
-      for (int seqlen = 512; seqlen <= 16384; seqlen *= 2) {
-        Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim, seqlen);
-        problem.batch = 16384 / seqlen;
-        problem.heads_q = problem.heads_k = 2048 / head_dim;
-        problem.band = Band::causal();
-        const ForwardPlan plan = select_forward(problem, device);
-        // Tiles are not divided, so where each block has few of them, some blocks have one more than the mean.
-        const double rounds = static_cast<double>(plan.tiles) / plan.grid;
-        EXPECT_LE(unevenness(plan), std::max(1.035, std::ceil(rounds) / rounds)) << to_string(plan);
-        EXPECT_EQ(select_forward(problem, device).scheduler, plan.scheduler);
-      }
-    }
-  }
-}
-
-TEST(Select, HopperPlansEmptyProblems) {
-  const DeviceInfo device = gpu(90, 227);
-  for (const Band band : {Band::full(), Band::causal()}) {
-    for (const auto& [batch, seqlen_q] : {std::pair{0, 100}, std::pair{2, 0}}) {
-      Problem problem = problem_on(device, DType::kBFloat16, 128, 128, 100);
-      problem.batch = batch;
-      problem.seqlen_q = seqlen_q;
-      problem.band = band;
-      const ForwardPlan plan = select_forward(problem, device);
-      EXPECT_EQ(plan.grid, 0);
-      EXPECT_EQ(plan.scheduler->tiles(), 0u);
-    }
-  }
-}
-
-TEST(Select, HopperPacksHeadsWhereThatSavesKeysOrRows) {
-  const DeviceInfo device = gpu(90, 227);
-  for (const int group : {1, 2, 3, 4, 6, 8, 12, 16, 32}) {
-    Problem problem = problem_on(device, DType::kBFloat16, 128, 128, 6144);  // whole tiles of 128 and of 192 rows
-    problem.heads_q = group * problem.heads_k;
-    const int widest = std::min(group & -group, 16);  // heads that share one warp's 16 rows
-    EXPECT_EQ(select_forward(problem, device).packing.heads(), 1) << "all tiles are whole, and see all keys";
-    problem.band = Band::causal();
-    const ForwardPlan causal = select_forward(problem, device);
-    EXPECT_EQ(causal.packing.heads(), widest) << group;
-    EXPECT_EQ(problem.heads_q % causal.packing.heads(), 0);
-    problem.alibi = true;
-    EXPECT_EQ(select_forward(problem, device).packing.heads(), 1) << "a tile has one slope";
-    problem.alibi = false;
-    problem.band = Band::full();
-    problem.seqlen_q = 1;
-    EXPECT_EQ(select_forward(problem, device).packing.heads(), widest) << group;
-    problem.seqlen_q = (1 << 30) - 1;
-    problem.batch = 1;
-    problem.band = Band::causal();
-    EXPECT_EQ(select_forward(problem, device).packing.heads(), 1) << "int counts the rows";
-    EXPECT_EQ(select_forward(problem, gpu(80, 163)).packing.heads(), 1);
-  }
-}
-
-TEST(Select, ValuesNarrowerThanKeysHaveARow) {
-  const DeviceInfo device = gpu(90, 227);
-  const auto row_for = [&](int d, int d_v) {
-    const Variant v = select_forward(problem_on(device, DType::kBFloat16, d, d_v, 1000), device).variant;
-    return std::pair(v.head_dim, v.head_dim_v);
-  };
-  EXPECT_EQ(row_for(192, 128), std::pair(192, 128));
-  EXPECT_EQ(row_for(136, 8), std::pair(192, 128));
-  EXPECT_EQ(row_for(192, 136), std::pair(192, 192));
-  EXPECT_EQ(row_for(128, 136), std::pair(192, 192));
-  EXPECT_EQ(row_for(200, 64), std::pair(256, 256));
-}
-
 TEST(Select, SmallWorkWakesFewThreads) {
   const DeviceInfo device = cpu(64);
   const ForwardPlan tiny = select_forward(problem_on(device, DType::kFloat32, 8, 8, 1), device);
   EXPECT_EQ(tiny.grid, 1);
   const ForwardPlan large = select_forward(problem_on(device, DType::kFloat32, 128, 128, 4096), device);
   EXPECT_EQ(large.grid, 64);
-}
-
-TEST(Select, PartsOfRaggedSequencesCanBeCounted) {
-  for (const DeviceInfo& device : {gpu(80, 163), gpu(90, 227)})
-    for (const int batch : {1 << 28, 1 << 29}) {
-      Problem p = problem_on(device, DType::kFloat16, 64, 64, 1000);
-      p.ragged = true;
-      p.batch = batch;
-      p.heads_q = p.heads_k = 1;
-      p.band = Band::causal();
-      EXPECT_LE(std::int64_t{batch} * select_forward(p, device).parts_of_sequence, std::numeric_limits<int>::max());
-      EXPECT_THROW(select_backward(p, device), Unsupported);  // each sequence has a tile of rows
-    }
 }
 
 TEST(Select, HeadsArePackedOnTheCpuAsLongAsEveryThreadHasAnItem) {
@@ -352,86 +222,6 @@ TEST(Select, RefusesAGridBeyondTheHardware) {
   Problem problem = problem_on(device, DType::kFloat16, 64, 64, 1 << 20);
   problem.batch = 1 << 20;
   EXPECT_NE(refusal(problem, device).find("expected fewer than 2^31"), std::string::npos);
-}
-
-TEST(Select, SectionsOfRaggedBatchesAreCountedWhateverTheGroup) {
-  for (const bool hopper : {false, true}) {
-    DeviceInfo device = hopper ? gpu(90, 227) : gpu(80, 163);
-    device.multiprocessors = 132;
-    Problem problem = problem_on(device, DType::kFloat16, 256, 256, 1);
-    problem.ragged = true;
-    problem.band = Band::causal();
-    problem.batch = problem.heads_k = 1;
-    for (const int heads : {1, 1 << 10, (1 << 24) - 1}) {
-      problem.heads_q = heads;
-      const int forward = select_forward(problem, device).blocks_of_section;
-      const int backward = select_backward(problem, device).blocks_of_section;
-      const bool many = hopper && heads > 1 << 10;  // with many tiles for each thread block, heads need no section
-      if (many)
-        EXPECT_EQ(forward, 0);
-      else
-        EXPECT_GT(forward, 0);
-      EXPECT_GT(backward, 0);
-      EXPECT_LE(std::max(forward, backward), 1 << 30);  // so that an int counts the heads as well
-    }
-  }
-}
-
-TEST(Select, HeadComesAfterHeadWhereThreadBlocksTakeManyTiles) {
-  DeviceInfo device = gpu(90, 227);
-  device.multiprocessors = 132;
-  const auto blocks_of_section = [&](int heads, Band band) {
-    Problem problem = problem_on(device, DType::kFloat16, 128, 128, 16384);
-    problem.ragged = true;
-    problem.band = band;
-    problem.batch = 2;
-    problem.heads_q = problem.heads_k = heads;
-    return select_forward(problem, device).blocks_of_section;
-  };
-  EXPECT_GE(blocks_of_section(4, Band::causal()), 2 * 128);  // two heads of one long sequence are interleaved
-  EXPECT_EQ(blocks_of_section(16, Band::causal()), 0);
-  EXPECT_EQ(blocks_of_section(4, Band::full()), 0);
-}
-
-TEST(Select, OnHopperFewSequencesNeedNoList) {
-  const auto lists = [](int sm, int batch, int rows, int heads) {
-    Problem problem = problem_on(gpu(sm, sm == 90 ? 227 : 163), DType::kFloat16, 128, 128, rows);
-    problem.ragged = true;
-    problem.batch = batch;
-    problem.heads_q = problem.heads_k = heads;
-    const ForwardPlan plan = select_forward(problem, gpu(sm, sm == 90 ? 227 : 163));
-    // A list has an entry for each slot; without a list there is only the count of tiles that are taken.
-    EXPECT_EQ(plan.workspace_bytes, plan.lists ? RaggedTiles::bytes(plan.m_blocks) : 8);
-    return plan.lists;
-  };
-  EXPECT_FALSE(lists(90, 0, 100, 4));
-  EXPECT_FALSE(lists(90, 1, 0, 4));
-  EXPECT_FALSE(lists(90, 32, 100'000, 4));
-  EXPECT_TRUE(lists(90, 33, 100'000, 4));
-  EXPECT_TRUE(lists(80, 32, 100'000, 4));
-  EXPECT_FALSE(lists(90, 1, 128 * 65'000, 1));  // slots are numbered in 16 bits
-  EXPECT_TRUE(lists(90, 1, 192 * 66'000, 1));
-  EXPECT_FALSE(lists(90, 1, 128 * 1'000, 1'000));  // and the count of tiles has 20 bits
-  EXPECT_TRUE(lists(90, 1, 192 * 1'100, 1'000));
-}
-
-TEST(Select, HopperScheduleDependsOnTheProblemAlone) {
-  // These two problems have the same tiles, but keys of other sizes: the second must not get what was found for the
-  // first.
-  const DeviceInfo device = gpu(90, 227);
-  const auto heads_at_once = [&](int head_dim_v) {
-    Problem problem = problem_on(device, DType::kFloat16, 192, head_dim_v, 2304);
-    problem.batch = 2;
-    problem.heads_q = problem.heads_k = 10;
-    problem.band = Band::causal();
-    return select_forward(problem, device).scheduler->heads_at_once;
-  };
-  std::set<int> narrow, wide;
-  std::thread([&] { narrow.insert(heads_at_once(128)), wide.insert(heads_at_once(192)); }).join();
-  std::thread([&] { wide.insert(heads_at_once(192)), narrow.insert(heads_at_once(128)); }).join();
-  EXPECT_EQ(narrow.size(), 1u);
-  EXPECT_EQ(wide.size(), 1u);
-  EXPECT_NE(narrow, wide);  // else this test would say nothing
 }
 
 TEST(Select, ProblemsThatAskForLittleGetTheFasterRows) {

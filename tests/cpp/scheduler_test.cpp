@@ -2,6 +2,7 @@
 #include "../../cpp/select/balance.h"
 #include "flashtile/scheduler/persistent.h"
 #include "flashtile/scheduler/ragged.h"
+#include "flashtile/scheduler/sections.h"
 #include "flashtile/scheduler/single.h"
 
 #include <gtest/gtest.h>
@@ -11,6 +12,7 @@
 #include <numeric>
 #include <set>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace flashtile {
@@ -31,6 +33,28 @@ TEST(SingleTileScheduler, CoversEveryTileOnce) {
           ASSERT_TRUE(seen.emplace(coord.batch, coord.head, coord.m_block).second) << "tile " << index << " again";
         }
         EXPECT_EQ(seen.size(), tiles);
+      }
+    }
+  }
+}
+
+// The persistent kernel, the lists of ragged tiles and the backward's blocks of keys all go by this order.
+TEST(BlockOfSection, HasEachBlockOnceRankByRank) {
+  for (const int heads : {1, 3, 8}) {
+    for (const int blocks : {1, 2, 7}) {
+      for (const int heads_at_once : {1, 2, 3, 8}) {
+        std::set<std::pair<int, int>> seen;
+        BlockOfSection last{0, 0, 0};
+        for (int index = 0; index < heads * blocks; ++index) {
+          const auto block = BlockOfSection::at(static_cast<unsigned>(index), heads, blocks, heads_at_once);
+          ASSERT_EQ(block.section, block.head / heads_at_once);
+          ASSERT_TRUE(0 <= block.head && block.head < heads);
+          ASSERT_TRUE(0 <= block.rank && block.rank < blocks);
+          ASSERT_TRUE(seen.emplace(block.head, block.rank).second) << "block " << index << " again";
+          ASSERT_LE((std::tuple{last.section, last.rank, last.head}),
+                    (std::tuple{block.section, block.rank, block.head}));
+          last = block;
+        }
       }
     }
   }

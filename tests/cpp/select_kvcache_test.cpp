@@ -28,7 +28,8 @@ DeviceInfo gpu(int compute_capability, int multiprocessors, int max_shared_memor
           .name = "a GPU",
           .compute_capability = compute_capability,
           .multiprocessors = multiprocessors,
-          .max_shared_memory = max_shared_memory};
+          .max_shared_memory = max_shared_memory,
+          .l2_bytes = 50 << 20};
 }
 
 const DeviceInfo kH100 = gpu(90, 132, 232448), kA100 = gpu(80, 108, 166912), kSmall = gpu(86, 82, 101376);

@@ -27,7 +27,7 @@ struct Case {
     return {.queries = {batch, seqlen_q, table},
             .rows = {batch, capacity, held.data(), skipped.empty() ? nullptr : skipped.data(), added,
                      appends_ragged ? table : nullptr},
-            .band = band,
+            .mask = {band},
             .packing = {Divisor(group)},
             .teams = {}};
   }
@@ -78,7 +78,7 @@ Range seen(const SplitKeys& schedule, Span span, int keys, int m_block) {
   for (int query = m_block * kM / heads; query < std::min(span.used, ((m_block + 1) * kM - 1) / heads + 1); ++query) {
     const std::int64_t diagonal = std::int64_t{query} + keys - span.used;
     for (int j = 0; j < keys; ++j) {
-      if (j - diagonal < -schedule.band.left || j - diagonal > schedule.band.right) continue;
+      if (j - diagonal < -schedule.mask.band.left || j - diagonal > schedule.mask.band.right) continue;
       seen.begin = std::min(seen.begin, j);
       seen.end = std::max(seen.end, j + 1);
     }
@@ -184,13 +184,13 @@ TEST(SplitKeys, SplitsAreTheSameWhateverElseThereIs) {
                              begins = {3, 40, 41, 74, 74, 90};
       SplitKeys schedule{.queries = {1, 33, nullptr},
                          .rows = {1, 5000, alone.data()},
-                         .band = band,
+                         .mask = {band},
                          .packing = {Divisor(3)},
                          .keys_of_split = kSplit,
                          .apart = true};
       SplitKeys among{.queries = {5, 100, begins.data()},
                       .rows = {5, 9000, neighbours.data()},
-                      .band = band,
+                      .mask = {band},
                       .packing = {Divisor(3)},
                       .keys_of_split = kSplit,
                       .apart = false};
@@ -213,7 +213,7 @@ TEST(SplitKeys, SplitsStayWhereTheyAreAsASequenceGrows) {
   std::vector<int> held = {0};
   SplitKeys schedule{.queries = {1, 1, nullptr},
                      .rows = {1, 10000, held.data()},
-                     .band = Band::causal(),
+                     .mask = {Band::causal()},
                      .packing = {Divisor(4)},
                      .keys_of_split = 512,
                      .apart = true};

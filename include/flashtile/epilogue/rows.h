@@ -16,19 +16,19 @@ CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Span q
                              Softmax& softmax, int first_row) {
   using namespace cute;
   softmax.finish_sums();
-  const int first_head = params.packing.first_head(tile.head);
+  const int first_head = params.scores.packing.first_head(tile.head);
   RowTotal rows[Softmax::kRowCount];
   array<float, Softmax::kRowCount> normaliser;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(coord); ++r) {
-    const bool counts = params.packing.query(first_row + get<0>(coord(r, 0))) < queries.used;
+    const bool counts = params.scores.packing.query(first_row + get<0>(coord(r, 0))) < queries.used;
     if (!counts) softmax.row[r] = {};
     float sink = -kInfinity;
     if constexpr (includes(kFeatures, Features::kSinks)) {
-      const int head = first_head + params.packing.head(first_row + get<0>(coord(r, 0)));
+      const int head = first_head + params.scores.packing.head(first_row + get<0>(coord(r, 0)));
       if (params.sinks != nullptr && counts) sink = params.sinks[head];
     }
-    rows[r] = softmax.row[r].total(sink, params.score_map.unit);
+    rows[r] = softmax.row[r].total(sink, params.scores.map.unit);
     normaliser[r] = rows[r].normaliser;
     if constexpr (includes(kFeatures, Features::kDropout)) normaliser[r] *= params.dropout.scale;
   }
@@ -37,10 +37,10 @@ CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Span q
   CUTE_UNROLL
   for (int r = 0; r < size<0>(coord); ++r) {
     const int row = first_row + get<0>(coord(r, 0));
-    const int query = params.packing.query(row);
+    const int query = params.scores.packing.query(row);
     if (query < queries.size)
-      params.rows.store(first + params.packing.head(row) * params.rows.strides.head + query, rows[r].finished(),
-                        params.score_map.unit);
+      params.rows.store(first + params.scores.packing.head(row) * params.rows.strides.head + query, rows[r].finished(),
+                        params.scores.map.unit);
   }
   return normaliser;
 }

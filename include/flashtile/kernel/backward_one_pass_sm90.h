@@ -10,6 +10,7 @@
 #include "flashtile/epilogue/gradient.h"
 #include "flashtile/load/tensor_map.h"
 #include "flashtile/mainloop/backward_one_pass_sm90.h"
+#include "flashtile/mainloop/sum_of_dq.h"
 #include "flashtile/params.h"
 #include "flashtile/prepare_backward.h"
 
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kFinishThreads) backward_finish_sm90(const __g
   BackwardParams::QueryTile tile;
   if (!params.find_query_tile(blockIdx.x, tile)) return;
   const int thread = threadIdx.x;
-  const bool sees = !tile.keys(params, Mainloop::kM, Mainloop::kN).visible.empty();
+  const bool stored = SumOfDq(params, tile.place, thread / 128).stored();
   const float4* part = reinterpret_cast<const float4*>(params.workspace.dq(params.memory) +
                                                        (tile.place * Mainloop::kWarpgroups + thread / 128) *
                                                            std::int64_t(Mainloop::kPartOfQ)) +
@@ -90,12 +91,13 @@ __global__ void __launch_bounds__(kFinishThreads) backward_finish_sm90(const __g
   Tensor coord = mma.get_slice(thread).partition_C(make_identity_tensor(shape));
   CUTE_UNROLL
   for (int i = 0; i < size(tQrdQ); i += 4) {
-    const float4 four = sees ? part[i / 4 * 128] : float4{};  // no block of keys stored a tile that sees none
+    const float4 four = part[i / 4 * 128];
     tQrdQ(i) = four.x;
     tQrdQ(i + 1) = four.y;
     tQrdQ(i + 2) = four.z;
     tQrdQ(i + 3) = four.w;
   }
+  if (!stored) clear(tQrdQ);  // what was loaded, without waiting for the state, means nothing
   CUTE_UNROLL
   for (int i = 0; i < size(tQrdQ); ++i) {
     const int row = Mainloop::kTurned ? get<1>(coord(i)) : get<0>(coord(i));

@@ -36,8 +36,8 @@ struct ForwardSourceSm80 {
   CUTE_DEVICE void load_v(int block, Shared const& sV, int thread) const {
     load_keys(params.v, params.v_strides, block, sV, params.head_dim_v, thread);
   }
-  CUTE_DEVICE ScoreTile<ForwardParams> scores(Lengths lengths) const {
-    return {params, tile, tile.m_block * kV.tile_m, lengths};
+  CUTE_DEVICE ScoreTile<HeadPacking> scores(Lengths lengths) const {
+    return {params.scores, tile, tile.m_block * kV.tile_m, lengths};
   }
 
  private:
@@ -50,8 +50,8 @@ struct ForwardSourceSm80 {
                              int thread) const {
     constexpr int kN = kV.tile_n;
     Mainloop::Load::load(
-        tile_of<kN>(base, strides, params.group.quotient(tile.head), sequence.k.first + keys.first + block * kN),
-        shared, keys.count - block * kN, columns, thread);
+        tile_of<kN>(base, strides, params.group.quotient(tile.head), sequence.k.first + keys.key(block)), shared,
+        keys.count - block * kN, columns, thread);
   }
 };
 
@@ -76,9 +76,9 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) forward_sm80(const __
   if (!find_tile()) return;
   const int first_row = tile.m_block * Mainloop::kM;
   const Range rows = {first_row, min(first_row + Mainloop::kM, sequence.q.used)};
-  const VisibleKeys<Mainloop::kN> keys(params.band, rows, sequence.lengths());
+  const VisibleKeys<Mainloop::kN> keys(params.scores.mask, rows, sequence.lengths());
 
-  typename Mainloop::Softmax softmax(params.score_map.unit_log2);
+  typename Mainloop::Softmax softmax(params.scores.map.unit_log2);
   Tensor tOrO = partition_fragment_C(typename Mainloop::TiledMma{},
                                      Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDim>>{});  // (mma, m, head_dim)
   clear(tOrO);

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
       store(work, tOrO);
     };
     const auto skip = [&](Work const& work) {
-      typename Mainloop::Softmax nothing(params.forward.score_map.unit_log2);
+      typename Mainloop::Softmax nothing(params.forward.scores.map.unit_log2);
       finish_softmax(work, nothing);
       Tensor zeros = partition_fragment_C(typename Mainloop::MmaPV{}, shape(cO));
       clear(zeros);

@@ -53,10 +53,11 @@ struct KvcacheKernelSm80 {
   int head;  // KV head
 
   CUTE_DEVICE PartsInMemory<kM, kHeadDim> parts() const { return {params, head}; }
-  CUTE_DEVICE float unit_log2() const { return params.score_map.unit_log2; }
+  CUTE_DEVICE float unit_log2() const { return params.scores.map.unit_log2; }
   CUTE_DEVICE static int group_of_thread() { return threadIdx.x / kThreadsOfGroup; }
   CUTE_DEVICE int rows(Segment const& s) const {
-    const std::int64_t rows = std::int64_t(s.queries.size) * params.packing.heads.value - std::int64_t(s.m_block) * kM;
+    const std::int64_t rows =
+        std::int64_t(s.queries.size) * params.scores.packing.heads.value - std::int64_t(s.m_block) * kM;
     return rows < kM ? int(rows) : kM;
   }
 
@@ -66,13 +67,9 @@ struct KvcacheKernelSm80 {
     const int group = group_of_thread(), thread = threadIdx.x % kThreadsOfGroup;
     const Lengths lengths = {s.tile.lengths.q, s.tile.lengths.k - keys.begin};
     const int end = min(keys.end, s.tile.keys.end) - keys.begin;
-    VisibleKeys<kN> visible;
-    visible.first = 0;
-    visible.count = end;
-    visible.lengths = lengths;
-    visible.blocks = every(Spans::tiles(max(end, 0), kN), group);
-    const Range interior = s.tile.queries.empty() ? Range{} : params.band.tiles(s.tile.queries, kN, lengths).interior;
-    visible.interior = {every(interior.begin, group), every(min(interior.end, end / kN), group)};
+    const Range interior = params.scores.mask.walk(s.tile.queries, kN, lengths).interior;
+    const BlockWalk walk{{0, Spans::tiles(max(end, 0), kN)}, {interior.begin, min(interior.end, end / kN)}};
+    const VisibleKeys<kN> visible(walk.share(group, kGroups), end, lengths);
 
     const TileCoord tile = {s.batch, head, s.m_block};
     typename Mainloop::Softmax softmax(unit_log2());
@@ -103,9 +100,6 @@ struct KvcacheKernelSm80 {
     __syncthreads();  // all threads wait for the groups' results
   }
 
-  /// Returns how many of the blocks 0, 1, … below `n` are a group's.
-  CUTE_DEVICE static int every(int n, int group) { return n > group ? (n - group + kGroups - 1) / kGroups : 0; }
-
   /// Returns the results of all groups, joined.
   CUTE_DEVICE Part joined(int row, int column) const {
     Part part;
@@ -131,11 +125,11 @@ struct KvcacheKernelSm80 {
   /// Writes the finished output of a chunk, and the row's lse.
   CUTE_DEVICE void finish(Segment const& s, int row, int column, Part part) const {
     const int tile_row = s.m_block * kM + row;
-    const int query = params.packing.query(tile_row);
-    const int head_q = head * params.packing.heads.value + params.packing.head(tile_row);
+    const int query = params.scores.packing.query(tile_row);
+    const int head_q = head * params.scores.packing.heads.value + params.scores.packing.head(tile_row);
     RowTotal total;
     if (query < s.queries.used) {
-      total = part.state.total(params.sinks == nullptr ? -kInfinity : params.sinks[head_q], params.score_map.unit);
+      total = part.state.total(params.sinks == nullptr ? -kInfinity : params.sinks[head_q], params.scores.map.unit);
       part.scale(total.normaliser);
     } else {
       part = {};
@@ -145,7 +139,7 @@ struct KvcacheKernelSm80 {
     *reinterpret_cast<uint2*>(to) = {round_pair<Element>(part.o.x, part.o.y), round_pair<Element>(part.o.z, part.o.w)};
     if (params.lse != nullptr && column == 0)
       params.lse[params.lse_strides.at(s.batch, head_q, s.queries.first + query)] =
-          total.finished().lse(params.score_map.unit);
+          total.finished().lse(params.scores.map.unit);
   }
 
   /// Joins the parts and finishes the rows. Two threads share a chunk: even and odd parts are joined apart, in their

@@ -155,11 +155,36 @@ struct BackwardKeysSm90 {
     typename Ring<1>::Cursor keys_at{};
     typename Ring<2>::Cursor weights_at{};
 
+    /// Rounds the weights that scores, (row, column), have, times `slope(row, column)`.
+    template <class Scores, class Coord, class Weights, class Slope>
+    CUTE_DEVICE void weigh(Scores& scores, Coord const& tScS, Weights& weights, int stage, Slope&& slope) const {
+      using namespace cute;
+      const float unit_log2 = params.scores.map.unit_log2;
+      for_column_pairs(tScS, tiles.statistics[stage][0], [&](int c, float2 lse) {
+        CUTE_UNROLL
+        for (int r = 0; r < size<0>(scores); ++r)
+          weights(c + r) =
+              round_pair<Element>(exp2_approx(fmaf(scores(r, c), unit_log2, -lse.x)) * slope(r, c),
+                                  exp2_approx(fmaf(scores(r, c + 1), unit_log2, -lse.y)) * slope(r, c + 1));
+      });
+    }
+
+    /// Gives the weights to the other warpgroup, which multiplies dP with them.
+    template <class Weights>
+    CUTE_DEVICE void hand_over(Weights const& weights) {
+      CUTE_UNROLL
+      for (int i = 0; i < kVectors; ++i)
+        tiles.weights[weights_at.stage][i][thread] = {weights(4 * i), weights(4 * i + 1), weights(4 * i + 2),
+                                                      weights(4 * i + 3)};
+      barriers.weights_full[weights_at.stage].arrive();
+      weights_at.advance();
+    }
+
     /// Accumulates dV (mma, key, head_dim).
     template <class Accumulator>
     CUTE_DEVICE void run(Work const& work, Accumulator& tVrdV) {
       using namespace cute;
-      if (work.queries.visible.empty()) return;
+      if (work.queries.empty()) return;
       MmaS mma_s;
       MmaV mma_v;
       auto s_warpgroup = mma_s.get_slice(0);
@@ -178,8 +203,7 @@ struct BackwardKeysSm90 {
 
       const int key = work.n_block * kN;
       const Lengths lengths = work.lengths(params);
-      const bool maps = params.score_map.maps(), capped = params.score_map.capped;
-      const float unit_log2 = params.score_map.unit_log2;
+      const bool maps = params.scores.map.maps(), capped = params.scores.map.capped;
       auto opening = SM90::GMMA::ScaleOut::Zero;
 
       barriers.k.wait_full(keys_at);
@@ -191,8 +215,9 @@ struct BackwardKeysSm90 {
         barriers.weights_empty[weights_at.stage].wait(weights_at.parity ^ 1);
         wait_matmul<0>(tSrS);
         // Rows of keys behind the last one need no mask here: what they accumulate is never stored.
-        const bool edge = !work.queries.interior.contains(m_block);
-        const ScoreTile<BackwardParams> score_tile{params, {work.batch, head, work.n_block}, key, lengths.transposed()};
+        const bool edge = work.queries.is_edge(m_block);
+        const ScoreTile<HeadPacking> score_tile{
+            params.scores, {work.batch, head, work.n_block}, key, lengths.transposed()};
         if (edge || maps || steep) {
           if (maps) score_tile.cap_or_stretch(scores, tScS, m_block * kM);
           if (edge) score_tile.mask(scores, tScS, m_block * kM);
@@ -200,39 +225,22 @@ struct BackwardKeysSm90 {
             relate_steep_rows(params, scores, tScS, tiles.statistics[stage][0],
                               workspace_row(params, work, head, m_block));
         }
-        const auto weigh = [&](auto&& slope) __attribute__((always_inline)) {
-          for_column_pairs(tScS, tiles.statistics[stage][0], [&](int c, float2 lse) {
-            CUTE_UNROLL
-            for (int r = 0; r < size<0>(scores); ++r)
-              weights(c + r) =
-                  round_pair<Element>(exp2_approx(fmaf(scores(r, c), unit_log2, -lse.x)) * slope(r, c),
-                                      exp2_approx(fmaf(scores(r, c + 1), unit_log2, -lse.y)) * slope(r, c + 1));
-          });
-        };
-        // The other warpgroup multiplies dP with these weights, which under a softcap have its slope as a factor.
-        const auto hand_over = [&] {
-          CUTE_UNROLL
-          for (int i = 0; i < kVectors; ++i)
-            tiles.weights[weights_at.stage][i][thread] = {weights(4 * i), weights(4 * i + 1), weights(4 * i + 2),
-                                                          weights(4 * i + 3)};
-          barriers.weights_full[weights_at.stage].arrive();
-          weights_at.advance();
-        };
-        if (capped || kKnowsDropout) [[unlikely]] {
+        const auto one = [](int, int) { return 1.0f; };
+        if (capped || kKnowsDropout) [[unlikely]] {  // those handed over have the softcap's slope as a factor
           KeptOf<decltype(tScS)> kept;
           if constexpr (kKnowsDropout)
             kept = kept.template of<Rows::kKeys>(params.dropout, work.batch, head, tScS, key, m_block * kM);
           if (capped)
-            weigh([&](int r, int c) { return score_tile.cap_slope(scores(r, c)); });
+            weigh(scores, tScS, weights, stage, [&](int r, int c) { return score_tile.cap_slope(scores(r, c)); });
           else
-            weigh([](int, int) { return 1.0f; });
+            weigh(scores, tScS, weights, stage, one);
           if constexpr (kKnowsDropout) kept.mark_words(weights);
-          hand_over();
-          weigh([](int, int) { return 1.0f; });
+          hand_over(weights);
+          weigh(scores, tScS, weights, stage, one);
           if constexpr (kKnowsDropout) kept.keep_words(weights);
         } else {
-          weigh([](int, int) { return 1.0f; });
-          hand_over();
+          weigh(scores, tScS, weights, stage, one);
+          hand_over(weights);
         }
         barriers.q.release_by_warp(at);
 
@@ -262,7 +270,7 @@ struct BackwardKeysSm90 {
     template <class Accumulator>
     CUTE_DEVICE void run(Work const& work, Accumulator& tKrdK) {
       using namespace cute;
-      if (work.queries.visible.empty()) return;
+      if (work.queries.empty()) return;
       MmaS mma_s;
       MmaK mma_k;
       auto s_warpgroup = mma_s.get_slice(0);

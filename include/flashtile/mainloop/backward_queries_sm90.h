@@ -58,22 +58,11 @@ struct BackwardQueriesSm90 {
   /// Work is a tile of queries, and what scores need to know of it.
   struct Work {
     BackwardParams::QueryTile tile;
-    Band band;
-    HeadPacking packing;  // no packing: ScoreTile asks for it
-    ScoreMap score_map;
-    const float* alibi_slopes;
-    std::int64_t alibi_batch_stride, alibi_head_stride;
-    TileRanges keys;
+    ScoreParams<HeadPacking> scores;  // rows are queries
+    BlockWalk keys;
 
     CUTE_DEVICE Work(BackwardParams const& params, BackwardParams::QueryTile const& tile)
-        : tile(tile),
-          band(params.band.transposed()),
-          packing{},
-          score_map(params.score_map),
-          alibi_slopes(params.alibi_slopes),
-          alibi_batch_stride(params.alibi_batch_stride),
-          alibi_head_stride(params.alibi_head_stride),
-          keys(tile.keys(params, kM, kN)) {}
+        : tile(tile), scores(params.scores.transposed()), keys(tile.keys(params, kM, kN)) {}
 
     CUTE_DEVICE TileCoord coord() const { return {tile.batch, tile.head, tile.m_block}; }
     CUTE_DEVICE Lengths lengths(BackwardParams const& params) const {
@@ -94,8 +83,8 @@ struct BackwardQueriesSm90 {
     /// Loads the tiles of `work`. Calls `ask()` when it is time for the next tile.
     template <class Ask>
     CUTE_DEVICE void run(Work const& work, Ask&& ask) {
-      const Range blocks = work.keys.visible;
-      if (blocks.empty()) return ask();
+      BlockWalk const& walk = work.keys;
+      if (walk.empty()) return ask();
       BackwardParams const& backward = params.backward;
       const TmaRows q_rows = work.rows(backward.sequences.q, work.tile.sequence.q);
       const TmaRows k_rows = work.rows(backward.sequences.k, work.tile.sequence.k);
@@ -115,18 +104,18 @@ struct BackwardQueriesSm90 {
                                                     work.tile.m_block * kM + row, work.tile.head);
         });
       };
-      load_keys(blocks.begin);
+      load_keys(walk.first());
       load_queries(params.q, barriers.q, tiles.q);
       load_queries(params.dout, barriers.dout, tiles.dout);
       queries_at.advance();
-      const int ask_at = max(blocks.end - kStepsAhead, blocks.begin);
+      const int ask_at = max(walk.end() - kStepsAhead, walk.first());
       CUTE_NO_UNROLL
-      for (int n_block = blocks.begin; n_block < blocks.end; ++n_block) {
+      for (int n_block = walk.first(); n_block < walk.end(); n_block = walk.next(n_block)) {
         barriers.v.fill_by_warp(v_at, sizeof(Tiles::v), [&](std::uint64_t* barrier) {
           load_tile<kN, kHeadDimV, kColumns>(params.v, barrier, tiles.v, k_rows, n_block * kN, kv_head);
         });
         v_at.advance();
-        if (n_block + 1 < blocks.end) load_keys(n_block + 1);
+        if (walk.next(n_block) < walk.end()) load_keys(walk.next(n_block));
         if (n_block == ask_at) ask();
         __syncwarp();  // a lane that fell two phases behind would misread the barrier's parity
       }
@@ -142,12 +131,56 @@ struct BackwardQueriesSm90 {
     typename Ring<kStages>::Cursor k_at{};
     typename Ring<1>::Cursor v_at{}, queries_at{};
 
+    /// These are the workspace's numbers of a thread's two rows.
+    struct OwnRows {
+      float lse_log2[2], delta[2];
+      bool steep = false;  // whether any row of the warp is
+    };
+    template <class Coord>
+    CUTE_DEVICE OwnRows rows_of(Work const& work, Coord const& tScS) const {
+      using namespace cute;
+      OwnRows rows;
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const std::int64_t row = work.tile.place * kM + get<0>(tScS(r, 0));
+        rows.lse_log2[r] = params.workspace.lse_log2(params.memory)[row];
+        rows.delta[r] = params.workspace.delta(params.memory)[row];
+        rows.steep |= BackwardWorkspace::says_steep(rows.lse_log2[r]);
+      }
+      rows.steep = __any_sync(0xffffffff, rows.steep);
+      return rows;
+    }
+
+    /// Subtracts from the scores of steep rows what their weights are relative to.
+    template <class Scores, class Coord>
+    CUTE_DEVICE void relate(Scores& scores, OwnRows const& rows, Work const& work, Coord const& tScS) const {
+      using namespace cute;
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        if (!BackwardWorkspace::says_steep(rows.lse_log2[r])) continue;
+        const std::int64_t row = work.tile.place * kM + get<0>(tScS(r, 0));
+        relate_steep_row(scores(r, _), params.workspace.steep_rows(params.memory)[row]);
+      }
+    }
+
+    /// Turns scores into weights times `slope(row, column)`.
+    template <class Scores, class Slope>
+    CUTE_DEVICE void weigh(Scores& scores, OwnRows const& rows, float unit_log2, Slope&& slope) const {
+      using namespace cute;
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(scores); ++r) {
+        CUTE_UNROLL
+        for (int c = 0; c < size<1>(scores); ++c)
+          scores(r, c) = exp2_approx(fmaf(scores(r, c), unit_log2, -rows.lse_log2[r])) * slope(r, c);
+      }
+    }
+
     /// Accumulates dQ, before the scale (mma, query, head_dim).
     template <class Accumulator>
     CUTE_DEVICE void run(Work const& work, Accumulator& tQrdQ) {
       using namespace cute;
-      const Range blocks = work.keys.visible;
-      if (blocks.empty()) return;
+      BlockWalk const& walk = work.keys;
+      if (walk.empty()) return;
       MmaS mma_s;
       MmaQ mma_q;
       auto s_warpgroup = mma_s.get_slice(uniform(thread / 128) * 128);
@@ -169,61 +202,38 @@ struct BackwardQueriesSm90 {
       Tensor dp = rows_and_columns(tSrdP);                                      // (row, column)
       Tensor tQrdS = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kN / 16>>>{});  // (mma, m, k)
 
-      const bool maps = params.score_map.maps();
-      const float unit_log2 = params.score_map.unit_log2;
+      const bool maps = params.scores.map.maps();
+      const float unit_log2 = params.scores.map.unit_log2;
       const int first_row = work.tile.m_block * kM;
-      const ScoreTile<Work> score_tile{work, work.coord(), first_row, work.lengths(params)};
-      float lse_log2[2], delta[2];
-      bool steep = false;
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        const std::int64_t row = work.tile.place * kM + get<0>(tScS(r, 0));
-        lse_log2[r] = params.workspace.lse_log2(params.memory)[row];
-        delta[r] = params.workspace.delta(params.memory)[row];
-        steep |= BackwardWorkspace::says_steep(lse_log2[r]);
-      }
-      steep = __any_sync(0xffffffff, steep);
+      const ScoreTile<HeadPacking> score_tile{work.scores, work.coord(), first_row, work.lengths(params)};
+      const OwnRows rows = rows_of(work, tScS);
       auto opening = SM90::GMMA::ScaleOut::Zero;
 
       barriers.q.wait_full(queries_at);
       CUTE_NO_UNROLL
-      for (int n_block = blocks.begin; n_block < blocks.end; ++n_block) {
+      for (int n_block = walk.first(); n_block < walk.end(); n_block = walk.next(n_block)) {
         const int stage = uniform(k_at.stage);
         barriers.k.wait_full(k_at);
         start_matmul(mma_s, tSrQ, tSrK(_, _, _, stage), tSrS, SM90::GMMA::ScaleOut::Zero);
-        if (n_block == blocks.begin) barriers.dout.wait_full(queries_at);
+        if (n_block == walk.first()) barriers.dout.wait_full(queries_at);
         barriers.v.wait_full(v_at);
         start_matmul(mma_s, tSrdO, tSrV, tSrdP, SM90::GMMA::ScaleOut::Zero);
         wait_matmul<1>(tSrS);
-        const bool edge = !work.keys.interior.contains(n_block);
+        const bool edge = walk.is_edge(n_block);
         if (edge || maps) {
           if (maps) score_tile.cap_or_stretch(scores, tScS, n_block * kN);
           if (edge) score_tile.mask(scores, tScS, n_block * kN);
         }
-        if (steep) [[unlikely]] {
-          CUTE_UNROLL
-          for (int r = 0; r < 2; ++r) {
-            if (!BackwardWorkspace::says_steep(lse_log2[r])) continue;
-            const std::int64_t row = work.tile.place * kM + get<0>(tScS(r, 0));
-            relate_steep_row(scores(r, _), params.workspace.steep_rows(params.memory)[row]);
-          }
-        }
-        const auto weigh = [&](auto&& slope) __attribute__((always_inline)) {
-          CUTE_UNROLL
-          for (int r = 0; r < size<0>(scores); ++r) {
-            CUTE_UNROLL
-            for (int c = 0; c < size<1>(scores); ++c)
-              scores(r, c) = exp2_approx(fmaf(scores(r, c), unit_log2, -lse_log2[r])) * slope(r, c);
-          }
-        };
-        if (params.score_map.capped) [[unlikely]]
-          weigh([&](int r, int c) { return score_tile.cap_slope(scores(r, c)); });
+        if (rows.steep) [[unlikely]]
+          relate(scores, rows, work, tScS);
+        if (params.scores.map.capped) [[unlikely]]
+          weigh(scores, rows, unit_log2, [&](int r, int c) { return score_tile.cap_slope(scores(r, c)); });
         else
-          weigh([](int, int) { return 1.0f; });
+          weigh(scores, rows, unit_log2, [](int, int) { return 1.0f; });
         wait_matmul<0>(tSrdP);
         barriers.v.release_by_warp(v_at);
         v_at.advance();
-        if (n_block + 1 == blocks.end) {
+        if (n_block == walk.last()) {
           barriers.q.release_by_warp(queries_at);
           barriers.dout.release_by_warp(queries_at);
         }
@@ -234,7 +244,7 @@ struct BackwardQueriesSm90 {
         CUTE_UNROLL
         for (int r = 0; r < size<0>(scores); ++r) {
           CUTE_UNROLL
-          for (int c = 0; c < size<1>(scores); ++c) scores(r, c) *= dp(r, c) - delta[r];
+          for (int c = 0; c < size<1>(scores); ++c) scores(r, c) *= dp(r, c) - rows.delta[r];
         }
         round_to(tSrS, tQrdS);
         start_matmul(mma_q, tQrdS, tQrK(_, _, _, stage), tQrdQ, opening);

@@ -264,17 +264,17 @@ struct BackwardMainloopSm80 {
     using namespace cute;
     Tensor scores = rows_and_columns(acc);  // (row, column)
     const int key = work.n_block * kN;
-    const ScoreTile<BackwardParams> score_tile{
-        params, {work.batch, step.head, work.n_block}, key, work.sequence.lengths().transposed()};
-    if (params.score_map.maps()) {
-      if (params.score_map.capped) {
+    const ScoreTile<HeadPacking> score_tile{
+        params.scores, {work.batch, step.head, work.n_block}, key, work.sequence.lengths().transposed()};
+    if (params.scores.map.maps()) {
+      if (params.scores.map.capped) {
         score_tile.template cap<Softcaps::kAny>(scores);
         Tensor slopes = make_fragment_like(acc);
         CUTE_UNROLL
         for (int i = 0; i < size(acc); ++i) slopes(i) = 1.0f - acc(i) * acc(i);
         store_scores<Negative::kKeep>(slopes, shared.weights);
       }
-      if (params.score_map.stretched) score_tile.stretch(scores, coord, step.m_block * kM);
+      if (params.scores.map.stretched) score_tile.stretch(scores, coord, step.m_block * kM);
     }
     if (edge) {
       score_tile.template mask<8 * kSharers>(scores, coord, step.m_block * kM);
@@ -287,7 +287,7 @@ struct BackwardMainloopSm80 {
     }
     if (steep) [[unlikely]]
       relate_steep_rows<8 * kSharers>(params, scores, coord, lse_log2, tile_of(step) * kM);
-    const float unit_log2 = params.score_map.unit_log2;
+    const float unit_log2 = params.scores.map.unit_log2;
     for_column_pairs(coord, lse_log2, [&](int c, float2 lse) {
       CUTE_UNROLL
       for (int r = 0; r < size<0>(scores); ++r) {
@@ -297,49 +297,121 @@ struct BackwardMainloopSm80 {
     });
   }
 
+  CUTE_DEVICE bool capped() const { return params.scores.map.capped; }
+  CUTE_DEVICE bool drops() const { return kKnowsDropout && params.dropout.active(); }
+
+  // Where sums are in order (deterministic), each warp adds to a part of its own (see SumOfDq), from the last query on;
+  // that order holds even where no dQ is wanted, so that dK and dV are the same.
+  CUTE_DEVICE bool backwards() const { return kKnowsOrderedDq && params.deterministic; }
+  CUTE_DEVICE bool in_order() const { return backwards() && params.dq; }
+  CUTE_DEVICE Step first_step() const {
+    return {work.kv_head * params.group, backwards() ? work.queries.last() : work.queries.first()};
+  }
+  CUTE_DEVICE Step next(Step step) const {
+    step.m_block = work.queries.next_around(step.m_block, backwards() ? -1 : 1);
+    if (step.m_block == first_step().m_block) ++step.head;
+    return step;
+  }
+  /// Returns the step before `step`, where sums are in order.
+  CUTE_DEVICE Step previous(Step step) const {
+    if (step.m_block == first_step().m_block) --step.head;
+    step.m_block = work.queries.next_around(step.m_block, 1);
+    return step;
+  }
+
+  CUTE_DEVICE SumOfDq sum_of(Step step) const { return SumOfDq(params, tile_of(step), int(threadIdx.x) / 32); }
+  /// Lets the next block of keys add to dQ of a step.
+  CUTE_DEVICE void pass(Step step) const {
+    cuda::atomic_thread_fence(cuda::memory_order_acq_rel, cuda::thread_scope_device);
+    __syncwarp();
+    if (thread % 32 == 0) sum_of(step).pass(work.n_block);
+  }
+
+  /// Turns the scores `acc` into weights, and gives them to the other role.
+  template <class Scores, class Coord>
+  CUTE_DEVICE void form_weights(Scores& acc, Coord const& tScS, Step step, bool edge, bool steep,
+                                const float* lse_log2) const {
+    using namespace cute;
+    weigh(acc, tScS, step, edge, steep, lse_log2);
+    Tensor scores = rows_and_columns(acc);  // (row, column)
+    if (drops())
+      KeptOf<Coord>::template of<Rows::kKeys, 8 * kSharers>(params.dropout, work.batch, step.head, tScS,
+                                                            work.n_block * kN, step.m_block * kM)
+          .mark(scores);
+    await(kOutputGradientIsThere);  // dO is there, and the other role no longer reads the last step's dS and Q
+    if (capped()) {
+      Tensor handed = make_fragment_like(acc);
+      Tensor slope = stored_scores(acc, shared.weights);
+      CUTE_UNROLL
+      for (int i = 0; i < size(acc); ++i) handed(i) = acc(i) * float(slope(i));
+      store_scores<Negative::kKeep>(handed, shared.dscores);
+    } else if (drops()) {
+      store_scores<Negative::kKeep>(acc, shared.dscores);
+    }
+    store_scores<Negative::kZero>(acc, shared.weights);
+    tell(kWeightsAreThere);
+    if (drops() && !kShare) {  // in registers, dropped weights are still negative
+      CUTE_UNROLL
+      for (int i = 0; i < size(acc); ++i) {
+        if (acc(i) < 0) acc(i) = 0;
+      }
+    }
+  }
+
+  /// Turns dP in `acc` into dS, with the other role's weights, and gives it to all warps.
+  template <class Scores, class Coord>
+  CUTE_DEVICE void form_score_gradients(Scores& acc, Coord const& tScS, const float* delta_of_queries) const {
+    using namespace cute;
+    await(kWeightsAreThere);  // weights, Q and K are there, and nobody still reads the last step's dO and dS
+    Tensor scores = rows_and_columns(acc);  // (row, column)
+    Tensor handed = stored_scores(acc, capped() || drops() ? shared.dscores : shared.weights);
+    Tensor weights = rows_and_columns(handed);  // (row, column)
+    for_column_pairs(tScS, delta_of_queries, [&](int c, float2 delta) {
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(scores); ++r) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          const float weight = float(weights(r, c + i));
+          float d = scores(r, c + i);
+          if (drops()) d = signbit(weight) ? 0.0f : params.dropout.scale * d;
+          scores(r, c + i) = (drops() ? fabsf(weight) : weight) * (d - (i ? delta.y : delta.x));
+        }
+      }
+    });
+    store_scores<Negative::kKeep>(acc, shared.dscores);
+    tell(kScoreGradientsAreThere);
+  }
+
+  /// Adds this block's dS·K to dQ of a step, `turn` says whether its turn has come.
+  CUTE_DEVICE void add_to_dq(Step step, bool turn) const {
+    using namespace cute;
+    Tensor tQrdQ = partition_fragment_C(MmaQ{}, Shape<Int<kM>, Int<kHeadDim>>{});  // (mma, m, head_dim)
+    clear(tQrdQ);
+    multiply_shared<MmaQ, ColumnMajor, ColumnMajor>(tile<SmemLayoutT<kN, kM>>(shared.dscores),
+                                                    tile<SmemLayoutT<kN, kHeadDim>>(shared.k), tQrdQ);
+    float* dq = dq_of_thread(params, tile_of(step), threadIdx.x);
+    if (in_order() && !turn) sum_of(step).await(work.n_block);
+    CUTE_UNROLL
+    for (int i = 0; i < size(tQrdQ); ++i)
+      asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(dq + i * kThreads), "f"(tQrdQ(i)) : "memory");
+  }
+
   /// Accumulates a gradient of the block (mma, key, head_dim), by role dV or, before the scale, dK, and adds the
   /// block's part of dQ to memory.
   template <class Accumulator>
   CUTE_DEVICE void run(Accumulator& gradient) const {
     using namespace cute;
-    TileRanges const& blocks = work.queries;
-    if (blocks.visible.empty()) return;
-    const int key = work.n_block * kN;
-    const bool partial = key + kN > work.sequence.k.used;
+    if (work.queries.empty()) return;
+    const bool partial = (work.n_block + 1) * kN > work.sequence.k.used;
     const int last_head = (work.kv_head + 1) * params.group - 1;
-    // Where sums are in order (deterministic), each warp adds to a part of its own (see SumOfDq), from the last query
-    // on; that order holds even where no dQ is wanted, so that dK and dV are the same.
-    const bool backwards = kKnowsOrderedDq && params.deterministic;
-    const bool in_order = backwards && params.dq;
-    const auto next = [&](Step step) {
-      step.m_block += backwards ? -1 : 1;
-      if (step.m_block == blocks.visible.end) step = {step.head + 1, blocks.visible.begin};
-      if (step.m_block < blocks.visible.begin) step = {step.head + 1, blocks.visible.end - 1};
-      return step;
-    };
-    const auto previous = [&](Step step) {
-      if (++step.m_block == blocks.visible.end) step = {step.head - 1, blocks.visible.begin};
-      return step;
-    };
-    const bool drops = kKnowsDropout && params.dropout.active();
     const bool steep = params.steep();
-    const bool capped = params.score_map.capped;
-    const int thread_of_all = threadIdx.x;
-    const auto sum_of = [&](Step step) { return SumOfDq(params, tile_of(step), thread_of_all / 32); };
-    const auto pass = [&](Step step) {
-      cuda::atomic_thread_fence(cuda::memory_order_acq_rel, cuda::thread_scope_device);
-      __syncwarp();
-      if (thread % 32 == 0) sum_of(step).pass(work.n_block);
-    };
 
     Tensor cS = make_identity_tensor(Shape<Int<kN>, Int<kM>>{});                            // (N, M)
     Tensor tScS = rows_and_columns(Mma{}.get_slice(thread).partition_C(cS));                // (row, column)
-    Tensor sKt = tile<SmemLayoutT<kN, kHeadDim>>(shared.k);                                 // (head_dim, N)
-    Tensor sdS = tile<SmemLayoutT<kN, kM>>(shared.dscores);                                 // (M, N)
     Tensor sKeys = tile<SmemLayout<kN, kHeadDim>>(weighs() ? shared.k : shared.v);          // (N, head_dim)
     Tensor sScores = tile<SmemLayout<kN, kM>>(weighs() ? shared.weights : shared.dscores);  // (N, M)
 
-    const Step first{work.kv_head * params.group, backwards ? blocks.visible.end - 1 : blocks.visible.begin};
+    const Step first = first_step();
     Step step = first;
     int stage = 0;
     load_keys();
@@ -358,60 +430,19 @@ struct BackwardMainloopSm80 {
       sync_role();  // this step's tile is visible to the role, and no thread of it still reads the last one's
       if (!weighs()) tell(kOutputGradientIsThere);
       Tensor acc = partition_fragment_C(Mma{}, shape(cS));  // (mma, n, m): S, then P; or dP, then dS
-      Tensor scores = rows_and_columns(acc);                // (row, column)
       clear(acc);
       multiply_shared<Mma, RowMajor, RowMajor>(sKeys, sQueries, acc);
       // By now what the step before added is in memory, or soon will be, and the next block of keys may add. If the
       // warp learns here that its own turn has come, it need not ask again.
       bool turn = false;
-      if (in_order) {
+      if (in_order()) {
         if (step.head != first.head || step.m_block != first.m_block) pass(previous(step));
         turn = sum_of(step).ready(work.n_block);
       }
-      if (weighs()) {
-        const bool edge = partial || !blocks.interior.contains(step.m_block);
-        weigh(acc, tScS, step, edge, steep, shared.lse_log2[stage]);
-        if (drops)
-          KeptOf<decltype(tScS)>::template of<Rows::kKeys, 8 * kSharers>(params.dropout, work.batch, step.head, tScS,
-                                                                         key, step.m_block * kM)
-              .mark(scores);
-        await(kOutputGradientIsThere);  // dO is there, and the other role no longer reads the last step's dS and Q
-        if (capped) {
-          Tensor handed = make_fragment_like(acc);
-          Tensor slope = stored_scores(acc, shared.weights);
-          CUTE_UNROLL
-          for (int i = 0; i < size(acc); ++i) handed(i) = acc(i) * float(slope(i));
-          store_scores<Negative::kKeep>(handed, shared.dscores);
-        } else if (drops) {
-          store_scores<Negative::kKeep>(acc, shared.dscores);
-        }
-        store_scores<Negative::kZero>(acc, shared.weights);
-        tell(kWeightsAreThere);
-        if (drops && !kShare) {  // in registers, dropped weights are still negative
-          CUTE_UNROLL
-          for (int i = 0; i < size(acc); ++i) {
-            if (acc(i) < 0) acc(i) = 0;
-          }
-        }
-      } else {
-        await(kWeightsAreThere);  // weights, Q and K are there, and nobody still reads the last step's dO and dS
-        Tensor handed = stored_scores(acc, capped || drops ? shared.dscores : shared.weights);
-        Tensor weights = rows_and_columns(handed);  // (row, column)
-        for_column_pairs(tScS, shared.delta[stage], [&](int c, float2 delta) {
-          CUTE_UNROLL
-          for (int r = 0; r < size<0>(scores); ++r) {
-            CUTE_UNROLL
-            for (int i = 0; i < 2; ++i) {
-              const float weight = float(weights(r, c + i));
-              float d = scores(r, c + i);
-              if (drops) d = signbit(weight) ? 0.0f : params.dropout.scale * d;
-              scores(r, c + i) = (drops ? fabsf(weight) : weight) * (d - (i ? delta.y : delta.x));
-            }
-          }
-        });
-        store_scores<Negative::kKeep>(acc, shared.dscores);
-        tell(kScoreGradientsAreThere);
-      }
+      if (weighs())
+        form_weights(acc, tScS, step, partial || work.queries.is_edge(step.m_block), steep, shared.lse_log2[stage]);
+      else
+        form_score_gradients(acc, tScS, shared.delta[stage]);
       if (kStages == 2) {
         if (more) load_queries(ahead, stage ^ 1);
         cp_async_fence();
@@ -431,21 +462,12 @@ struct BackwardMainloopSm80 {
         if (more) load_queries(ahead, stage);
         cp_async_fence();
       }
-      if (params.dq) {
-        Tensor tQrdQ = partition_fragment_C(MmaQ{}, Shape<Int<kM>, Int<kHeadDim>>{});  // (mma, m, head_dim)
-        clear(tQrdQ);
-        multiply_shared<MmaQ, ColumnMajor, ColumnMajor>(sdS, sKt, tQrdQ);
-        float* dq = dq_of_thread(params, tile_of(step), thread_of_all);
-        if (in_order && !turn) sum_of(step).await(work.n_block);
-        CUTE_UNROLL
-        for (int i = 0; i < size(tQrdQ); ++i)
-          asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(dq + i * kThreads), "f"(tQrdQ(i)) : "memory");
-      }
+      if (params.dq) add_to_dq(step, turn);
       if (!more) break;
       step = ahead;
       if (kStages == 2) stage ^= 1;
     }
-    if (in_order) pass(step);
+    if (in_order()) pass(step);
   }
 
   /// Returns where a thread's accumulators of MmaQ begin in the workspace; they are kThreads floats apart.

@@ -16,7 +16,7 @@
 #include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/operands.h"
 #include "flashtile/mainloop/scores.h"
-#include "flashtile/mask/walk.h"
+#include "flashtile/mask/mask.h"
 #include "flashtile/math/element.h"
 #include "flashtile/math/online_softmax.h"
 #include "flashtile/scheduler/single.h"
@@ -134,6 +134,18 @@ struct ForwardMainloopSm80 {
     return stage<kStep>(n_block);
   }
 
+  /// Turns the raw scores of a block into scores, −inf where the mask hides them.
+  template <class Scores, class Coord>
+  CUTE_DEVICE void map_and_mask(Scores& scores, Coord const& tScS, int n_block, bool maps, bool edge) const {
+    // The asm hides the value from the compiler, which would compute what follows from it ahead of the loop, and hold
+    // that in registers, of which there are too few.
+    Lengths lengths = keys.lengths;
+    asm volatile("" : "+r"(lengths.q));
+    const auto score_tile = source.scores(lengths);
+    if (maps) score_tile.template map<Softcaps::kAny>(scores, tScS, n_block * kN);
+    if (edge) score_tile.mask(scores, tScS, n_block * kN);
+  }
+
   /// Accumulates P·V of all visible keys into `tOrO` (mma, m, head_dim) and their weights into the softmax state.
   template <class Accumulator>
   CUTE_DEVICE void run(Accumulator& tOrO, Softmax& softmax) {
@@ -155,7 +167,7 @@ struct ForwardMainloopSm80 {
     Tensor tScS = rows_and_columns(mma_thread.partition_C(cS));       // (row, column)
     Tensor rows_of_o = rows_and_columns(tOrO);                        // (row, head_dim)
 
-    const bool maps = params.score_map.maps();
+    const bool maps = params.scores.map.maps();
     bool drops = false;
     if constexpr (kKnowsDropout) drops = params.dropout.active();
     source.load_q(sQ, thread);
@@ -180,16 +192,9 @@ struct ForwardMainloopSm80 {
       }
 
       Tensor scores = rows_and_columns(tSrS);  // (row, column)
-      const bool edge = !keys.interior.contains(n_block);
-      if (edge || maps) [[unlikely]] {
-        // The asm hides the value from the compiler, which would compute what follows from it ahead of the loop, and
-        // hold that in registers, of which there are too few.
-        Lengths lengths = keys.lengths;
-        asm volatile("" : "+r"(lengths.q));
-        const auto score_tile = source.scores(lengths);
-        if (maps) score_tile.template map<Softcaps::kAny>(scores, tScS, n_block * kN);
-        if (edge) score_tile.mask(scores, tScS, n_block * kN);
-      }
+      const bool edge = keys.walk().is_edge(n_block);
+      if (edge || maps) [[unlikely]]
+        map_and_mask(scores, tScS, n_block, maps, edge);
       float factor[kRowsPerThread];
       if (softmax.fit(scores, factor)) [[unlikely]]
         scale_rows(rows_of_o, factor);
@@ -197,7 +202,7 @@ struct ForwardMainloopSm80 {
       if constexpr (kKnowsDropout) {
         if (drops)
           kept = kept.template of<Rows::kQueries>(params.dropout, tile.batch, tile.head, tScS, tile.m_block * kM,
-                                                  keys.first + n_block * kN);
+                                                  keys.key(n_block));
       }
 
       Tensor sVt = make_tensor(make_smem_ptr(acquire<kStepV>(n_block)), SmemLayoutVt{});  // (head_dim, N)

@@ -5,14 +5,14 @@
 
 #include "flashtile/load/tma.h"
 #include "flashtile/params.h"
+#include "flashtile/scheduler/sections.h"
 
 namespace flashtile {
 
 /// KeyBlock is a block of kN keys, and the tiles of kM queries of all heads of its group that see one of them.
 ///
-/// In a dense batch blocks are ordered section by section. A section is `heads_at_once` KV heads: first comes block 0
-/// of each, which has the most work under a causal mask, and at last the one with the least, so that thread blocks end
-/// together.
+/// In a dense batch blocks are ordered section by section (see BlockOfSection): first comes block 0 of each KV head,
+/// which has the most work under a causal mask, and at last the one with the least, so that thread blocks end together.
 ///
 /// Queries go from the first to the last. Under a full mask all blocks of a head would begin with the same tile, and
 /// contend when they add to dQ: so each begins with a tile of its own and wraps around. Where they add in order they go
@@ -22,7 +22,7 @@ namespace flashtile {
 template <int kM, int kN, bool kRagged>
 struct KeyBlock {
   int batch, kv_head, n_block, group;
-  TileRanges queries;
+  BlockWalk queries;
   int start, step;  // first tile of `queries` for this block, and the direction: 1 or −1
   int first_tile;   // first tile of all heads' queries in the workspace
   struct Nothing {};
@@ -32,15 +32,10 @@ struct KeyBlock {
 
   /// Makes block `index` of a dense batch.
   CUTE_DEVICE KeyBlock(BackwardParams const& params, int index) {
-    const int of_section = params.heads_at_once * params.n_blocks;
-    const int section = index / of_section;
-    const int within = index - section * of_section;
-    const int first = section * params.heads_at_once;
-    const int here = min(params.batch * params.heads_k - first, params.heads_at_once);
-    n_block = within / here;
-    const int batch_head = first + within - n_block * here;
-    batch = batch_head / params.heads_k;
-    kv_head = batch_head - batch * params.heads_k;
+    const auto found = BlockOfSection::at(index, params.batch * params.heads_k, params.n_blocks, params.heads_at_once);
+    n_block = found.rank;
+    batch = found.head / params.heads_k;
+    kv_head = found.head - batch * params.heads_k;
     if constexpr (kRagged) sequence = params.sequences.at(batch);
     first_tile = batch * params.heads * params.m_blocks;
     find_queries(params, params.n_blocks);
@@ -95,7 +90,7 @@ struct KeyBlock {
   }
 
   /// Returns how many tiles of queries there are.
-  CUTE_DEVICE int steps() const { return group * (queries.visible.end - queries.visible.begin); }
+  CUTE_DEVICE int steps() const { return group * queries.blocks(); }
 
   /// Calls `visit(head, m_block)` for each tile.
   template <class Visit>
@@ -105,9 +100,7 @@ struct KeyBlock {
     CUTE_NO_UNROLL
     for (int left = steps(); left > 0; --left) {
       visit(head, m_block);
-      m_block += step;
-      if (m_block == queries.visible.end) m_block = queries.visible.begin;
-      if (m_block < queries.visible.begin) m_block = queries.visible.end - 1;
+      m_block = queries.next_around(m_block, step);
       if (m_block == start) ++head;
     }
   }
@@ -118,12 +111,12 @@ struct KeyBlock {
     const Lengths lengths = this->lengths(params);
     const Range keys = {n_block * kN, min((n_block + 1) * kN, lengths.k)};
     queries = {};
-    if (group > 0 && !(kRagged && keys.empty())) queries = params.band.tiles(keys, kM, lengths.transposed());
-    start = params.deterministic ? queries.visible.end - 1 : queries.visible.begin;
+    if (group > 0) queries = params.scores.mask.walk(keys, kM, lengths.transposed());
+    start = params.deterministic ? queries.last() : queries.first();
     step = params.deterministic ? -1 : 1;
     // First tiles are spread as evenly as can be. The quotient is approximate, as a 64-bit one would be a call.
-    if (params.band == Band::full() && !params.deterministic)
-      start += int(__umulhi(unsigned(queries.visible.end - start), unsigned(n_block) * (~0u / unsigned(n_blocks))));
+    if (params.scores.mask.shows_all() && !params.deterministic)
+      start += int(__umulhi(unsigned(queries.end() - start), unsigned(n_block) * (~0u / unsigned(n_blocks))));
   }
 };
 

@@ -42,11 +42,12 @@ CUTE_DEVICE void for_column_pairs_in_turn(Scores& scores, Visit&& visit) {
 /// Softcaps says which softcaps a kernel serves: all, or those up to kUsualSoftcap.
 enum class Softcaps { kAny, kUsual };
 
-/// ScoreTile has the scores of the rows from `first_row` on. Tensors of scores are (row, column) of one thread, and
-/// `coord` has the coordinates of each in the tile, whose columns begin at `first_column` of `lengths`.
-template <class Params>
+/// ScoreTile has the scores of the rows from `first_row` on, whose `packing` is that of the parameters. Tensors of
+/// scores are (row, column) of one thread, and `coord` has the coordinates of each in the tile, whose columns begin at
+/// `first_column` of `lengths`.
+template <class Packing>
 struct ScoreTile {
-  Params const& params;
+  ScoreParams<Packing> const& params;
   TileCoord tile;
   int first_row;
   Lengths lengths;
@@ -66,15 +67,15 @@ struct ScoreTile {
   /// Turns raw scores into scores: see ScoreMap.
   template <Softcaps kSoftcaps, class Scores, class Coord>
   CUTE_DEVICE void map(Scores& scores, Coord const& coord, int first_column) const {
-    if (params.score_map.capped) cap<kSoftcaps>(scores);
-    if (params.score_map.stretched) stretch(scores, coord, first_column);
+    if (params.map.capped) cap<kSoftcaps>(scores);
+    if (params.map.stretched) stretch(scores, coord, first_column);
   }
 
   /// Does the same for usual softcaps, where scores are not both capped and stretched: with fewer ways through the code
   /// it takes fewer registers.
   template <class Scores, class Coord>
   CUTE_DEVICE void cap_or_stretch(Scores& scores, Coord const& coord, int first_column) const {
-    if (params.score_map.capped)
+    if (params.map.capped)
       cap<Softcaps::kUsual>(scores);
     else
       stretch(scores, coord, first_column);
@@ -85,14 +86,14 @@ struct ScoreTile {
   CUTE_DEVICE void cap(Scores& scores) const {
     using namespace cute;
     CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) scores(i) = tanh_of<kSoftcaps>(params.score_map.inner * scores(i));
+    for (int i = 0; i < size(scores); ++i) scores(i) = tanh_of<kSoftcaps>(params.map.inner * scores(i));
   }
 
   /// Does the second half: the scale, and ALiBi. No row is unpacked, as select packs no heads where there are slopes.
   template <class Scores, class Coord>
   CUTE_DEVICE void stretch(Scores& scores, Coord const& coord, int first_column) const {
     using namespace cute;
-    const float outer = params.score_map.outer, slope = this->slope();
+    const float outer = params.map.outer, slope = params.slopes.at(tile.batch, tile.head);
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
       const int to_diagonal = first_column - lengths.diagonal(first_row + get<0>(coord(r, 0)));
@@ -107,14 +108,14 @@ struct ScoreTile {
   /// Returns the derivative of the cap at a score that cap() made, or 0 if mask() hid it after that.
   CUTE_DEVICE static float cap_slope(float score) { return score == -kInfinity ? 0.0f : 1.0f - score * score; }
 
-  /// Hides what the band does not show of an edge tile. A thread has two columns of every kColumnStep.
+  /// Hides what the mask does not show of an edge tile. A thread has two columns of every kColumnStep.
   template <int kColumnStep = 8, class Scores, class Coord>
   CUTE_DEVICE void mask(Scores& scores, Coord const& coord, int first_column) const {
     using namespace cute;
     constexpr int kColumns = size<1>(decltype(scores.layout()){});
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
-      const Range visible = params.band.columns(params.packing.query(first_row + get<0>(coord(r, 0))), lengths);
+      const Range visible = params.mask.columns(params.packing.query(first_row + get<0>(coord(r, 0))), lengths);
       const int first = first_column + get<1>(coord(r, 0));
       const int begin = columns_before<kColumnStep>(visible.begin - first);
       const int end = columns_before<kColumnStep>(visible.end - first);
@@ -128,11 +129,6 @@ struct ScoreTile {
   }
 
  private:
-  CUTE_DEVICE float slope() const {
-    if (params.alibi_slopes == nullptr) return 0;
-    return params.alibi_slopes[tile.batch * params.alibi_batch_stride + tile.head * params.alibi_head_stride];
-  }
-
   /// Returns how many of a thread's columns, 0, 1, 8, 9, 16, 17, … with a step of 8, are below `column`.
   template <int kColumnStep>
   CUTE_DEVICE static int columns_before(int column) {

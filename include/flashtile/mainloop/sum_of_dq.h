@@ -19,11 +19,15 @@ namespace flashtile {
 /// wait while it does. Ampere's kernel adds to zeros instead, and has a state only where sums are in order.
 class SumOfDq {
  public:
-  // In order, the state is the block of keys that comes next, or ~block if it shall store, not add. In any order it is:
+  // In order, the state is the block of keys that comes next, or ~block if it shall store, not add. In any order it is
+  // one of these. Either way it is positive from the time on when a block has stored.
   static constexpr int kNothing = 0, kBeingStored = 1, kThere = 2;
 
   CUTE_DEVICE SumOfDq(BackwardParams const& params, std::int64_t tile, int part)
       : state_(params.workspace.state(params.memory)[tile * params.workspace.parts + part]) {}
+
+  /// Returns, in a later kernel, whether a block has stored. None has where the queries see no key.
+  CUTE_DEVICE bool stored() const { return state_.load(cuda::memory_order_relaxed) > 0; }
 
   CUTE_DEVICE bool ready(int n_block) const { return state() == n_block; }
   /// Waits for a block's turn: until the block before it has passed. Returns whether it shall store, not add.

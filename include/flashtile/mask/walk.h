@@ -1,37 +1,47 @@
-// This file divides the keys that a tile of query rows sees into blocks.
+// This file says which blocks of columns a tile of rows visits, in what order, and which of them need a mask test.
 #pragma once
 
-#include "flashtile/mask/band.h"
+#include "flashtile/macros.h"
+#include "flashtile/range.h"
 
 namespace flashtile {
 
-/// VisibleKeys are blocks of kN keys, which begin at the first visible key.
-///
-/// Masks are aligned at the last key, so without the keys before that one the problem is the same with a shorter
-/// seqlen_k: `lengths` and all block indices are those of the shorter problem.
-template <int kN>
-struct VisibleKeys {
-  int first;  // first key of block 0, counted among all keys
-  int count;  // keys from there up to the last visible one
-  int blocks;
-  Range interior;   // blocks that need no mask
-  Lengths lengths;  // all rows, and the keys from `first` on
+/// BlockKind says what a tile of rows sees of a block of columns: nothing, some elements, or all of them. A skipped
+/// block is not even loaded, and an interior one needs no mask test.
+enum class BlockKind { kSkip, kEdge, kInterior };
 
-  VisibleKeys() = default;
-  FLASHTILE_HOST_DEVICE VisibleKeys(Band band, Range rows, Lengths all)
-      : VisibleKeys(band, rows, all, band.columns(rows.begin, all).begin) {}
-  /// Begins the blocks at `first`, the first visible key or one before it.
-  FLASHTILE_HOST_DEVICE VisibleKeys(Band band, Range rows, Lengths all, int first) : first(first) {
-    lengths = {all.q, all.k - first};
-    if (rows.empty()) {
-      count = blocks = 0;
-      return;
-    }
-    count = band.columns(rows.end - 1, lengths).end;
-    const TileRanges tiles = band.tiles(rows, kN, lengths);
-    blocks = tiles.visible.end;
-    interior = tiles.interior;
+/// BlockWalk is the walk of a tile of rows over the blocks of columns that it sees. All blocks have the same width.
+struct BlockWalk {
+  Range visible;   // blocks that hold a visible element
+  Range interior;  // those of them that hold no hidden one
+
+  FLASHTILE_HOST_DEVICE bool empty() const { return visible.empty(); }
+  FLASHTILE_HOST_DEVICE int blocks() const { return visible.end - visible.begin; }
+  FLASHTILE_HOST_DEVICE int first() const { return visible.begin; }
+  FLASHTILE_HOST_DEVICE int last() const { return visible.end - 1; }
+  FLASHTILE_HOST_DEVICE int end() const { return visible.end; }
+  FLASHTILE_HOST_DEVICE int next(int block) const { return block + 1; }
+
+  /// Returns the block after `block` in the direction `step`, 1 or −1, where the first one follows the last.
+  FLASHTILE_HOST_DEVICE int next_around(int block, int step) const {
+    block += step;
+    if (block == end()) return first();
+    return block < first() ? last() : block;
   }
+
+  FLASHTILE_HOST_DEVICE BlockKind kind(int block) const {
+    return !visible.contains(block) ? BlockKind::kSkip : is_edge(block) ? BlockKind::kEdge : BlockKind::kInterior;
+  }
+  /// Returns whether a block of the walk needs a mask test.
+  FLASHTILE_HOST_DEVICE bool is_edge(int block) const { return !interior.contains(block); }
+
+  /// Returns the part of one of several sharers, who take the blocks in turn, and each counts its own ones.
+  FLASHTILE_HOST_DEVICE BlockWalk share(int sharer, int sharers) const {
+    const auto below = [&](int n) { return n > sharer ? (n - sharer + sharers - 1) / sharers : 0; };
+    return {{below(visible.begin), below(visible.end)}, {below(interior.begin), below(interior.end)}};
+  }
+
+  bool operator==(const BlockWalk&) const = default;
 };
 
 }  // namespace flashtile

@@ -3,7 +3,7 @@
 
 #include "flashtile/cuda/divisor.h"
 #include "flashtile/macros.h"
-#include "flashtile/mask/band.h"
+#include "flashtile/range.h"
 
 namespace flashtile {
 

@@ -17,9 +17,9 @@ __device__ inline Range blocks_of_part(int blocks, int part, int parts, bool las
 __device__ inline int length_of(RaggedOrder const& order, Sequence const& sequence, int block) {
   const bool of_keys = order.of == RaggedOrder::Of::kKeys;
   const Lengths lengths = of_keys ? sequence.lengths().transposed() : sequence.lengths();
-  const Band band = of_keys ? order.band.transposed() : order.band;
+  const Mask mask = of_keys ? order.mask.transposed() : order.mask;
   const Range rows = {block * order.rows.value, min((block + 1) * order.rows.value, lengths.q)};
-  return rows.empty() ? 0 : band.columns(rows.end - 1, lengths).end - band.columns(rows.begin, lengths).begin;
+  return rows.empty() ? 0 : mask.columns(rows.end - 1, lengths).end - mask.columns(rows.begin, lengths).begin;
 }
 
 /// Returns whether an entry of a table is one that check would let pass, could the host read it.

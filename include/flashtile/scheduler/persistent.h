@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "flashtile/macros.h"
+#include "flashtile/scheduler/sections.h"
 #include "flashtile/scheduler/single.h"
 
 namespace flashtile {
@@ -11,10 +12,9 @@ namespace flashtile {
 /// PersistentScheduler says which tile a thread block takes after which. The host fixes that beforehand
 /// (cpp/select/balance.cpp), so there is no counter that someone would have to reset.
 ///
-/// Tiles are ordered section by section. A section is `heads_at_once` heads, few enough for their keys and values to
-/// stay in the L2 cache: first comes the last block of query rows of each, then the last but one, and so on; under a
-/// causal mask that is longest first. Every other section runs the other way, so that work is about equal where two of
-/// them meet, and the last one ends with the least.
+/// Tiles are ordered section by section (see BlockOfSection): first comes the last block of query rows of each head,
+/// then the last but one, and so on; under a causal mask that is longest first. Every other section runs the other way,
+/// so that work is about equal where two of them meet, and the last one ends with the least.
 ///
 /// In each of the first `rounds` rounds every thread block takes one tile. Rounds alternate in direction: the one that
 /// got the longest tile of a round gets the shortest of the next. The tiles that are left, of two or three rounds, are
@@ -46,16 +46,10 @@ struct PersistentScheduler {
   }
 
   FLASHTILE_HOST_DEVICE TileCoord tile(unsigned index) const {
-    const unsigned tiles_of_section = unsigned(heads_at_once) * unsigned(m_blocks);
-    const int section = int(index / tiles_of_section);
-    const int within = int(index - section * tiles_of_section);
-    const int first = section * heads_at_once;
-    const int here = batch_heads - first < heads_at_once ? batch_heads - first : heads_at_once;
-    const int level = within / here;
-    const int batch_head = first + within - level * here;
-    const int batch = batch_head / heads;
-    const int sections_after = (batch_heads - 1) / heads_at_once - section;
-    return {batch, batch_head - batch * heads, sections_after % 2 == 0 ? m_blocks - 1 - level : level};
+    const BlockOfSection found = BlockOfSection::at(index, batch_heads, m_blocks, heads_at_once);
+    const int batch = found.head / heads;
+    const int sections_after = (batch_heads - 1) / heads_at_once - found.section;
+    return {batch, found.head - batch * heads, sections_after % 2 == 0 ? m_blocks - 1 - found.rank : found.rank};
   }
 };
 

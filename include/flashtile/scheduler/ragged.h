@@ -5,15 +5,15 @@
 
 #include "flashtile/cuda/divisor.h"
 #include "flashtile/macros.h"
-#include "flashtile/mask/band.h"
+#include "flashtile/mask/mask.h"
+#include "flashtile/scheduler/sections.h"
 #include "flashtile/sequence.h"
 
 namespace flashtile {
 
 /// A part is a run of neighbouring blocks of rows of one sequence. It has a place for each, a slot of the scheduler's
-/// list that stands for a block in all heads. Its tiles are ordered section by section: a section is `heads_at_once`
-/// heads, few enough for what they share to stay in the L2 cache, in which the block with the most work of each head
-/// comes first and the one with the least last.
+/// list that stands for a block in all heads. Its tiles are ordered section by section (see BlockOfSection), so that
+/// the block with the most work of each head comes first and the one with the least last.
 struct RaggedPart {
   int first_place;
   int batch;
@@ -25,14 +25,9 @@ struct RaggedPart {
   /// of a sequence has the most work.
   FLASHTILE_HOST_DEVICE void find(unsigned index, int heads, bool last_first, int& head, int& block) const {
     const unsigned within = index - unsigned(first_place) * unsigned(heads);
-    const unsigned of_section = unsigned(heads_at_once) * unsigned(blocks);
-    const unsigned section = within / of_section;
-    const int within_section = int(within - section * of_section);
-    const int first_head = int(section) * heads_at_once;
-    const int here = heads - first_head < heads_at_once ? heads - first_head : heads_at_once;
-    const int level = here == 1 ? within_section : int(unsigned(within_section) / unsigned(here));
-    head = first_head + within_section - level * here;
-    block = first_block + (last_first ? blocks - 1 - level : level);
+    const BlockOfSection found = BlockOfSection::at(within, heads, blocks, heads_at_once);
+    head = found.head;
+    block = first_block + (last_first ? blocks - 1 - found.rank : found.rank);
   }
 };
 
@@ -90,7 +85,7 @@ struct RaggedOrder {
   RaggedTiles tiles;
   Of of = Of::kQueries;
   Divisor rows;               // rows of a block
-  Band band;                  // that of the queries, whatever is listed
+  Mask mask;                  // that of the queries, whatever is listed
   Divisor heads;              // heads, each with a tile in every place
   int parts = 1;              // parts of a sequence, at most
   int blocks_of_section = 0;  // blocks that the heads of a section have together, about; 0: a section is one head

@@ -4,7 +4,7 @@
 
 #include "flashtile/cache.h"
 #include "flashtile/macros.h"
-#include "flashtile/mask/band.h"
+#include "flashtile/mask/mask.h"
 #include "flashtile/math/head_packing.h"
 #include "flashtile/sequence.h"
 
@@ -21,7 +21,7 @@ namespace flashtile {
 struct SplitKeys {
   Spans queries;
   CachedRows rows;
-  Band band;
+  Mask mask;
   GroupPacking packing;
   Divisor teams;
   int keys_of_split = 0;  // a multiple of kItem; 0 if the caller gives no length
@@ -48,8 +48,8 @@ struct SplitKeys {
     const int end = packing.query(m_block * kM + kM - 1) + 1;
     tile.queries = {packing.query(m_block * kM), end < span.used ? end : span.used};
     if (tile.queries.empty()) return tile;
-    tile.keys = {band.columns(tile.queries.begin, tile.lengths).begin,
-                 band.columns(tile.queries.end - 1, tile.lengths).end};
+    tile.keys = {mask.columns(tile.queries.begin, tile.lengths).begin,
+                 mask.columns(tile.queries.end - 1, tile.lengths).end};
     if (tile.keys.empty()) {
       tile.keys = {};
       return tile;

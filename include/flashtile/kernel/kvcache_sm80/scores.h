@@ -13,7 +13,7 @@ namespace flashtile {
 /// ScoreTile does, for the heads of a GroupPacking.
 template <int kN, int kGroups>
 struct KvcacheScores {
-  ScoreTile<KvcacheParams> tile;
+  ScoreTile<GroupPacking> tile;
   int group;
   /// Returns which column among the keys of all groups `first_column` is, where a block of this group's keys begins.
   CUTE_DEVICE int column(int first_column) const { return first_column * kGroups + group * kN; }
@@ -21,21 +21,18 @@ struct KvcacheScores {
   template <Softcaps kSoftcaps, class Scores, class Coord>
   CUTE_DEVICE void map(Scores& scores, Coord const& coord, int first_column) const {
     using namespace cute;
-    KvcacheParams const& params = tile.params;
-    if (params.score_map.capped) tile.template cap<kSoftcaps>(scores);
-    if (!params.score_map.stretched) return;
-    const float* slopes = params.alibi_slopes;
-    if (slopes != nullptr)
-      slopes += tile.tile.batch * params.alibi_batch_stride +
-                tile.tile.head * params.packing.heads.value * params.alibi_head_stride;
+    ScoreParams<GroupPacking> const& params = tile.params;
+    if (params.map.capped) tile.template cap<kSoftcaps>(scores);
+    if (!params.map.stretched) return;
+    const int first_head = tile.tile.head * params.packing.heads.value;
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
       const int row = tile.first_row + get<0>(coord(r, 0));
-      const float slope = slopes == nullptr ? 0.0f : slopes[params.packing.head(row) * params.alibi_head_stride];
+      const float slope = params.slopes.at(tile.tile.batch, first_head + params.packing.head(row));
       const int to_diagonal = column(first_column) - tile.lengths.diagonal(params.packing.query(row));
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c)
-        scores(r, c) = params.score_map.outer * scores(r, c) - slope * fabsf(float(to_diagonal + get<1>(coord(r, c))));
+        scores(r, c) = params.map.outer * scores(r, c) - slope * fabsf(float(to_diagonal + get<1>(coord(r, c))));
     }
   }
 

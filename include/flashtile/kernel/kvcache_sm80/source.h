@@ -44,13 +44,13 @@ struct KvcacheSource {
     const int first = tile.m_block * kM;
     const Element* const origin = static_cast<const Element*>(params.q) +
                                   params.q_strides.at(tile.batch, queries.first) +
-                                  tile.head * params.packing.heads.value * params.q_strides.head;
+                                  tile.head * params.scores.packing.heads.value * params.q_strides.head;
     const auto row_at = [&](int row) {
-      return origin + params.packing.query(first + row) * params.q_strides.row +
-             params.packing.head(first + row) * params.q_strides.head;
+      return origin + params.scores.packing.query(first + row) * params.q_strides.row +
+             params.scores.packing.head(first + row) * params.q_strides.head;
     };
-    gather<typename Mainloop::Load>(CachePolicy(false), row_at, sQ, queries.used * params.packing.heads.value - first,
-                                    params.head_dim, thread);
+    gather<typename Mainloop::Load>(CachePolicy(false), row_at, sQ,
+                                    queries.used * params.scores.packing.heads.value - first, params.head_dim, thread);
   }
   template <class Shared>
   CUTE_DEVICE void load_k(int block, Shared const& sK, int) const {
@@ -62,7 +62,7 @@ struct KvcacheSource {
     place = find(block + 1);
   }
   CUTE_DEVICE KvcacheScores<kN, kGroups> scores(Lengths lengths) const {
-    return {{params, tile, tile.m_block * kM, lengths}, group};
+    return {{params.scores, tile, tile.m_block * kM, lengths}, group};
   }
 
  private:

@@ -72,7 +72,7 @@ class OnePassConsumerSm90 {
   using Blocks = OnePassBlocksSm90<Mainloop>;
   using Fragments = OnePassFragmentsSm90<Mainloop>;
   using ScaleOut = cute::SM90::GMMA::ScaleOut;
-  using Tile = ScoreTile<BackwardParams>;
+  using Tile = ScoreTile<HeadPacking>;
   static constexpr int kM = Mainloop::kM;
   static constexpr int kN = Mainloop::kN;
   static constexpr bool kLoops = Mainloop::kLoops;
@@ -90,7 +90,7 @@ class OnePassConsumerSm90 {
       release();
       auto tKrdK = Fragments::gradient_of_keys();
       auto tVrdV = Fragments::gradient_of_keys();
-      if (work.queries.visible.empty()) {  // with one call of finish() the accumulators would be copied
+      if (work.queries.empty()) {  // with one call of finish() the accumulators would be copied
         cute::clear(tKrdK);
         cute::clear(tVrdV);
         return finish(work, tKrdK, tVrdV);
@@ -146,12 +146,12 @@ class OnePassConsumerSm90 {
     wait_matmul<1>(tSrS);
 
     const int key = work.n_block * kN;
-    const Tile tile{backward, {work.batch, head, work.n_block}, key, lengths.transposed()};
-    form_scores(scores, tile, partial || !work.queries.interior.contains(m_block), m_block);
+    const Tile tile{backward.scores, {work.batch, head, work.n_block}, key, lengths.transposed()};
+    form_scores(scores, tile, partial || work.queries.is_edge(m_block), m_block);
     if (steep) [[unlikely]]
       relate_steep_rows(backward, scores, tScS, shared.statistics[stage][0],
                         std::int64_t(work.workspace_tile(backward, head, m_block)) * kM);
-    if (kKnowsSoftcap && backward.score_map.capped)
+    if (kKnowsSoftcap && backward.scores.map.capped)
       weigh(scores, weights, stage, [&](float score) { return Tile::cap_slope(score); });
     else
       weigh(scores, weights, stage, [](float) { return 1.0f; });
@@ -326,8 +326,8 @@ class OnePassConsumerSm90 {
   decltype(Fragments::queries_t(nullptr, 0)) tKrQ =
       Fragments::queries_t(shared.q[0], thread);                    // (mma, head_dim, k, stage)
   decltype(Fragments::places(0)) tScS = Fragments::places(thread);  // (row, column)
-  const bool maps = backward.score_map.maps();
-  const float unit_log2 = backward.score_map.unit_log2;
+  const bool maps = backward.scores.map.maps();
+  const float unit_log2 = backward.scores.map.unit_log2;
   const bool steep = backward.steep();
   typename Ring<Mainloop::kStages>::Cursor at{};  // current tile of queries
   typename Ring<2>::Cursor ds_at{};               // buffer for its dS

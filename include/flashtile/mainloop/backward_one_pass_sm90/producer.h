@@ -30,7 +30,7 @@ struct OnePassProducerSm90 {
 
   template <class Release>
   CUTE_DEVICE void load(Work const& work, Release&& release) {
-    if (work.queries.visible.empty()) return release();
+    if (work.queries.empty()) return release();
     int left = work.steps();
     // The next block may be handed out early enough before this one's end for its tiles to be in flight by then.
     const int release_at = min(left, Mainloop::kStepsAhead);

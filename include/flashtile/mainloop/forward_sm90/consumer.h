@@ -90,7 +90,7 @@ class ForwardConsumerSm90 {
     CUTE_NO_UNROLL
     while (true) {
       if (!next_tile()) {
-        if (blocks < 0) return;
+        if (walk.end() < 0) return;
         skip(work());
         shared.work_barriers.release_by_thread(work_at);
         work_at.advance();
@@ -131,9 +131,8 @@ class ForwardConsumerSm90 {
   /// Waits for the next tile and returns whether it sees a key; if not, it sees none, or there is no tile.
   CUTE_DEVICE bool next_tile() {
     shared.work_barriers.wait_full(work_at);
-    blocks = work().keys.blocks;
-    interior = work().keys.interior;
-    return blocks > 0;
+    walk = work().keys.walk();
+    return walk.end() > 0;
   }
 
   /// Waits for the rows of Q. Where they are kept in registers, it gives their stage back to the producer at once.
@@ -165,7 +164,7 @@ class ForwardConsumerSm90 {
   CUTE_DEVICE void release_operands(int n_block) {
     shared.k_barriers.release_by_warp(k_at);
     k_at.advance();
-    if (!kKeepQ && n_block + 1 == blocks) {
+    if (!kKeepQ && n_block == walk.last()) {
       shared.q_barriers[warpgroup].release_by_warp(q_at);
       q_at.advance();
     }
@@ -189,19 +188,21 @@ class ForwardConsumerSm90 {
   /// all but the last block.
   CUTE_DEVICE void weigh_blocks() {
     using namespace cute;
-    release_operands(0);
+    release_operands(walk.first());
     opening = ScaleOut::Zero;
-    int n_block = 0;
-    bool weighed = weigh<true>(0, false_type{});
+    int n_block = walk.first();
+    bool weighed = weigh<true>(n_block, false_type{});
     CUTE_NO_UNROLL
     while (true) {
       if (!weighed) [[unlikely]]
         weigh_again();
       if (drops) drop(n_block);
-      if (++n_block == blocks) break;
-      if (Mainloop::kPeelInterior && !maps && !drops && interior.contains(n_block)) {
+      n_block = walk.next(n_block);
+      if (n_block == walk.end()) break;
+      if (Mainloop::kPeelInterior && !maps && !drops && !walk.is_edge(n_block)) {
         CUTE_NO_UNROLL
-        while ((weighed = step(n_block, true_type{})) && n_block + 1 < interior.end) ++n_block;
+        while ((weighed = step(n_block, true_type{})) && walk.next(n_block) < walk.interior.end)
+          n_block = walk.next(n_block);
       } else {
         weighed = step(n_block, false_type{});
       }
@@ -230,10 +231,10 @@ class ForwardConsumerSm90 {
   CUTE_DEVICE bool weigh(int n_block, InteriorOnly interior_only) {
     using namespace cute;
     Tensor scores = rows_and_columns(tSrS);  // (row, column)
-    const bool edge = !interior.contains(n_block);
+    const bool edge = walk.is_edge(n_block);
     if (!interior_only && (edge || maps)) {
-      const ScoreTile<ForwardParams> score_tile{params.forward, work().tile, work().tile.m_block * kM,
-                                                work().keys.lengths};
+      const ScoreTile<HeadPacking> score_tile{params.forward.scores, work().tile, work().tile.m_block * kM,
+                                              work().keys.lengths};
       if (maps) score_tile.template map<Softcaps::kUsual>(scores, tScS, n_block * kN);
       if (edge) score_tile.mask(scores, tScS, n_block * kN);
     }
@@ -261,8 +262,7 @@ class ForwardConsumerSm90 {
 
   CUTE_DEVICE void drop(int n_block) {
     KeptOf<decltype(tScS)>::template of<Rows::kQueries>(params.forward.dropout, work().tile.batch, work().tile.head,
-                                                        tScS, work().tile.m_block * kM,
-                                                        work().keys.first + n_block * kN)
+                                                        tScS, work().tile.m_block * kM, work().keys.key(n_block))
         .keep_words(cute::recast<std::uint32_t>(tOrP));
   }
 
@@ -285,12 +285,11 @@ class ForwardConsumerSm90 {
   typename Ring<Mainloop::kStages>::Cursor k_at{};  // K of the next block
   typename Ring<Mainloop::kStages>::Cursor v_at{};  // V of the current block
   const Turns<Mainloop::kWarpgroups> turns{warpgroup};
-  const bool maps = params.forward.score_map.maps();
+  const bool maps = params.forward.scores.map.maps();
   const bool drops = Mainloop::kKnowsDropout && params.forward.dropout.active();
-  OnlineSoftmax<2> softmax{params.forward.score_map.unit_log2};
+  OnlineSoftmax<2> softmax{params.forward.scores.map.unit_log2};
   float added[2];                     // sums of the block's weights in this thread's columns
-  int blocks;                         // key blocks of the current tile
-  Range interior;                     // those of them that need no mask
+  BlockWalk walk;                     // over the key blocks of the current tile
   ScaleOut opening = ScaleOut::Zero;  // the first P·V of a tile overwrites what the last one left
 };
 

@@ -70,8 +70,8 @@ struct ForwardProducerSm90 {
       std::uint64_t* barrier = fill(shared.q_barriers[w], q_at, [] { return kRows * kHeadDim * sizeof(Element); });
       if (leads())
         load_tile<kM, kHeadDim, kColumns>(params.q, barrier, shared.q[q_at.stage] + w * kRows * kColumns, work.q_rows,
-                                          params.forward.packing.query(work.tile.m_block * kM + w * kRows),
-                                          params.forward.packing.first_head(work.tile.head));
+                                          params.forward.scores.packing.query(work.tile.m_block * kM + w * kRows),
+                                          params.forward.scores.packing.first_head(work.tile.head));
     }
     q_at.advance();
   }
@@ -101,25 +101,26 @@ struct ForwardProducerSm90 {
         if (work.keys.blocks < 0) break;
         if (leads()) works.release_by_thread(work_at);
       }
-      int key = work.keys.first;
-      const int end = key + work.keys.blocks * kN;
+      const BlockWalk walk = work.keys.walk();
+      const int near_end = max(walk.end() - Mainloop::kBlocksAhead, walk.first());
       if constexpr (kPaged) {
-        if (key < end) rows = rows_of_lane(work, key);
+        if (!walk.empty()) rows = rows_of_lane(work, work.keys.key(walk.first()));
       }
       CUTE_NO_UNROLL
-      for (; key < end; key += kN) {
+      for (int n_block = walk.first(); n_block < walk.end(); n_block = walk.next(n_block)) {
+        const int key = work.keys.key(n_block);
         std::uint64_t* barrier = fill(shared.k_barriers, at, [] { return sizeof(SharedStorage::k[0]); });
         load_keys<kHeadDim, kColumns>(params.k, barrier, shared.k[at.stage], work, key, rows);
-        load_v(key == work.keys.first);
-        if (key == work.keys.first) {
+        load_v(n_block == walk.first());
+        if (n_block == walk.first()) {
           if (v_key >= 0 && leads()) works.release_by_thread(work_at.previous());
           load_q(work);
         }
-        if (key == max(end - Mainloop::kBlocksAhead * kN, work.keys.first) && leads()) shared.near_end.arrive();
+        if (n_block == near_end && leads()) shared.near_end.arrive();
         v_key = key;
         if constexpr (kPaged) {
           v_rows = rows;
-          if (key + kN < end) rows = rows_of_lane(work, key + kN);
+          if (n_block != walk.last()) rows = rows_of_lane(work, work.keys.key(walk.next(n_block)));
         }
         at.advance();
       }

@@ -43,18 +43,18 @@ struct ForwardSchedulerSm90 {
       work.sequence.k = span_of(&Sequence::k);
       forget();
       const Span &q = work.sequence.q, &k = work.sequence.k;
-      work.kv_head = forward.group.quotient(forward.packing.first_head(work.tile.head));
+      work.kv_head = forward.group.quotient(forward.scores.packing.first_head(work.tile.head));
       forget();
       work.q_rows = TmaRows::of(forward.sequences.q, work.tile.batch, q, q.used);
       forget();
       work.k_rows = TmaRows::of(forward.sequences.k, work.tile.batch, k, k.used);
       forget();
-      const Range queries = forward.packing.queries(work.tile.m_block * Mainloop::kM, Mainloop::kM, q.used);
+      const Range queries = forward.scores.packing.queries(work.tile.m_block * Mainloop::kM, Mainloop::kM, q.used);
       if constexpr (Mainloop::kOverPages) {  // so that boxes lie within pages
-        const int first = forward.band.columns(queries.begin, work.sequence.lengths()).begin / kN * kN;
-        work.keys = VisibleKeys<kN>(forward.band, queries, work.sequence.lengths(), first);
+        const int first = forward.scores.mask.columns(queries.begin, work.sequence.lengths()).begin / kN * kN;
+        work.keys = VisibleKeys<kN>(forward.scores.mask, queries, work.sequence.lengths(), first);
       } else {
-        work.keys = VisibleKeys<kN>(forward.band, queries, work.sequence.lengths());
+        work.keys = VisibleKeys<kN>(forward.scores.mask, queries, work.sequence.lengths());
       }
     });
   }

@@ -7,7 +7,7 @@
 #include "flashtile/cuda/barrier.h"
 #include "flashtile/cuda/marked_count.h"
 #include "flashtile/load/tma.h"
-#include "flashtile/mask/walk.h"
+#include "flashtile/mask/mask.h"
 #include "flashtile/math/element.h"
 #include "flashtile/math/online_softmax.h"
 #include "flashtile/params.h"
