@@ -382,7 +382,7 @@ struct BackwardMainloopSm80 {
     tell(kScoreGradientsAreThere);
   }
 
-  /// Adds this block's dS·K to dQ of a step, `turn` says whether its turn has come.
+  /// Adds this block's dS·K to dQ of a step; `turn` says whether it knows already that its turn has come.
   CUTE_DEVICE void add_to_dq(Step step, bool turn) const {
     using namespace cute;
     Tensor tQrdQ = partition_fragment_C(MmaQ{}, Shape<Int<kM>, Int<kHeadDim>>{});  // (mma, m, head_dim)
