@@ -1,13 +1,17 @@
-"""Caches of keys and values: cases of what serving asks for, and the formula for them."""
+"""Caches of keys and values: cases of what serving asks for, the formula for them, calls that write copies of caches,
+and good arguments, which tests spoil one at a time."""
 
 import dataclasses
 import itertools
 import math
 
+import pytest
 import reference
 import torch
 from cases import BF16, DTYPES, F16, F32, Case, lay_out
+from compare import assert_bitwise
 
+import flashtile
 from flashtile._options import SCORES
 
 POSITIONS = 4500  # that rotary tables of cases have
@@ -220,6 +224,65 @@ def attention(given, dtype=torch.float64):
     if "cu_seqlens_q" in given:
         return out, lse
     return out.unflatten(0, given["q"].shape[:2]), lse.unflatten(1, given["q"].shape[:2]).transpose(0, 1)
+
+
+def with_own_caches(given):
+    """The same arguments, with caches that a call may write."""
+    return given | {name: copy_of(given[name]) for name in ("k_cache", "v_cache")}
+
+
+def copy_of(x):
+    """With its strides, and what lies between."""
+    memory = x.untyped_storage().clone()
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(memory, x.storage_offset(), x.shape, x.stride())
+
+
+def results(given, function=flashtile.attention_kvcache):
+    """out, lse and the caches after a call, which leaves those of `given` alone."""
+    given = with_own_caches(given)
+    out, lse = function(**given, return_lse=True)
+    return dict(out=out, lse=lse, k_cache=given["k_cache"], v_cache=given["v_cache"])
+
+
+REMOVED, SHARED = object(), object()  # what an argument becomes: none at all, or k_cache
+
+
+def arguments(base, changes, device):
+    """Good ones but for `changes`, of two sequences with 20 and 30 held rows, 3 queries and 3 new rows each; caches of
+    50 rows a sequence."""
+    shapes = dict(q=(2, 3, 4, 64), k_cache=(4, 50, 2, 64), v_cache=(4, 50, 2, 64), k_new=(2, 3, 2, 64))
+    if base == "paged":
+        shapes |= dict(k_cache=(12, 10, 2, 64), v_cache=(12, 10, 2, 64))
+    if base == "ragged":
+        shapes |= dict(q=(6, 4, 64), k_new=(6, 2, 64))
+    shapes["v_new"] = shapes["k_new"]
+    given = {name: torch.randn(shape).to(device, F16) for name, shape in shapes.items()}
+    given |= dict(cache_seqlens=ints([20, 30], device), leftpad=ints([0, 7], device))
+    given |= {name: torch.randn(60, 16).to(device, F16) for name in ("rotary_cos", "rotary_sin")}
+    if base == "paged":
+        given["block_table"] = torch.arange(10, dtype=torch.int32, device=device).view(2, 5)
+    if base == "indexed":
+        given["cache_batch_idx"] = ints([3, 1], device)
+    if base == "ragged":
+        given["cu_seqlens_q"] = ints([0, 2, 6], device)
+    given |= {name: x(given.get(name, given["q"])) if callable(x) else x for name, x in changes.items()}
+    given |= {"v_cache": given["k_cache"]} if changes.get("v_cache") is SHARED else {}
+    return {name: x for name, x in given.items() if x is not REMOVED}
+
+
+def numbers(*values):
+    return lambda x: ints(values, x.device)
+
+
+def assert_refused(base, changes, exception, message, device):
+    """And nothing is written."""
+    given = arguments(base, changes, device)
+    caches = {name: given[name].clone() for name in ("k_cache", "v_cache") if isinstance(given[name], torch.Tensor)}
+    with pytest.raises(exception, match=f"^attention_kvcache: {message}") as raised:
+        flashtile.attention_kvcache(**given)
+    assert raised.type is exception
+    for name, x in caches.items():
+        assert_bitwise(given[name], x, name)
 
 
 def _cases():

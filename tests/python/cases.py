@@ -256,3 +256,8 @@ def on_devices(cases, devices=DEVICES):
         for case in cases
         if not (device == "cuda" and case.dtype is F32)
     ]
+
+
+def randn(*shape, dtype=BF16):
+    """On the GPU, of no seed."""
+    return torch.randn(shape, dtype=dtype, device="cuda")

@@ -91,3 +91,9 @@ def assert_bitwise(actual, expected, what="out"):
     assert_same_kind(actual, expected, what)
     same = torch.equal(torch.nan_to_num(actual), torch.nan_to_num(expected))
     assert same, f"{what} differs in its bits, {_where_different(actual, expected)}"
+
+
+def assert_same(found, expected):
+    """Results by name, to the bit."""
+    for what, x in expected.items():
+        assert_bitwise(found[what], x, what)

@@ -7,7 +7,8 @@ import types
 
 import pytest
 import torch
-from test_bench import EFFORT, outside_bare
+from test_bench import EFFORT
+from test_bench_peers import outside_bare
 
 import flashtile
 import flashtile.compat

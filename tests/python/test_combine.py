@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import BF16, DEVICE_PARAMS, F16, F32, Case, on_devices
 from compare import assert_accurate, assert_bitwise, assert_same_kind
-from test_varlen import ones
+from test_varlen_errors import ones
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 

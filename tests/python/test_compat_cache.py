@@ -9,7 +9,7 @@ import pytest
 import torch
 from cached import Cached, ints
 from cases import BF16, F16, F32, on_devices
-from compare import assert_accurate, assert_bitwise, score_rounding
+from compare import assert_accurate, assert_bitwise, largest, score_rounding
 from test_kvcache import check as check_cache
 from theirs import SMALL, assert_refuses, attend_seen, fa2, fa3, in_their_terms, of_each_module, seen_in_chunks
 
@@ -191,9 +191,9 @@ def check_theirs(case, device, module=fa3):
     outs = rows_of(out, ragged)
     assert len(outs) == len(exact)
     # Elements of rotated queries and keys may be rounded to the other side than the formula's.
-    turned = 2 * eps * case.head_dim**-0.5 * largest_of(given["q"]) * largest_of(k_cache) if case.rotary else 0.0
+    turned = 2 * eps * case.head_dim**-0.5 * largest(given["q"]) * largest(k_cache) if case.rotary else 0.0
     for b, (best, best_lse) in enumerate(exact):
-        slack = 2 * score_rounding(best_lse, best) + 2 * turned * largest_of(best)
+        slack = 2 * score_rounding(best_lse, best) + 2 * turned * largest(best)
         assert_accurate(outs[b], best, rough[b][0], f"out[{b}]", slack=slack)
         assert_accurate(lses[b], best_lse, rough_lse[b][1], f"lse[{b}]", slack=2 * score_rounding(best_lse) + turned)
     if ragged is not None:  # rows behind the last sequence
@@ -344,7 +344,3 @@ def test_varlen_with_pages_and_gradients():
     assert_accurate(out.detach(), exact, exact, slack=2e-6)
     with pytest.raises(NotImplementedError, match=r"^flash_attn_varlen_func: a gradient is asked for, .*"):
         out.sum().backward()
-
-
-def largest_of(x):
-    return x.where(x.isfinite(), 0).abs().max().item() if x.numel() else 0.0

@@ -4,12 +4,11 @@ import warnings
 
 import pytest
 import torch
-from cached import Cached, ints
+from cached import Cached, ints, results
 from cases import BF16, DEVICE_PARAMS, F16, F32, SEED, Case, on_devices
-from compare import assert_bitwise
+from compare import assert_bitwise, assert_same
 from ragged import Ragged
 from test_backward import differentiable
-from test_kvcache import assert_same, results
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from traced import (

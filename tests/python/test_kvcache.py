@@ -1,56 +1,20 @@
-"""attention_kvcache: accuracy over the cases of caches, laws that tie it to attention, and what it refuses."""
+"""attention_kvcache: accuracy over the cases of caches and over random problems, rotation, autograd, and where tables
+and operands may lie."""
 
 import dataclasses
-import math
 
 import cached
 import pytest
 import torch
-from cached import Cached, ints
-from cases import BF16, DEVICE_PARAMS, F16, F32, LAYOUTS, on_devices
-from compare import assert_accurate, assert_bitwise, score_rounding
+from cached import REMOVED, Cached, arguments, ints, numbers, results, with_own_caches
+from cases import BF16, DEVICE_PARAMS, F16, F32, on_devices
+from compare import assert_accurate, assert_bitwise, assert_same, largest, score_rounding
 from hypothesis import given as hypothesis_given
 from hypothesis import settings
 from hypothesis import strategies as st
-from test_kvcache_errors import REMOVED, arguments, numbers
 from test_properties import options_and_sizes, random_problems
 
 import flashtile
-from flashtile import _C
-from flashtile._options import SCORES
-
-
-def with_own_caches(given):
-    """The same arguments, with caches that a call may write."""
-    return given | {name: copy_of(given[name]) for name in ("k_cache", "v_cache")}
-
-
-def copy_of(x):
-    """With its strides, and what lies between."""
-    memory = x.untyped_storage().clone()
-    return torch.empty(0, dtype=x.dtype, device=x.device).set_(memory, x.storage_offset(), x.shape, x.stride())
-
-
-def results(given, function=flashtile.attention_kvcache):
-    """out, lse and the caches after a call, which leaves those of `given` alone."""
-    given = with_own_caches(given)
-    out, lse = function(**given, return_lse=True)
-    return dict(out=out, lse=lse, k_cache=given["k_cache"], v_cache=given["v_cache"])
-
-
-def assert_same(found, expected):
-    for what, x in expected.items():
-        assert_bitwise(found[what], x, what)
-
-
-def assert_close(found, expected):
-    """To the bit on the CPU; elsewhere another kernel may serve it, or other splits."""
-    for what, x in expected.items():
-        if x.is_cuda and what in ("out", "lse"):
-            eps = torch.finfo(F32 if what == "lse" else x.dtype).eps
-            torch.testing.assert_close(found[what], x, rtol=0, atol=8 * eps * max(largest_of(x), 1))
-        else:
-            assert_bitwise(found[what], x, what)
 
 
 def check(case, device, attention_kvcache):
@@ -65,8 +29,9 @@ def check(case, device, attention_kvcache):
     assert out.dtype is case.dtype and lse.dtype is F32
     assert out.is_contiguous() and lse.is_contiguous()
     rotation = rotation_rounding(case, given)
-    largest = largest_of(exact_out)
-    assert_accurate(out, exact_out, rough_out, "out", 2 * score_rounding(exact_lse, exact_out) + 2 * rotation * largest)
+    assert_accurate(
+        out, exact_out, rough_out, "out", 2 * score_rounding(exact_lse, exact_out) + 2 * rotation * largest(exact_out)
+    )
     assert_accurate(lse, exact_lse, rough_lse, "lse", 2 * score_rounding(exact_lse) + rotation)
     check_caches(case, found, given)
     for name, x in copies.items():
@@ -83,11 +48,7 @@ def rotation_rounding(case, given):
         return 0.0
     scale = case.head_dim**-0.5 if case.scale is None else abs(case.scale)
     k_cache, _ = cached.appended(given)
-    return torch.finfo(case.dtype).eps * scale * largest_of(given["q"]) * largest_of(k_cache)
-
-
-def largest_of(x):
-    return x.where(x.isfinite(), 0).abs().max().item() if x.numel() else 0.0
+    return torch.finfo(case.dtype).eps * scale * largest(given["q"]) * largest(k_cache)
 
 
 def check_caches(case, found, given):
@@ -126,203 +87,6 @@ def test_split_cases(case, device, attention_kvcache):
 @pytest.mark.parametrize("case, device", on_devices(INVARIANT, ["cuda"]))
 def test_batch_invariant_cases(case, device, attention_kvcache):
     check(case, device, attention_kvcache)
-
-
-# ---- laws
-
-RAGGED = dict(lengths_q=(1, 0, 70, 17, 5), held=(90, 40, 0, 130, 600), new=0)
-LAWS = [
-    Cached("decode", dtype=BF16, held=(700, 40, 0, 1300), new=1, head_dim=128, heads_q=8),
-    Cached("full", dtype=F32, seqlen_q=5, causal=False, leftpad=(50, 0, 0, 130)),
-    Cached("prefill", dtype=F16, seqlen_q=70, new=70, page_size=16, rotary=32, leftpad=(50, 40, 0, 9)),
-    Cached("window", dtype=BF16, seqlen_q=17, new=20, window=(30, 4), page_size=64, head_dim=72, head_dim_v=40),
-    Cached("ragged", dtype=BF16, page_size=3, rotary=64, interleaved=False, heads_q=6, tail=9, **RAGGED),
-    Cached("ragged_window", dtype=F16, window=(100, 0), indexed=True, alibi="per head", softcap=9.0, **RAGGED),
-    Cached("everything", dtype=F16, seqlen_q=3, new=3, alibi="per head", sinks=0.0, softcap=8.0, scale=0.2, rotary=16),
-    Cached("wide", dtype=BF16, seqlen_q=9, new=9, head_dim=256, heads_q=16, page_size=16, held=(300, 90, 1)),
-]
-each_law = pytest.mark.parametrize("case, device", on_devices(LAWS))
-FIXED = [dict(batch_invariant=True), dict(num_splits=1), dict(num_splits=3)]  # what fixes the order of sums
-each_fixed = pytest.mark.parametrize("fixed", FIXED, ids=str)
-
-
-@each_fixed
-@each_law
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])
-def test_pages_are_a_contiguous_cache(case, device, page_size, fixed):
-    """Whatever the pages' size and order."""
-    contiguous = dataclasses.replace(case, page_size=None, **fixed)
-    found = results(dataclasses.replace(case, page_size=page_size, **fixed).arguments(device))
-    expected = results(contiguous.arguments(device))
-    assert_same({what: found[what] for what in ("out", "lse")}, {what: expected[what] for what in ("out", "lse")})
-
-
-@each_fixed
-@each_law
-def test_a_sequence_is_as_alone(case, device, fixed):
-    given = case.arguments(device) | fixed
-    together = results(given)
-    queries = cached.spans(case.batch, case.seqlen_q, given.get("cu_seqlens_q"))
-    for b, rows in enumerate(queries):
-        found = results(sequence(given, b))
-        if "cu_seqlens_q" in given:
-            expected = dict(out=together["out"][rows], lse=together["lse"][:, rows])
-        else:
-            expected = dict(out=together["out"][b : b + 1], lse=together["lse"][b : b + 1])
-        assert_same({what: found[what] for what in expected}, expected)
-
-
-def sequence(given, b):
-    """Arguments of sequence b alone."""
-    one = slice(b, b + 1)
-    alone = dict(given)
-    for name in ("q", "k_new", "v_new"):
-        if name in given:
-            alone[name] = cached.rows_of(given, name)[b] if "cu_seqlens_q" in given else given[name][one]
-    if "cu_seqlens_q" in given:
-        alone["cu_seqlens_q"] = ints([0, len(alone["q"])], alone["q"].device)
-    for name in ("cache_seqlens", "leftpad", "block_table", "cache_batch_idx"):
-        if name in given:
-            alone[name] = given[name][one]
-    if "block_table" not in given and "cache_batch_idx" not in given:
-        alone["cache_batch_idx"] = ints([b], given["q"].device)
-    if given.get("alibi_slopes") is not None and given["alibi_slopes"].dim() == 2:
-        alone["alibi_slopes"] = given["alibi_slopes"][one]
-    return alone
-
-
-CHUNKED = [
-    Cached("causal", dtype=BF16, seqlen_q=200, new=200, head_dim=128, heads_q=8, held=(300, 1, 0)),
-    Cached("rotary", dtype=F16, seqlen_q=200, new=200, rotary=64, page_size=16, leftpad=(50, 40, 0, 9), sinks=0.0),
-    Cached("window", dtype=F32, seqlen_q=200, new=200, window=(70, 0), page_size=3, heads_q=6, head_dim=72),
-    Cached("alibi", dtype=BF16, seqlen_q=200, new=200, alibi="per head", softcap=9.0, indexed=True, head_dim=256),
-]
-
-
-@pytest.mark.parametrize("chunks", [(1,) * 3 + (197,), (64, 64, 72), (130, 70), (2, 17, 5, 100, 76)], ids=str)
-@pytest.mark.parametrize("case, device", on_devices(CHUNKED))
-def test_chunks_of_a_prefill(case, device, chunks):
-    """To the bit where that is asked for: a row does not know with which others it comes."""
-    whole = results(case.arguments(device) | dict(batch_invariant=True))
-    given = with_own_caches(case.arguments(device) | dict(batch_invariant=True))
-    first, parts = 0, []
-    for length in chunks:
-        rows = slice(first, first + length)
-        part = {name: given[name][:, rows] for name in ("q", "k_new", "v_new")}
-        part["cache_seqlens"] = given["cache_seqlens"] + first
-        parts.append(flashtile.attention_kvcache(**given | part, return_lse=True))
-        first += length
-    outs, lses = zip(*parts, strict=True)
-    found = dict(out=torch.cat(outs, dim=1), lse=torch.cat(lses, dim=2))
-    assert_same(found | {name: given[name] for name in ("k_cache", "v_cache")}, whole)
-
-
-@pytest.mark.parametrize("case, device", on_devices(LAWS))
-def test_ragged_queries_are_dense_ones(case, device):
-    if case.lengths_q is not None or (case.new is not None and case.new != case.seqlen_q):
-        case = dataclasses.replace(case, lengths_q=None, tail=0, seqlen_q=17, new=17)
-    given = case.arguments(device) | dict(batch_invariant=True)
-    expected = results(given)
-    flat = {name: given[name].flatten(0, 1) for name in ("q", "k_new", "v_new") if name in given}
-    begins = ints([b * case.seqlen_q for b in range(case.batch + 1)], device)
-    found = results(given | flat | dict(cu_seqlens_q=begins))
-    found["out"] = found["out"].view_as(expected["out"])
-    found["lse"] = found["lse"].unflatten(1, (case.batch, case.seqlen_q)).transpose(0, 1)
-    assert_same(found, expected)
-
-
-@each_law
-def test_appending_first_is_the_same(case, device):
-    """Rows that the cache held already, and those that a call has brought along."""
-    given = case.arguments(device) | dict(batch_invariant=True)
-    if "k_new" not in given:
-        return
-    expected = results(given)
-    after = {name: x for name, x in given.items() if name not in ("k_new", "v_new")}
-    after |= {name: expected[name] for name in ("k_cache", "v_cache")}
-    after["cache_seqlens"] = ints([end for _, end in cached.counted(given)], device)
-    assert_same(results(after), expected)
-
-
-@pytest.mark.parametrize("case, device", on_devices([case for case in LAWS if not case.lengths_q and not case.leftpad]))
-def test_a_full_cache_is_attention(case, device):
-    case = dataclasses.replace(case, held=(150,) * 3, page_size=None, new=None, rotary=0, room=0, seqlen_q=40)
-    given = case.arguments(device)
-    dense = {x.name: given[x.name] for x in SCORES if x.name in given}
-    out, lse = flashtile.attention(given["q"], given["k_cache"], given["v_cache"], return_lse=True, **dense)
-    assert_close(results(given), dict(out=out, lse=lse))
-
-
-@pytest.mark.parametrize("case, device", on_devices(LAWS))
-def test_splits_agree(case, device):
-    given = case.arguments(device)
-    automatic = results(given)
-    for num_splits in range(1, 8):
-        assert_close(results(given | dict(num_splits=num_splits)), automatic)
-    assert_close(results(given | dict(batch_invariant=True)), automatic)
-
-
-@each_law
-def test_what_does_not_count_may_hold_anything(case, device):
-    given = case.arguments(device)
-    expected = results(given)
-    unused = {name: given[name].isnan() for name in ("q", "k_cache", "v_cache")}
-    for junk in (0.0, math.inf, -1e4):
-        changed = {name: torch.where(rows, junk, given[name]) for name, rows in unused.items()}
-        found = results(given | changed)
-        written = {
-            name: torch.where(unused[name] & (found[name] == junk), math.nan, found[name])
-            for name in unused
-            if name != "q"
-        }
-        assert_same(found | written, expected)
-
-
-@each_law
-def test_runs_agree_bitwise(case, device):
-    given = case.arguments(device)
-    first = results(given)
-    for _ in range(10):
-        assert_same(results(given), first)
-
-
-@pytest.mark.parametrize("threads", [2, 3, 7])
-@pytest.mark.parametrize("case", LAWS, ids=str)
-def test_thread_counts_agree_bitwise(case, threads):
-    given = case.arguments()
-    expected = results(given)
-    try:
-        torch.set_num_threads(threads)
-        assert_same(results(given), expected)
-    finally:
-        torch.set_num_threads(1)
-
-
-@each_law
-def test_both_ways_into_the_module_agree(case, device):
-    """By the exchange table, and by Python attributes as with a PyTorch older than 2.10."""
-    given = case.arguments(device)
-    expected = results(given)
-    _C._enable_exchange(False)
-    try:
-        assert_same(results(given), expected)
-    finally:
-        _C._enable_exchange(True)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[1:])
-@pytest.mark.parametrize("case, device", on_devices([LAWS[2], LAWS[4]]))
-def test_layouts_agree_bitwise(case, device, layout, attention_kvcache):
-    expected = results(case.arguments(device))
-    found = results(dataclasses.replace(case, layout=layout).arguments(device), attention_kvcache)
-    assert_same(found, expected)
-
-
-@pytest.mark.parametrize("device", DEVICE_PARAMS)
-def test_one_length_for_all(device):
-    for more in ({}, dict(lengths_q=(1, 1, 1))):
-        given = Cached("even", dtype=F16, held=(40, 40, 40), new=1, **more).arguments(device)
-        assert_same(results(given | dict(cache_seqlens=40)), results(given))
 
 
 # ---- rotation

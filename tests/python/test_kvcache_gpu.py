@@ -6,11 +6,11 @@ import cached
 import pytest
 import torch
 from apart import assert_survives
-from cached import Cached, ints
+from cached import Cached, arguments, ints, results, with_own_caches
 from cases import BF16, F16, on_devices
-from compare import assert_bitwise
-from test_kvcache import FIXED, LAWS, assert_close, assert_same, results, with_own_caches
-from test_kvcache_errors import arguments, misaligned
+from compare import assert_bitwise, assert_same
+from test_kvcache_errors import misaligned
+from test_kvcache_laws import FIXED, LAWS, assert_close
 
 import flashtile
 

@@ -4,12 +4,11 @@ z.conj().imag. What is read is resolved; a cache, which is written where it lies
 import pytest
 import torch
 from cached import CASES as CACHED_CASES
-from cached import Cached
+from cached import Cached, results
 from cases import BF16, DEVICE_PARAMS, F32, Case, on_devices
-from compare import assert_bitwise
+from compare import assert_bitwise, assert_same
 from ragged import Ragged
 from test_backward import differentiable
-from test_kvcache import assert_same, results
 from traced import assert_all_bitwise, attend, compiled, quiet
 
 import flashtile

@@ -6,9 +6,11 @@ import test_forward
 import torch
 from apart import assert_survives
 from cases import BF16, on_devices
+from compare import assert_same
 from ragged import Ragged
 from test_backward import differentiable
-from test_varlen import LAWS, arguments, assert_close, assert_refused, assert_same, options_with, part, results
+from test_varlen import LAWS, assert_close, options_with, part, results
+from test_varlen_errors import arguments, assert_refused
 
 import flashtile
 

@@ -1,0 +1,305 @@
+"""Gradients on a GPU alone: sizes beyond 32-bit offsets, blocks of keys that take turns, runs that agree to the bit,
+graphs."""
+
+import pytest
+import reference
+import torch
+from cases import BF16, F16, SEED, Case, randn
+from compare import assert_accurate, assert_bitwise
+
+import flashtile
+from flashtile import _capability
+
+pytestmark = pytest.mark.gpu
+
+
+def backward(q, k, v, dout, **options):
+    """out, lse, dq, dk, dv."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out, lse = flashtile.attention(q, k, v, return_lse=True, **options)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+
+def check_gradients(q, k, v, dout, **options):
+    """Against float64, for the first and the last KV head: the formula takes S_q × S_k each."""
+    found = backward(q, k, v, dout, **options)[2:]
+    group = q.shape[2] // k.shape[2]
+    for head in {0, k.shape[2] - 1}:
+        mine, theirs = slice(head * group, (head + 1) * group), slice(head, head + 1)
+        grads = []
+        for dtype in (torch.float64, q.dtype):
+            x = [y.detach().to(dtype).requires_grad_() for y in (q[:, :, mine], k[:, :, theirs], v[:, :, theirs])]
+            out, _ = reference.attention(*x, dtype=dtype, **options)
+            grads.append(torch.autograd.grad(out, x, dout[:, :, mine].to(dtype)))
+        parts = (found[0][:, :, mine], found[1][:, :, theirs], found[2][:, :, theirs])
+        for what, x, exact, rough in zip(("dq", "dk", "dv"), parts, *grads, strict=True):
+            assert_accurate(x, exact, rough, what)
+
+
+@pytest.mark.usefixtures("much_memory")
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_long_sequences(head_dim, causal):
+    check_gradients(*(randn(1, 4096, heads, head_dim) for heads in (4, 2, 2, 4)), causal=causal)
+
+
+@pytest.mark.usefixtures("much_memory")
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_gradients_of_more_than_2_to_31_elements(head_dim):
+    """The last head's gradients are those it has alone. One block of keys: nothing adds up in dq."""
+    seqlen = 2**31 // (64 * head_dim) + 100
+    tensors = [randn(1, length, 64, head_dim) for length in (seqlen, 30, 30, seqlen)]
+    many = backward(*tensors)
+    alone = backward(*(x[:, :, -1:] for x in tensors))
+    for what, a, b in zip(("dq", "dk", "dv"), many[2:], alone[2:], strict=True):
+        assert_bitwise(a[:, :, -1:], b, what)
+
+
+@pytest.mark.usefixtures("much_memory")
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("batch, heads", [(70_001, 1), (1, 70_001)])
+def test_gradients_of_more_than_65535_heads_and_sequences(batch, heads, head_dim):
+    tensors = [randn(batch, length, heads, head_dim) for length in (20, 30, 30, 20)]
+    many = backward(*tensors, causal=True)
+    last = backward(*(x[-1:, :, -1:] for x in tensors), causal=True)
+    for what, a, b in zip(("dq", "dk", "dv"), many[2:], last[2:], strict=True):
+        assert_bitwise(a[-1:, :, -1:], b, what)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_key_blocks_of_more_heads_than_take_turns(head_dim):
+    """35 KV heads of 16 or 32 blocks: the last section of them, see KeyBlock, is not full."""
+    tensors = [randn(5, 2000, 7, head_dim) for _ in range(4)]
+    together = backward(*tensors, causal=True)
+    for b in range(5):
+        alone = backward(*(x[b : b + 1] for x in tensors), causal=True)
+        for what, a, b_alone in zip(("dk", "dv"), together[3:], alone[3:], strict=True):
+            assert_bitwise(a[b : b + 1], b_alone, what)
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (96, 72), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (101, 13)}, {"window": (37, None)}], ids=str)
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(500, 500), (150, 900), (900, 150)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_key_blocks_that_thread_blocks_take_in_turn(
+    seqlen_q, seqlen_k, group, options, head_dim, head_dim_v, deterministic
+):
+    """As on Hopper, where they are many and see few queries, some of them none; alone each has a thread block."""
+    shapes = ((seqlen_q, group, head_dim), (seqlen_k, 1, head_dim), (seqlen_k, 1, head_dim_v))
+    tensors = [randn(240, *shape) for shape in (*shapes, (seqlen_q, group, head_dim_v))]
+    options = {"deterministic": deterministic, **options}
+    together = backward(*tensors, **options)[2:]
+    for b in (0, 121, 239):
+        alone = backward(*(x[b : b + 1] for x in tensors), **options)[2:]
+        for what, a, b_alone in zip(("dq", "dk", "dv"), together, alone, strict=True):
+            if what != "dq" or deterministic:
+                assert_bitwise(a[b : b + 1], b_alone, what)
+                continue
+            # The same float32 parts add up in any order: a rounding or two of the result, and of the parts that cancel.
+            slack = 1e-4 * b_alone.abs().max().item()
+            torch.testing.assert_close(a[b : b + 1], b_alone, rtol=2 * torch.finfo(BF16).eps, atol=slack)
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv"])
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_gradients_that_are_wanted_alone(head_dim, ragged, wanted):
+    """Where there are more blocks than multiprocessors, and in every replay of a graph."""
+    dout, *inputs = (randn(9, 1000, 8, head_dim) for _ in range(4))
+    begins = torch.arange(10, device="cuda", dtype=torch.int32) * 1000
+
+    def gradients(names):
+        q, k, v = (x.requires_grad_(name in names) for name, x in zip("qkv", inputs, strict=True))
+        options = dict(causal=True, deterministic=True)
+        if ragged:
+            tables = dict(cu_seqlens_q=begins, cu_seqlens_k=begins)
+            out = flashtile.attention_varlen(*(x.flatten(0, 1) for x in (q, k, v)), **tables, **options).view_as(dout)
+        else:
+            out = flashtile.attention(q, k, v, **options)
+        return torch.autograd.grad(out, [x for name, x in zip("qkv", (q, k, v), strict=True) if name in names], dout)
+
+    expected = dict(zip("qkv", gradients("qkv"), strict=True))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # as PyTorch asks: once outside the capture, on another stream
+        gradients(wanted)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients(wanted)
+    for _ in range(3):
+        for x in found:
+            x.fill_(7)
+        graph.replay()
+        for name, x in zip(wanted, found, strict=True):
+            assert_bitwise(x, expected[name], f"d{name}")
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_dk_and_dv_repeat_bitwise(head_dim):
+    tensors = [randn(2, 700, heads, head_dim) for heads in (8, 4, 4, 8)]
+    first = backward(*tensors, causal=True)
+    for _ in range(100):
+        found = backward(*tensors, causal=True)
+        assert all(torch.equal(a, b) for a, b in zip(found[3:], first[3:], strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_dsinks_repeats_bitwise(head_dim):
+    """By default too, and alone as among the other gradients."""
+    q, k, v, dout = (randn(2, 700, heads, head_dim) for heads in (8, 4, 4, 8))
+    sinks = torch.linspace(-3, 5, 8, device="cuda", requires_grad=True)
+    options = dict(causal=True, sinks=sinks, dropout_p=0.2, seed=SEED)
+    q.requires_grad_()
+    out = flashtile.attention(q, k, v, **options)
+    _, first = torch.autograd.grad(out, (q, sinks), dout)
+    for _ in range(100):
+        (found,) = torch.autograd.grad(flashtile.attention(q.detach(), k, v, **options), sinks, dout)
+        assert_bitwise(found, first, "dsinks")
+
+
+@pytest.fixture(params=["by the argument", "of PyTorch"])
+def deterministic(request):
+    """Who asks for gradients that repeat; the value is the argument."""
+    if request.param == "by the argument":
+        yield True
+        return
+    torch.use_deterministic_algorithms(True)
+    yield None
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_thousand_deterministic_gradients_agree_bitwise(head_dim, causal, deterministic):
+    """Beside other work, which takes multiprocessors at other moments in every run."""
+    q, k, v, dout = (randn(2, 700, heads, head_dim) for heads in (8, 4, 4, 8))
+    first = backward(q, k, v, dout, causal=causal, deterministic=deterministic)
+    beside, stream = torch.zeros(2**20, device="cuda"), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # whose freed memory `beside` may have
+    for _ in range(1000):
+        with torch.cuda.stream(stream):
+            beside.add_(1)
+        found = backward(q, k, v, dout, causal=causal, deterministic=deterministic)
+        assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True))
+    torch.cuda.current_stream().wait_stream(stream)  # before it gets the memory of `beside`
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("window", [None, (101, 0), (37, 250)])
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1100, 1100), (300, 1500), (1500, 300)])
+@pytest.mark.parametrize("more", [{}, {"dropout_p": 0.1, "seed": SEED}], ids=["plain", "dropout"])
+def test_deterministic_gradients_of_any_shape(seqlen_q, seqlen_k, window, head_dim, head_dim_v, more):
+    """Many more tiles than multiprocessors: a tile that waits for another one must not keep it from running."""
+    shapes = ((seqlen_q, 16, head_dim), (seqlen_k, 4, head_dim), (seqlen_k, 4, head_dim_v), (seqlen_q, 16, head_dim_v))
+    tensors = [randn(6, *shape) for shape in shapes]
+    options = dict(window=window, sinks=torch.linspace(-3, 5, 16, device="cuda"), **more)
+    first = backward(*tensors, deterministic=True, **options)
+    for _ in range(10):
+        found = backward(*tensors, deterministic=True, **options)
+        assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True))
+    for a, b in zip(first[2:], backward(*tensors, **options)[2:], strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=8 * torch.finfo(BF16).eps * b.abs().max().item())
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v", [(136, 136), (192, 128), (256, 256)])
+def test_dq_of_wide_heads_repeats_bitwise_on_hopper(head_dim, head_dim_v, pytestconfig):
+    limit = pytestconfig.getoption("--compute-capability") or 90
+    if torch.cuda.get_device_capability() != (9, 0) or limit < 90:
+        pytest.skip("only Hopper's kernels form dQ in a pass of its own")
+    tensors = [randn(2, 700, *rest) for rest in ((8, head_dim), (4, head_dim), (4, head_dim_v), (8, head_dim_v))]
+    first = backward(*tensors, causal=True)
+    for _ in range(100):
+        assert_bitwise(backward(*tensors, causal=True)[2], first[2], "dq")
+
+
+def test_dout_may_be_misaligned_or_expanded():
+    q, k, v = randn(2, 65, 4, 64), randn(2, 65, 2, 64), randn(2, 65, 2, 64)
+    for dout in (randn(2, 65, 4, 67)[..., 1:65], torch.ones((), dtype=BF16, device="cuda").expand(q.shape)):
+        expected = backward(q, k, v, dout.contiguous())
+        for what, a, b in zip(("dk", "dv"), backward(q, k, v, dout)[3:], expected[3:], strict=True):
+            assert_bitwise(a, b, what)
+
+
+def test_a_training_step_in_a_graph():
+    case = Case("graph", dtype=BF16, seqlen_q=90, seqlen_k=30, causal=True)
+    q, k, v = case.tensors("cuda", requires_grad=True)
+    dout = torch.randn_like(q)
+
+    def step():
+        return torch.autograd.grad(flashtile.attention(q, k, v, causal=True), (q, k, v), dout)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # as PyTorch asks: once outside the capture, on another stream
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for seed in range(3):
+        with torch.no_grad():
+            q.copy_(torch.randn(q.shape, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        for what, a, b in zip(("dq", "dk", "dv"), found, step(), strict=True):
+            assert_bitwise(a, b, what)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_a_deterministic_step_with_dropout_in_a_graph(head_dim):
+    """The seed is drawn once, when the graph is captured; what a run counts begins anew in every replay."""
+    case = Case("graph", dtype=BF16, seqlen_q=600, seqlen_k=500, causal=True, head_dim=head_dim)
+    q, k, v = case.tensors("cuda", requires_grad=True)
+    sinks = torch.ones(2, device="cuda", requires_grad=True)
+    dout = torch.randn_like(q)
+
+    def step():
+        options = dict(causal=True, sinks=sinks, dropout_p=0.3, deterministic=True)
+        out = flashtile.attention(q, k, v, **options)
+        return out, *torch.autograd.grad(out, (q, k, v, sinks), dout)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    torch.manual_seed(4)
+    with torch.cuda.graph(graph):
+        found = step()
+    torch.manual_seed(4)
+    expected = step()
+    for _ in range(20):
+        for x in found:
+            x.detach().fill_(7)
+        graph.replay()
+        for what, a, b in zip(("out", "dq", "dk", "dv", "dsinks"), found, expected, strict=True):
+            assert_bitwise(a, b, what)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_backward_allocates_gradients_and_its_workspace(head_dim):
+    case = Case("memory", dtype=F16, seqlen_q=1000, seqlen_k=1000, head_dim=head_dim)
+    q, k, v = case.tensors("cuda", requires_grad=True)
+    out = flashtile.attention(q, k, v)
+    dout = torch.randn_like(out)
+    torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # a block of it that is a little too large would be counted whole
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    rows = case.batch * case.heads_q * 1024  # in whole tiles
+    expected = sum(2 * x.numel() for x in gradients) + 4 * rows * (case.head_dim + 4)
+    assert torch.cuda.max_memory_allocated() - before <= expected + 4 * 512  # PyTorch rounds each to 512 bytes
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_nan_is_not_dropped(head_dim, capability):
+    """Where a weight stays, a NaN among the scores of its row reaches dv."""
+    q, k, v = (torch.randn(1, 100, 1, head_dim, device="cuda", dtype=F16).requires_grad_() for _ in range(3))
+    with torch.no_grad():
+        q[0, 7] = float("nan")
+    with _capability.limited(capability):
+        out = flashtile.attention(q, k, v, dropout_p=0.3)
+        (dv,) = torch.autograd.grad(out, [v], torch.ones_like(out))
+    assert dv.isnan().all(dim=-1).float().mean() > 0.5
