@@ -42,9 +42,8 @@ CUTE_DEVICE void for_column_pairs_in_turn(Scores& scores, Visit&& visit) {
 /// Softcaps says which softcaps a kernel serves: all, or those up to kUsualSoftcap.
 enum class Softcaps { kAny, kUsual };
 
-/// ScoreTile has the scores of the rows from `first_row` on, whose `packing` is that of the parameters. Tensors of
-/// scores are (row, column) of one thread, and `coord` has the coordinates of each in the tile, whose columns begin at
-/// `first_column` of `lengths`.
+/// ScoreTile has the scores of the rows from `first_row` on. Tensors of scores are (row, column) of one thread, and
+/// `coord` has the coordinates of each in the tile, whose columns begin at `first_column` of `lengths`.
 template <class Packing>
 struct ScoreTile {
   ScoreParams<Packing> const& params;
