@@ -60,7 +60,7 @@ void attend(const Problem& problem, const ForwardTensors& t, const Sizes& larges
   for (int i = walk.first(); i < walk.end(); i = walk.next(i)) {
     const Range keys = tile_range(i, sizes.tile_n, lengths.k);
     const TileRows of_tile{item.batch, heads, lengths, rows, keys};
-    const Tile tile = make_tile(problem, sizes, of_tile, walk.is_edge(i), memory.tile);
+    const Tile tile = make_tile(problem, sizes, of_tile, walk.kind(i), memory.tile);
     const auto [k, v] = source.keys(keys);
     kernel.forward_tile(block, tile, k, v);
   }

@@ -231,14 +231,14 @@ class Backward {
   }
 
   /// Computes one tile, whose rows are loaded; `dq` is the accumulator of its queries.
-  void run_tile(const ThreadMemory& memory, const Sizes& sizes, Wanted wanted, const TileRows& rows, bool edge,
+  void run_tile(const ThreadMemory& memory, const Sizes& sizes, Wanted wanted, const TileRows& rows, BlockKind kind,
                 float* dq) const {
     const std::int64_t first = first_row(rows.batch, rows.heads.first) + rows.queries.begin;
     kernel_->backward_tile(
         {.sizes = sizes,
          .scores = head_scores(problem_, tensors_->forward.alibi_slopes, rows.batch, rows.heads.first),
          .wanted = wanted,
-         .tile = make_tile(problem_, sizes, rows, edge, memory.tile),
+         .tile = make_tile(problem_, sizes, rows, kind, memory.tile),
          .reference = shared_.reference + first,
          .log2_sum = shared_.log2_sum + first,
          .delta = shared_.delta + first,
@@ -264,7 +264,7 @@ class Backward {
       for (int i = walk.first(); i < walk.end(); i = walk.next(i)) {
         const Range queries = tile_range(i, sizes_.tile_m, q.used);
         load_queries(memory, sizes, batch, head, q.first + queries.begin, queries.end - queries.begin);
-        run_tile(memory, sizes, wanted, {batch, {1, head}, lengths, queries, keys}, walk.is_edge(i),
+        run_tile(memory, sizes, wanted, {batch, {1, head}, lengths, queries, keys}, walk.kind(i),
                  wanted.dq ? memory.dq + (std::int64_t{member} * q.used + queries.begin) * dq_stride() : nullptr);
       }
     }
@@ -311,7 +311,7 @@ class Backward {
       const Range keys = tile_range(i, sizes_.tile_n, k.used);
       load_keys(memory, sizes, batch, head_k, k.first + keys.begin, keys.end - keys.begin);
       run_tile(memory, sizes, {.dq = true, .dk = false, .dv = false}, {batch, {1, head}, lengths, queries, keys},
-               walk.is_edge(i), memory.dq);
+               walk.kind(i), memory.dq);
     }
     store_gradient(tensors_->dq, batch, head, q, rows, memory.dq, problem_.scale);
   }

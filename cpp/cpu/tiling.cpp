@@ -50,7 +50,7 @@ void fill_dropout(float* target, const Dropout& dropout, const TileRows& rows, i
 
 }  // namespace
 
-Tile make_tile(const Problem& problem, const Sizes& sizes, const TileRows& rows, bool edge,
+Tile make_tile(const Problem& problem, const Sizes& sizes, const TileRows& rows, BlockKind kind,
                const TileBuffers& buffers) {
   const Lengths lengths = rows.lengths;
   Tile tile{rows.queries.end - rows.queries.begin,
@@ -59,7 +59,7 @@ Tile make_tile(const Problem& problem, const Sizes& sizes, const TileRows& rows,
             {},
             buffers.dropout};
   if (problem.dropout.active()) fill_dropout(buffers.dropout, problem.dropout, rows, sizes.tile_m);
-  if (!edge) return tile;
+  if (kind != BlockKind::kEdge) return tile;
   const int packed = rows.heads.count;
   local_ranges(buffers.keys_of_query, rows.queries, packed, rows.keys, 1, problem.mask(), lengths);
   local_ranges(buffers.queries_of_key, rows.keys, 1, rows.queries, packed, problem.mask().transposed(),

@@ -114,8 +114,9 @@ inline TileBuffers take_tile_buffers(Arena& arena, const Sizes& s, bool dropout)
           dropout ? arena.take(std::int64_t{s.tile_n} * s.tile_m) : nullptr};
 }
 
-/// Returns the tile as the kernels see it; `edge` says that it may hold hidden elements.
-Tile make_tile(const Problem& problem, const Sizes& sizes, const TileRows& rows, bool edge, const TileBuffers& buffers);
+/// Returns the tile as the kernels see it; `kind` is what its queries see of its keys.
+Tile make_tile(const Problem& problem, const Sizes& sizes, const TileRows& rows, BlockKind kind,
+               const TileBuffers& buffers);
 
 inline Range tile_range(int index, int tile, int length) {
   return {index * tile, std::min((index + 1) * tile, length)};
