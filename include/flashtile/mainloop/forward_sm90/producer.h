@@ -101,26 +101,27 @@ struct ForwardProducerSm90 {
         if (work.keys.blocks < 0) break;
         if (leads()) works.release_by_thread(work_at);
       }
-      const BlockWalk walk = work.keys.walk();
-      const int near_end = max(walk.end() - Mainloop::kBlocksAhead, walk.first());
+      // The walk is read from shared memory each time, as registers are scarce: with a copy of it here ptxas allocates
+      // them otherwise in the whole kernel, and consumers of D64 have 59 instructions between two matmuls, not 50.
+      const auto walk = [&] { return work.keys.walk(); };
       if constexpr (kPaged) {
-        if (!walk.empty()) rows = rows_of_lane(work, work.keys.key(walk.first()));
+        if (!walk().empty()) rows = rows_of_lane(work, work.keys.key(walk().first()));
       }
       CUTE_NO_UNROLL
-      for (int n_block = walk.first(); n_block < walk.end(); n_block = walk.next(n_block)) {
-        const int key = work.keys.key(n_block);
+      for (int n_block = walk().first(); n_block < walk().end(); n_block = walk().next(n_block)) {
+        const int key = work.keys.key(n_block);  // known before the wait for a stage: behind it, D96 lost 1 %
         std::uint64_t* barrier = fill(shared.k_barriers, at, [] { return sizeof(SharedStorage::k[0]); });
         load_keys<kHeadDim, kColumns>(params.k, barrier, shared.k[at.stage], work, key, rows);
-        load_v(n_block == walk.first());
-        if (n_block == walk.first()) {
+        load_v(n_block == walk().first());
+        if (n_block == walk().first()) {
           if (v_key >= 0 && leads()) works.release_by_thread(work_at.previous());
           load_q(work);
         }
-        if (n_block == near_end && leads()) shared.near_end.arrive();
+        if (n_block == max(walk().end() - Mainloop::kBlocksAhead, walk().first()) && leads()) shared.near_end.arrive();
         v_key = key;
         if constexpr (kPaged) {
           v_rows = rows;
-          if (n_block != walk.last()) rows = rows_of_lane(work, work.keys.key(walk.next(n_block)));
+          if (n_block != walk().last()) rows = rows_of_lane(work, work.keys.key(walk().next(n_block)));
         }
         at.advance();
       }
