@@ -34,6 +34,8 @@ CACHED = [
     Case.decode(2, 128, 4, 2, 16, dtype="float32"),
     Case.decode(2, 128, 4, 4, 16, dtype="float32"),
     Case.prefill(2, 8, 64, 4, 2, 16, dtype="float32"),
+    Case.decode(3, 48, 4, 2, 16, dtype="float32", page_size=16),
+    Case.prefill(2, 8, 37, 4, 2, 16, dtype="float32", page_size=16),
 ]
 
 
@@ -202,11 +204,20 @@ def test_flashinfer_is_not_measured_in_what_it_does_not_record(work):
         ADAPTERS["FlashInfer"]()(*make_inputs(case, CPU)[:3], case)
 
 
-def test_no_adapter_is_asked_for_a_window():
-    case = Case.square(1, 16, 2, 16, dtype="float32", window=(2, 0))
+@pytest.mark.parametrize(
+    "options, refused", [({"window": (2, 0)}, "windows"), ({"alibi": True}, "ALiBi"), ({"softcap": 30.0}, "softcap")]
+)
+def test_no_adapter_is_asked_for_options(options, refused):
+    case = Case.square(1, 16, 2, 16, dtype="float32", **options)
     peer = Peer("FA2", found.Adapted("FA2", found.FlashAttention(flash_attn)))
     (cell,) = run.run_cases([case], CPU, EFFORT, flashtile.attention, [peer])
-    assert cell.entries[-1] == run.Entry("FA2", refusal="FA2 is not asked for windows here")
+    assert cell.entries[-1] == run.Entry("FA2", refusal=f"FA2 is not asked for {refused} here")
+
+
+def test_flashinfer_decodes_whole_pages_alone():
+    case = Case.decode(2, 37, 4, 2, 16, dtype="float32", page_size=16)
+    with pytest.raises(NotImplementedError, match="whole pages alone"):
+        ADAPTERS["FlashInfer"]()(*make_inputs(case, CPU)[:3], case)
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def test_an_outside_peer_that_does_not_serve_a_case_is_said_and_not_timed(functi
 def test_an_outside_peer_is_not_asked_for_a_window():
     case = Case.square(1, 16, 2, 16, dtype="float32", window=(2, 0))
     found = entries_with([further.outside_peer(f"Mine={__name__}:outside_bare")], case)
-    assert "no argument for a window" in found["Mine"].refusal
+    assert "its function has no argument window" in found["Mine"].refusal
 
 
 @pytest.mark.parametrize(

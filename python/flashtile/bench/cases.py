@@ -26,6 +26,9 @@ class Work(enum.Enum):
     PREFILL = "prefill"  # the same of many new tokens
 
 
+TRAINING = (Work.FORWARD, Work.BACKWARD)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     batch: int
@@ -40,6 +43,11 @@ class Case:
     window: tuple[int | None, int | None] | None = None
     work: Work = Work.FORWARD
     lengths: tuple[int, ...] | None = None  # of a ragged batch's sequences; its seqlens are their sum
+    softcap: float = 0.0
+    alibi: bool = False  # slopes and sinks follow from the heads, see options.py
+    sinks: bool = False
+    dropout_p: float = 0.0
+    page_size: int = 0  # of a cache; 0: it is contiguous
 
     @classmethod
     def square(cls, batch: int, seqlen: int, heads: int, head_dim: int, **options) -> Case:
@@ -64,6 +72,10 @@ class Case:
         sizes = batch, chunk, seqlen, heads_q, heads_k, head_dim, head_dim
         return cls(*sizes, causal=True, work=Work.PREFILL, **options)
 
+    def plain(self) -> Case:
+        """The same shape and mask without what else changes scores and weights."""
+        return dataclasses.replace(self, softcap=0.0, alibi=False, sinks=False, dropout_p=0.0)
+
     def sequences(self) -> list[tuple[Case, slice]]:
         """A ragged batch's sequences, each as a problem of its own with the rows that it lies in."""
         found, lengths = [], self.lengths or ()
@@ -81,12 +93,19 @@ class Case:
         names = ["causal"] if self.causal else []
         if self.window is not None:
             names.append("window " + ",".join("∞" if side is None else str(side) for side in self.window))
-        return " + ".join(names) or "full"
+        options = {
+            f"softcap {self.softcap:g}": self.softcap,
+            "ALiBi": self.alibi,
+            "sinks": self.sinks,
+            f"dropout {self.dropout_p:g}": self.dropout_p,
+        }
+        return " + ".join([*(names or ["full"]), *(name for name, given in options.items() if given)])
 
     @property
     def shape_name(self) -> str:
         heads = pair(self.heads_q, self.heads_k)
-        rest = f"H{heads} D{pair(self.head_dim, self.head_dim_v)}"
+        pages = f" page {self.page_size}" if self.page_size else ""
+        rest = f"H{heads} D{pair(self.head_dim, self.head_dim_v)}{pages}"
         if self.lengths is not None:
             return f"{_lengths_name(self.lengths)} {rest}"
         return f"B{self.batch} S{pair(self.seqlen_q, self.seqlen_k)} {rest}"
@@ -98,14 +117,14 @@ class Case:
     def flops(self) -> float:
         """FLOPs of the matmuls by the usual convention: causal counts half, backward 2.5 times the forward.
 
-        In a ragged batch, and of a chunk, the pairs that see each other are counted.
+        In a ragged batch, of a chunk and within a window the pairs that see each other are counted.
         """
         if self.lengths is not None:
-            pairs: float = sum(length * (length + 1) // 2 if self.causal else length**2 for length in self.lengths)
-        elif self.window is not None or self.work is Work.PREFILL:
-            pairs = self.batch * int(visible(self, torch.device("cpu")).sum())
-        else:
+            pairs: float = sum(count_visible(sequence) for sequence, _ in self.sequences())
+        elif self.is_square_band:
             pairs = self.batch * self.seqlen_q * self.seqlen_k / (1 if self.is_full else 2)
+        else:
+            pairs = self.batch * count_visible(self)
         forward = 2 * self.heads_q * pairs * (self.head_dim + self.head_dim_v)
         return forward * (2.5 if self.work is Work.BACKWARD else 1)
 
@@ -160,12 +179,16 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     )
 
 
+def distances(case: Case, device: torch.device, begin: int = 0, end: int | None = None) -> torch.Tensor:
+    """How far each key lies behind the one that a query row of [begin, end) meets on the diagonal."""
+    rows = torch.arange(begin, case.seqlen_q if end is None else end, device=device)[:, None]
+    columns = torch.arange(case.seqlen_k, device=device)[None, :]
+    return columns - (rows + case.seqlen_k - case.seqlen_q)
+
+
 def visible(case: Case, device: torch.device, begin: int = 0, end: int | None = None) -> torch.Tensor:
     """True where query rows [begin, end) see a key: the contract's mask, written out."""
-    end = case.seqlen_q if end is None else end
-    rows = torch.arange(begin, end, device=device)[:, None]
-    columns = torch.arange(case.seqlen_k, device=device)[None, :]
-    distance = columns - (rows + case.seqlen_k - case.seqlen_q)
+    distance = distances(case, device, begin, end)
     keep = torch.ones_like(distance, dtype=torch.bool)
     if case.causal:
         keep &= distance <= 0
@@ -175,6 +198,17 @@ def visible(case: Case, device: torch.device, begin: int = 0, end: int | None = 
     if right is not None:
         keep &= distance <= right
     return keep
+
+
+def count_visible(case: Case) -> int:
+    """Pairs of a query and a key of one sequence that see each other: the sum of `visible`, row by row."""
+    diagonal = torch.arange(case.seqlen_q) + case.seqlen_k - case.seqlen_q
+    left, right = case.window or (None, None)
+    if case.causal:
+        right = 0 if right is None else min(right, 0)
+    first = torch.zeros_like(diagonal) if left is None else (diagonal - left).clamp(min=0)
+    last = torch.full_like(diagonal, case.seqlen_k - 1) if right is None else diagonal + right
+    return int((last.clamp(max=case.seqlen_k - 1) - first + 1).clamp(min=0).sum())
 
 
 def _lengths_name(lengths: Sequence[int]) -> str:

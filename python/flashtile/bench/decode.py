@@ -10,19 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from flashtile.bench import options
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.oracle import Attention, attention_sdpa
-from flashtile.bench.peers import OURS, Peer, cuda_settings
+from flashtile.bench.peers import OURS, PLAIN, Peer, cuda_settings
 
 SUITES = ("decode", "prefill")
 PAGE_SIZES = (16, 64)
 GRAPH = "graph"
-OURS_ALL = (OURS, *(f"page {size}" for size in PAGE_SIZES), GRAPH)  # the forms that flashtile is timed in
+CACHE_FORMS = (OURS, *(f"page {size}" for size in PAGE_SIZES), GRAPH)  # that flashtile is timed in over a cache
+OURS_ALL = (*CACHE_FORMS, PLAIN)
 
 
 def arguments(case: Case, device: torch.device) -> dict[str, Any]:
     """What `flashtile.attention_kvcache` and every --peer of SUITES are called with beside q and the caches."""
-    return {"cache_seqlens": cache_seqlens(case.batch, case.seqlen_k, device), "causal": case.causal}
+    lengths = cache_seqlens(case.batch, case.seqlen_k, device)
+    return {"cache_seqlens": lengths, "causal": case.causal, **options.arguments(case, device)}
 
 
 @functools.lru_cache(maxsize=8)  # made by a case's check, so that the timed calls launch nothing for it
@@ -37,13 +40,19 @@ def cache_peers_of(device_type: str, attention_kvcache: Callable[..., torch.Tens
         return attention_kvcache(q, k, v, **arguments(case, q.device))
 
     peers = [Peer(OURS, contiguous), *(Peer(f"page {size}", Paged(attention_kvcache, size)) for size in PAGE_SIZES)]
+    if device_type == "cuda":
+        peers.append(Peer(GRAPH, Replayed(contiguous)))
+    return [*peers, *sdpa_over_a_cache(device_type, case)]
+
+
+def sdpa_over_a_cache(device_type: str, case: Case) -> list[Peer]:
+    """PyTorch's own, whose caches are contiguous."""
     if device_type != "cuda":
-        return [*peers, Peer("SDPA", attention_sdpa)]
-    peers.append(Peer(GRAPH, Replayed(contiguous)))
+        return [Peer("SDPA", attention_sdpa)]
     if case.work is Work.PREFILL:  # cuDNN's mask is aligned to the top left
-        return [*peers, Peer("SDPA FA2", attention_lower_right, cuda_settings()["SDPA FA2"])]
+        return [Peer("SDPA FA2", attention_lower_right, cuda_settings()["SDPA FA2"])]
     # The efficient backend takes no grouped heads, and does not divide keys among thread blocks.
-    return [*peers, *(Peer(name, attention_sdpa, cuda_settings()[name]) for name in ("SDPA FA2", "SDPA cuDNN"))]
+    return [Peer(name, attention_sdpa, cuda_settings()[name]) for name in ("SDPA FA2", "SDPA cuDNN")]
 
 
 def attention_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
@@ -54,14 +63,15 @@ def attention_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cas
 
 
 class Paged:
-    """The same rows in pages. A case's first call, its check, lays them out; the timed calls find that."""
+    """The same rows in pages, for a function of flashtile's signature. A case's first call, its check, lays them out;
+    the timed calls find that."""
 
-    def __init__(self, attention_kvcache: Callable[..., torch.Tensor], page_size: int) -> None:
+    def __init__(self, attention_kvcache: Callable[..., Any], page_size: int) -> None:
         self._attention_kvcache = attention_kvcache
         self._page_size = page_size
         self._pages: tuple[torch.Tensor, ...] | None = None
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Any:
         if self._pages is None:
             self._pages = in_pages(k, v, self._page_size)
         k_pages, v_pages, block_table = self._pages
@@ -69,10 +79,13 @@ class Paged:
 
 
 def in_pages(k: torch.Tensor, v: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """k and v as pages that lie in random order, and the table of where; every sequence fills its last page."""
+    """k and v as pages that lie in random order, and the table of where; the rest of a sequence's last page is 0."""
     batch, seqlen = k.shape[:2]
+    of_each = -(-seqlen // page_size)
+    if room := of_each * page_size - seqlen:
+        k, v = (F.pad(t, (0, 0, 0, 0, 0, room)) for t in (k, v))
     generator = torch.Generator(k.device).manual_seed(0)
-    order = torch.randperm(batch * seqlen // page_size, generator=generator, device=k.device)
+    order = torch.randperm(batch * of_each, generator=generator, device=k.device)
     pages = (t.unflatten(1, (-1, page_size)).flatten(0, 1)[order] for t in (k, v))
     return *pages, order.argsort().view(batch, -1).int()  # page i went to where `order` has i
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -13,12 +14,12 @@ from typing import Any
 
 import torch
 
-from flashtile.bench import decode, ragged
+from flashtile.bench import decode, options, ragged
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.oracle import Attention, attention_sdpa
 from flashtile.bench.peers import MATH, RECORDED, Peer, math_setting, output_of
 
-SUITES = ("forward", "backward", "varlen", *decode.SUITES, "memory")
+SUITES = ("forward", "backward", "varlen", *decode.SUITES, "memory", "random")
 MATH_SUITES = ("forward", "backward", "memory")
 
 
@@ -65,23 +66,28 @@ def attention_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case
 
 
 class Adapted:
-    """An adapter's attention: masks that it is not asked for are refused, and its output is looked at."""
+    """An adapter's attention: options that it is not asked for are refused, and its output is looked at."""
 
     def __init__(self, name: str, attention: Attention) -> None:
         self._name = name
         self._attention = attention
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
-        if case.window is not None:
-            raise NotImplementedError(f"{self._name} is not asked for windows here")
+        if refused := options.words(case):
+            raise NotImplementedError(f"{self._name} is not asked for {refused} here")
         return output_of(self._attention(q, k, v, case), q, v)
 
 
 class FlashAttention:
-    """flash-attn 2, FlashAttention-3 and FlashAttention-4, whose functions have the same names and keywords."""
+    """flash-attn 2, FlashAttention-3 and FlashAttention-4, whose functions have the same names and keywords, but for
+    the table of pages."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
+        self._case: Case | None = None
+        over_pages = getattr(module, "flash_attn_with_kvcache", None)
+        names = inspect.signature(over_pages).parameters if over_pages else ()
+        self._table = "page_table" if "page_table" in names else "block_table"
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Any:
         if case.lengths is not None:
@@ -91,11 +97,21 @@ class FlashAttention:
         if not case.over_a_cache:
             return self._module.flash_attn_func(q, k, v, causal=case.causal)
         if hasattr(self._module, "flash_attn_with_kvcache"):
+            if case.page_size:
+                if case is not self._case:
+                    self._paged, self._case = decode.Paged(self._over_pages, case.page_size), case
+                return self._paged(q, k, v, case)
             return self._module.flash_attn_with_kvcache(q, k, v, **decode.arguments(case, q.device))
-        # FlashAttention-4 has no function of a cache. The caches here are full, so attention is all that is missing.
+        # FlashAttention-4 has no function of a cache. The caches here are full, so attention is all that is missing; it
+        # and the packages below find the rows of a cache in pages contiguous.
         # Where it has no kernel that divides keys among thread blocks, it refuses to be asked for one.
         splits = {"num_splits": 0} if _has_tensor_memory(q.device) else {}
         return self._module.flash_attn_func(q, k, v, causal=case.causal, **splits)
+
+    def _over_pages(
+        self, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, *, block_table: torch.Tensor, **given: Any
+    ) -> Any:
+        return self._module.flash_attn_with_kvcache(q, k_pages, v_pages, **{self._table: block_table}, **given)
 
 
 class FlashInfer:
@@ -129,6 +145,8 @@ class FlashInfer:
                 workspace, "NHD", use_tensor_cores=case.heads_q != case.heads_k
             )
             size = _page_size(case)
+            if case.seqlen_k % size:
+                raise NotImplementedError("FlashInfer is asked for whole pages alone here")
             of_each = case.seqlen_k // size
             pages = torch.arange(case.batch * of_each, dtype=torch.int32, device=device)
             last = torch.full((case.batch,), size, dtype=torch.int32, device=device)
@@ -198,7 +216,7 @@ def _has_tensor_memory(device: torch.device) -> bool:
 
 
 def _page_size(case: Case) -> int:
-    return math.gcd(case.seqlen_k, max(decode.PAGE_SIZES))
+    return case.page_size or math.gcd(case.seqlen_k, max(decode.PAGE_SIZES))
 
 
 def _offsets(batch: int, length: int, device: torch.device) -> torch.Tensor:

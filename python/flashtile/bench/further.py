@@ -4,6 +4,7 @@ package that was found takes its place."""
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from flashtile._refusal import Refusal
-from flashtile.bench import decode, found, ragged
+from flashtile.bench import decode, found, options, ragged
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.memory import FORMULA
-from flashtile.bench.oracle import Attention
+from flashtile.bench.options import alibi_slopes
 from flashtile.bench.peers import MATH, TRITON, Peer, cuda_settings, output_of
 from flashtile.bench.ragged import DENSE, TORCH_VARLEN
 from flashtile.bench.report import BEST_PEER, BEST_VARLEN, FORMS, OF_MATMUL, OF_READ
+from flashtile.bench.rivals import CUDNN_HEADS_FIRST
 
 FLEX = "Flex"
 PEER_FORM = "NAME=MODULE:FUNCTION"
@@ -25,6 +27,7 @@ PEER_FORM = "NAME=MODULE:FUNCTION"
 TAKEN = (
     *decode.OURS_ALL,
     *cuda_settings(),
+    CUDNN_HEADS_FIRST,
     MATH,
     FORMULA,
     TRITON,
@@ -37,7 +40,7 @@ TAKEN = (
     OF_READ,
     FORMS,
 )
-FLEX_SUITES = ("forward", "backward", "decode")
+FLEX_SUITES = ("forward", "backward", "decode", "random")
 PEER_SUITES = found.SUITES
 
 
@@ -58,9 +61,9 @@ def further_peers(suite: str, texts: Sequence[str] = (), *, flex: bool = False) 
 
 
 def outside_peer(text: str) -> Peer:
-    """The peer that NAME=MODULE:FUNCTION stands for; FUNCTION(q, k, v, causal), in suites varlen, decode and prefill
+    """The peer that NAME=MODULE:FUNCTION stands for; FUNCTION(q, k, v, causal), of ragged batches and of caches
     FUNCTION(q, k, v, **arguments) of `ragged` and `decode`, returns out, or a tuple of out first. In a backward
-    autograd differentiates it."""
+    autograd differentiates it. What a case asks for beside is a keyword more."""
     name, _, target = text.partition("=")
     module_name, _, function_name = target.partition(":")
     if not (name and module_name and function_name):
@@ -76,7 +79,7 @@ def outside_peer(text: str) -> Peer:
     if not callable(function):
         found = repr(function) if hasattr(module, function_name) else "nothing"
         raise Refusal(f"bench: --peer {text!r} finds {found} in {module_name!r}, expected a function")
-    return Peer(name, _outside_attention(function))
+    return Peer(name, Outside(function))
 
 
 def deterministic(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -86,19 +89,45 @@ def deterministic(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: boo
     return attention(q, k, v, causal=causal, deterministic=True)
 
 
-def _outside_attention(function: Callable[..., Any]) -> Attention:
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
-        if case.window is not None:
-            raise NotImplementedError("--peer: its function has no argument for a window")
-        if case.over_a_cache:
-            result = function(q, k, v, **decode.arguments(case, q.device))
-        elif case.lengths is None:
-            result = function(q, k, v, case.causal)
-        else:
-            result = function(q, k, v, **ragged.arguments(case, q.device))
-        return output_of(result, q, v)
+class Outside:
+    """A function from outside, refused what its signature has no argument for."""
 
-    return attention
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._case: Case | None = None
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
+        if case is not self._case:  # to compare their values would take a microsecond of each timed call
+            self._prepare(case)
+        return output_of(self._result(q, k, v, case), q, v)
+
+    def _prepare(self, case: Case) -> None:
+        asked = [*options.names(case), *(["block_table"] if case.page_size else [])]
+        if missing := [name for name in asked if not _takes(self._function, name)]:
+            raise NotImplementedError(f"--peer: its function has no argument {' and '.join(missing)}")
+        self._paged = decode.Paged(self._function, case.page_size)
+        self._case = case
+
+    def _result(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Any:
+        if case.page_size:
+            return self._paged(q, k, v, case)
+        if case.over_a_cache:
+            return self._function(q, k, v, **decode.arguments(case, q.device))
+        if case.lengths is None:
+            return self._function(q, k, v, case.causal, **options.arguments(case, q.device))
+        return self._function(q, k, v, **ragged.arguments(case, q.device))
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether the function has such a keyword; one that does not say what it has is asked."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return any(
+        of.kind is inspect.Parameter.VAR_KEYWORD or (of.name == name and of.kind in by_keyword) for of in parameters
+    )
 
 
 class FlexAttention:
@@ -108,6 +137,7 @@ class FlexAttention:
         self._case: Case | None = None
         self._compiled: Callable[..., torch.Tensor] = flex_attention
         self._block_mask: BlockMask | None = None
+        self._scores: dict[str, Any] = {}
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
         try:
@@ -124,17 +154,24 @@ class FlexAttention:
                 *(t.transpose(1, 2) for t in (q, k, v)),
                 block_mask=self._block_mask,
                 enable_gqa=q.shape[2] != k.shape[2],
+                **self._scores,
             )
         return out.transpose(1, 2)
 
     def _prepare(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> None:
         self._case = None  # where anything below fails, nothing is prepared
+        if case.lengths is not None:
+            raise NotImplementedError("it is not asked for ragged batches here")
+        if refused := options.words(case, served=["window", "softcap", "alibi_slopes"]):
+            raise NotImplementedError(f"it is not asked for {refused} here")
         # Without this a second shape would be compiled as a dynamic one, and after a few torch.compile gives up.
         torch.compiler.reset()
         seen = mask_function(case)
         self._block_mask = (
             None if seen is None else create_block_mask(seen, None, None, case.seqlen_q, case.seqlen_k, device=q.device)
         )
+        modified = score_function(case, q.device)
+        self._scores = {} if modified is None else {"score_mod": modified}
         self._compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         if case.work is Work.BACKWARD:
             # A backward is compiled as it first runs: here, so that its failure is a refusal too. Compiled by a run
@@ -163,3 +200,21 @@ def mask_function(case: Case) -> Callable[..., torch.Tensor] | None:
         return (distance >= -left) & (distance <= right)
 
     return seen
+
+
+def score_function(case: Case, device: torch.device) -> Callable[..., torch.Tensor] | None:
+    """What becomes of a scaled score by softcap and ALiBi, as FlexAttention asks for it; None where it stays."""
+    if not (case.softcap or case.alibi):
+        return None
+    slopes = alibi_slopes(case.heads_q, device) if case.alibi else None
+
+    def modified(
+        score: torch.Tensor, batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor
+    ) -> torch.Tensor:
+        if case.softcap:
+            score = case.softcap * torch.tanh(score / case.softcap)
+        if slopes is not None:
+            score = score - slopes[head] * (column - (row + case.seqlen_k - case.seqlen_q)).abs()
+        return score
+
+    return modified

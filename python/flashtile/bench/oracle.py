@@ -13,11 +13,13 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from flashtile.bench.cases import Case, Inputs, visible
+from flashtile.bench import options
+from flashtile.bench.cases import Case, Inputs, distances, visible
 
 GRADIENTS = ("dq", "dk", "dv")
 # Rows are independent, so the float64 scores exist for this many at a time.
 ROWS_AT_A_TIME = 2048
+MASK_LIMIT = 2**31  # bytes of a mask that SDPA is given
 
 # Attention over (B, S, H, D) tensors, masked as the case says.
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Case], torch.Tensor]
@@ -42,30 +44,74 @@ class Verdict:
 
 
 def attention_float64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
-    """softmax(QKᵀ/√D + mask)·V in float64; a row that sees nothing gives 0."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
+    return attention_written(q.double(), k.double(), v.double(), case)
+
+
+def attention_written(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
+    """softmax(QKᵀ/√D + mask)·V as docs/contract.md has it with softcap, ALiBi and sinks, in the dtype of the tensors; a
+    row that sees nothing gives 0. Tensors of fewer heads than the case has are those of its last ones."""
+    heads = q.shape[2]
+    group = heads // k.shape[2]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    sinks = options.sinks(case.heads_q, q.device)[-heads:].to(q.dtype) if case.sinks else None
     blocks = []
     for begin in range(0, case.seqlen_q, ROWS_AT_A_TIME):
         end = min(begin + ROWS_AT_A_TIME, case.seqlen_q)
         keep = visible(case, q.device, begin, end)
-        scores = (q[:, :, begin:end] @ k.mT / math.sqrt(case.head_dim)).masked_fill(~keep, -math.inf)
+        scores = q[:, :, begin:end] @ k.mT / math.sqrt(case.head_dim)
+        if case.softcap:
+            scores = case.softcap * torch.tanh(scores / case.softcap)
+        if case.alibi:
+            scores = scores + _alibi_bias(case, q, begin, end)
+        scores = scores.masked_fill(~keep, -math.inf)
+        if sinks is not None:  # as a key that every row sees, whose value is 0
+            scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], dim=-1)
         dead = ~keep.any(dim=-1, keepdim=True)
         # softmax of a row of −inf is NaN, and so would its gradient be.
-        blocks.append(scores.masked_fill(dead, 0).softmax(dim=-1).masked_fill(dead, 0) @ v)
+        weights = scores.masked_fill(dead, 0).softmax(dim=-1).masked_fill(dead, 0)
+        blocks.append(weights[..., : case.seqlen_k] @ v)
     return torch.cat(blocks, dim=2).transpose(1, 2)
+
+
+def _alibi_bias(case: Case, q: torch.Tensor, begin: int = 0, end: int | None = None) -> torch.Tensor:
+    """Of query rows [begin, end) of the case's last heads, as many as q (B, H, S, D) has; rounded to its dtype."""
+    distance = distances(case, q.device, begin, end).abs().to(torch.promote_types(q.dtype, torch.float32))
+    slopes = options.alibi_slopes(case.heads_q, q.device)[-q.shape[1] :]
+    return (slopes[:, None, None] * -distance).to(q.dtype)
 
 
 def attention_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
     """PyTorch's scaled_dot_product_attention, with an explicit mask where it has no name for ours."""
-    keep = None if case.is_square_band else visible(case, q.device)
+    return sdpa(q, k, v, case, sdpa_mask(case, q))
+
+
+def sdpa_mask(case: Case, q: torch.Tensor) -> torch.Tensor | None:
+    """The mask that SDPA is given for these (B, S, H, D) queries, or None where it has a name for it: what is visible,
+    with ALiBi what is added to the scores. Refused are masks too large to be stored, and what no mask can say."""
+    for name in ("softcap", "sinks"):
+        if getattr(case, name):
+            raise NotImplementedError(f"SDPA has no argument for {name}")
+    if case.is_square_band and not case.alibi:
+        return None
+    needed = case.seqlen_q * case.seqlen_k * (q.shape[2] * q.dtype.itemsize if case.alibi else 1)
+    if needed > MASK_LIMIT:
+        raise NotImplementedError(f"its mask would take more than {MASK_LIMIT / 2**30:g} GiB")
+    keep = visible(case, q.device)
+    if not case.alibi:
+        return keep
+    return _alibi_bias(case, q.transpose(1, 2)).masked_fill(~keep, -math.inf).unsqueeze(0)
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case, mask: torch.Tensor | None) -> torch.Tensor:
+    """The call alone, with the mask that `sdpa_mask` has made."""
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        attn_mask=keep,
-        is_causal=keep is None and not case.is_full,
+        attn_mask=mask,
+        dropout_p=case.dropout_p,
+        is_causal=mask is None and not case.is_full,
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)
@@ -88,7 +134,9 @@ class Oracle:
 
     def __init__(self, inputs: Inputs, case: Case, *, gradients: bool) -> None:
         self.exact = results(attention_float64, inputs, case, gradients=gradients)
-        found = results(attention_sdpa, inputs, case, gradients=gradients)
+        # SDPA is the yardstick of what it serves; elsewhere it is the formula, in the case's own dtype.
+        yardstick = attention_written if case.softcap or case.sinks else attention_sdpa
+        found = results(yardstick, inputs, case, gradients=gradients)
         self.torch_errors = {name: _max_error(found[name], self.exact[name]) for name in found}
         # PyTorch may be exact by luck, or sum in a kinder order: one rounding of the result's type is allowed, and
         # four of the float32 that it is summed in.

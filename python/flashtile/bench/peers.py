@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flashtile.bench import options
 from flashtile.bench.cases import Case, Inputs, Work
 from flashtile.bench.oracle import Attention, attention_sdpa
 
 OURS, MATH = "flashtile", "SDPA math"
+PLAIN = "plain"  # flashtile's column of the case without its options
 TRITON = "Triton"  # the ladder's rung
 RECORDED = (Work.FORWARD_WITH_GRAD, Work.BACKWARD)  # by autograd
 Setting = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -28,6 +30,14 @@ class Peer:
     name: str
     attention: Attention
     setting: Setting = contextlib.nullcontext
+    plain: bool = False  # it is asked for the case without its options
+    heads_first: bool = False  # its tensors, (B, S, H, D), lie in memory as (B, H, S, D)
+
+    def laid_out(self, inputs: Inputs) -> Inputs:
+        """The inputs in its layout."""
+        if not self.heads_first:
+            return inputs
+        return Inputs(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,21 +52,27 @@ class Contestant:
 def peers_of(device_type: str, attention: Callable[..., torch.Tensor]) -> list[Peer]:
     """`attention`, which has flashtile's signature, PyTorch's kernels on this kind of device and, where Triton is
     installed, the ladder's in Triton."""
-
-    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
-        return attention(q, k, v, causal=case.causal, window=case.window)
-
     if device_type == "cuda":
         theirs = [Peer(name, attention_sdpa, setting) for name, setting in cuda_settings().items()]
         if importlib.util.find_spec("triton"):
             theirs.append(Peer(TRITON, _attention_triton))
     else:
         theirs = [Peer("SDPA", attention_sdpa)]
-    return [Peer(OURS, ours), *theirs]
+    return [Peer(OURS, dense(attention)), *theirs]
+
+
+def dense(attention: Callable[..., Any]) -> Attention:
+    """A function of flashtile's signature, called as a case asks for it."""
+
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Any:
+        return attention(q, k, v, causal=case.causal, **options.arguments(case, q.device))
+
+    return ours
 
 
 def contestant(peer: Peer, inputs: Inputs, case: Case) -> Contestant:
     """Binds a peer to its inputs. A backward call differentiates a graph that is made here, once."""
+    inputs = peer.laid_out(inputs)
     q, k, v = (t.detach().requires_grad_(case.work in RECORDED) for t in inputs[:3])
     if case.over_a_cache:  # of its own: memory that others have just read is a tenth faster to find for a small batch
         k, v = k.clone(), v.clone()
@@ -104,8 +120,8 @@ def math_setting() -> contextlib.AbstractContextManager[Any]:
 def _attention_triton(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
     from flashtile.reference import triton_flash2
 
-    if case.window is not None:
-        raise NotImplementedError("triton_flash2: has no argument for a window")
+    if refused := options.words(case):
+        raise NotImplementedError(f"triton_flash2: has no argument for {refused}")
     return triton_flash2.attention(q, k, v, causal=case.causal)
 
 

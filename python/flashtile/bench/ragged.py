@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flashtile.bench import options
 from flashtile.bench.cases import Case
 from flashtile.bench.oracle import Attention
 from flashtile.bench.peers import OURS, Peer
@@ -28,6 +29,7 @@ def arguments(case: Case, device: torch.device) -> dict[str, Any]:
         "max_seqlen_k": longest,
         "causal": case.causal,
         "scale": 1 / math.sqrt(case.head_dim),
+        **options.arguments(case, device),
     }
 
 
@@ -44,11 +46,7 @@ def cu_seqlens(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
 def ragged_peers_of(device_type: str, attention_varlen: Callable[..., torch.Tensor], case: Case) -> list[Peer]:
     """`attention_varlen`, which has flashtile's signature; where lengths are equal, flashtile's dense attention; and on
     a GPU PyTorch's own."""
-
-    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
-        return attention_varlen(q, k, v, **arguments(case, q.device))
-
-    peers = [Peer(OURS, ours)]
+    peers = [Peer(OURS, ragged(attention_varlen))]
     if len(set(case.lengths or ())) == 1:
         peers.append(Peer(DENSE, attention_dense))
     if device_type == "cuda" and (theirs := torch_varlen()):
@@ -56,12 +54,21 @@ def ragged_peers_of(device_type: str, attention_varlen: Callable[..., torch.Tens
     return peers
 
 
+def ragged(attention_varlen: Callable[..., Any]) -> Attention:
+    """A function of its signature, called as a case asks for it."""
+
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Any:
+        return attention_varlen(q, k, v, **arguments(case, q.device))
+
+    return ours
+
+
 def attention_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
     """flashtile's dense attention on the same memory, seen as (B, S, H, D)."""
     from flashtile import attention
 
     q, k, v = (t.view(case.batch, -1, *t.shape[1:]) for t in (q, k, v))
-    return attention(q, k, v, causal=case.causal).flatten(0, 1)
+    return attention(q, k, v, causal=case.causal, **options.arguments(case, q.device)).flatten(0, 1)
 
 
 def torch_varlen() -> Attention | None:
@@ -73,13 +80,17 @@ def torch_varlen() -> Attention | None:
     known = inspect.signature(varlen_attn).parameters  # they changed from version to version
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
+        if refused := options.words(case, served=["window"] if "window_size" in known else []):
+            raise NotImplementedError(f"varlen_attn is not asked for {refused} here")
         offsets, longest = _offsets_and_longest(case, q.device)
-        options: dict[str, Any] = {"is_causal": case.causal}
+        asked: dict[str, Any] = {"is_causal": case.causal}
         if "window_size" in known:
-            options = {"window_size": (-1, 0 if case.causal else -1)}
+            left, right = case.window or (None, None)
+            right = 0 if case.causal else right
+            asked = {"window_size": tuple(-1 if side is None else side for side in (left, right))}
         if "enable_gqa" in known:
-            options["enable_gqa"] = case.heads_q != case.heads_k
-        out: Any = varlen_attn(q, k, v, offsets, offsets, longest, longest, **options)  # alone, as no more is asked for
+            asked["enable_gqa"] = case.heads_q != case.heads_k
+        out: Any = varlen_attn(q, k, v, offsets, offsets, longest, longest, **asked)  # alone, as no more is asked for
         return out
 
     return attention
