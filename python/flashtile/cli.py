@@ -119,13 +119,20 @@ def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="time flashtile against PyTorch's attention")
     bench.add_argument(
         "--suite",
-        choices=("forward", "backward", "varlen", "decode", "prefill", "memory", "host", "cpu"),
+        choices=("forward", "backward", "varlen", "decode", "prefill", "memory", "host", "cpu", "random"),
         help="varlen: ragged batches, forward and backward; decode: one new token over a cache; prefill: many; "
-        "memory: bytes at the peak instead of time; host: until a call returns "
-        "(default: forward, or cpu without CUDA)",
+        "memory: bytes at the peak instead of time; host: until a call returns; random: shapes and options of all "
+        "kinds, drawn by --seed, of which the worst are shown (default: forward, or cpu without CUDA)",
     )
-    bench.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16"), help="of the GPU suites")
-    bench.add_argument("--full", action="store_true", help="also the lengths between 512, 2048 and 16384")
+    bench.add_argument(
+        "--dtype", default="bfloat16", choices=("float16", "bfloat16"), help="of the GPU suites but random"
+    )
+    bench.add_argument(
+        "--full",
+        action="store_true",
+        help="also the lengths between 512, 2048 and 16384; of suite random twice the cases",
+    )
+    bench.add_argument("--seed", type=_whole(0), metavar="N", help="of suite random: which cases (default: 0)")
     bench.add_argument("--quick", action="store_true", help="a few small cases: does everything run?")
     bench.add_argument(
         "--peer",
@@ -136,12 +143,15 @@ def _add_bench(commands: Any) -> None:
         "MODULE; it takes tensors (B, S, H, D) and returns out, or a tuple with out first, which suite backward "
         "differentiates; suite varlen calls it with tensors (T, H, D) and the keywords cu_seqlens_q, cu_seqlens_k, "
         "max_seqlen_q, max_seqlen_k, causal and scale, suites decode and prefill with q (B, S_q, H, D), caches "
-        "(B, S, H, D) and the keywords cache_seqlens and causal; may be given more than once",
+        "(B, S, H, D) and the keywords cache_seqlens and causal; suite random calls it in all these ways, with the "
+        "keywords window, softcap, alibi_slopes, sinks, dropout_p and block_table where a case has them and FUNCTION "
+        "takes them; may be given more than once",
     )
     bench.add_argument(
         "--flex",
         action="store_true",
-        help="suites forward, backward and decode: also time FlexAttention; compiling it for each case takes long",
+        help="suites forward, backward, decode and random: also time FlexAttention; compiling it for each case takes "
+        "long",
     )
     bench.add_argument(
         "--profile", action="store_true", help="time nothing; print what calls consist of, by PyTorch's profiler"
@@ -344,6 +354,7 @@ def _bench(options: argparse.Namespace) -> int:
         peers=options.peer,
         flex=options.flex,
         profile=options.profile,
+        seed=options.seed,
     )
 
 

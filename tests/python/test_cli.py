@@ -122,6 +122,20 @@ def test_bench_passes_further_peers_on(monkeypatch):
     assert seen["peers"] == [] and seen["flex"] is False
 
 
+def test_bench_passes_a_seed_on(monkeypatch, capsys):
+    from flashtile.bench import command
+
+    seen = {}
+    with monkeypatch.context() as patched:
+        patched.setattr(command, "measure", lambda suite, **options: seen.update(options, suite=suite) or 0)
+        assert main(["bench", "--suite", "random", "--seed", "12"]) == 0
+        assert seen["suite"] == "random" and seen["seed"] == 12
+        assert main(["bench", "--suite", "random"]) == 0
+        assert seen["seed"] is None
+    assert main(["bench", "--suite", "cpu", "--seed", "0"]) == 2
+    assert "bench: --seed is given with suite 'cpu', expected suite 'random'" in capsys.readouterr().err
+
+
 def test_bench_refuses_a_peer_that_is_not_there(capsys):
     assert main(["bench", "--suite", "forward", "--peer", "Mine=no_such_module:f"]) == 2
     shown = capsys.readouterr()
@@ -314,6 +328,7 @@ def test_an_output_that_takes_nothing_ends_a_command(command, output, status, sa
         [],
         ["dance"],
         ["bench", "--suite", "speed"],
+        ["bench", "--suite", "random", "--seed", "-1"],
         ["explain", "1"],
         ["explain", "1", "-8", "8", "2", "2", "64"],
         ["explain", "9223372036854775808", "1", "1", "1", "1", "64"],

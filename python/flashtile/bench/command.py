@@ -17,7 +17,16 @@ from flashtile.bench.decode import OURS_ALL, SUITES
 from flashtile.bench.found import found_peers
 from flashtile.bench.further import further_peers
 from flashtile.bench.profile import HINT, Profiler
-from flashtile.bench.run import Cell, run_cases, run_host_cases, run_memory_cases, run_profiled_cases
+from flashtile.bench.rivals import attention_of_any, rivals_of
+from flashtile.bench.run import (
+    Cell,
+    run_cases,
+    run_drawn_cases,
+    run_host_cases,
+    run_memory_cases,
+    run_profiled_cases,
+    usual_peers,
+)
 
 
 def measure(
@@ -33,29 +42,33 @@ def measure(
     peers: Sequence[str] = (),
     flex: bool = False,
     profile: bool = False,
+    seed: int | None = None,
 ) -> int:
     """Runs a suite and returns the exit status: 0 where flashtile was right everywhere. With `profile` calls are not
     timed but looked into.
 
     `attention` stands in for flashtile's, in suite varlen for its attention_varlen, in suites decode and prefill for
-    its attention_kvcache; `cases` for the suite's. `peers` (NAME=MODULE:FUNCTION) run beside the usual peers of all
-    suites but host and cpu, and so does by `flex` FlexAttention in forward, backward and decode.
+    its attention_kvcache, in suite random for `rivals.attention_of_any`; `cases` for the suite's. `peers`
+    (NAME=MODULE:FUNCTION) run beside the usual peers of all suites but host and cpu, and so does by `flex`
+    FlexAttention in forward, backward, decode and random. `seed` is that of suite random, by default 0.
     """
     has_cuda = torch.cuda.is_available()
     suite = suite or ("forward" if has_cuda else "cpu")
-    if attention is None:
-        import flashtile
-
-        names = {"varlen": "attention_varlen"} | dict.fromkeys(SUITES, "attention_kvcache")
-        attention = getattr(flashtile, names.get(suite, "attention"))
+    attention = attention or _attention_of(suite)
+    if seed is not None and suite != "random":
+        raise Refusal(f"bench: --seed is given with suite {suite!r}, expected suite 'random'")
+    if plots_folder:
+        plots.check(suite)
     further = further_peers(suite, peers, flex=flex)
     if suite in ("forward", "backward", "memory") and not has_cuda:
         raise Refusal(f"bench: suite {suite} needs a CUDA device, and torch sees none; try --suite cpu")
+    if suite == "random" and cases is None and not (has_cuda or quick):
+        raise Refusal("bench: suite random needs a CUDA device, and torch sees none; try --quick")
     console = wide_console()
     device = torch.device("cuda" if has_cuda and suite != "cpu" else "cpu")
     if cases is None:
         choose = suites.quick if quick else suites.cases
-        options = {} if quick else {"full": full}
+        options = {} if quick else {"full": full, "seed": seed or 0}
         cases = choose(suite, dtype=dtype, device_type=device.type, **options)
 
     there, versions = found_peers(suite, device.type)
@@ -70,11 +83,14 @@ def measure(
         console.print(f"{name} {version}", markup=False, soft_wrap=True)
     effort = _effort(suite, device, quick)
     if profile:
-        running = run_profiled_cases(cases, device, Profiler(console), attention, further)
+        usual = rivals_of if suite == "random" else usual_peers
+        running = run_profiled_cases(cases, device, Profiler(console), attention, further, usual)
     elif suite == "memory":
         running = run_memory_cases(cases, device, attention, further)
     elif suite == "host":
         running = run_host_cases(cases, device, effort, attention)
+    elif suite == "random":
+        running = run_drawn_cases(cases, device, effort, attention, further)
     else:
         running = run_cases(cases, device, effort, attention, further)
     cells: list[Cell] = []
@@ -84,6 +100,8 @@ def measure(
         facts["readings_after"] = machine.gpu_readings(device)
 
     record = report.to_record(suite, facts, cells)
+    if suite == "random":
+        record["seed"] = seed or 0
     if profile:
         _print_lines(console, report.remarks(record))
         console.print(HINT.format(suite=suite), markup=False, soft_wrap=True)
@@ -97,6 +115,15 @@ def measure(
         plots.draw(record, picture)
         console.print(f"drawn in {picture}")
     return _exit_status(cells)
+
+
+def _attention_of(suite: str) -> Callable[..., torch.Tensor]:
+    import flashtile
+
+    if suite == "random":
+        return attention_of_any
+    names = {"varlen": "attention_varlen"} | dict.fromkeys(SUITES, "attention_kvcache")
+    return getattr(flashtile, names.get(suite, "attention"))
 
 
 def _exit_status(cells: Sequence[Cell]) -> int:
@@ -128,6 +155,9 @@ def show_stored(
     names = [record["suite"] for record in records]
     if plots_folder and len(set(names)) < len(names):
         raise Refusal(f"bench: --plots draws suites {', '.join(names)}, expected one run of each")
+    if plots_folder:
+        for name in names:
+            plots.check(name)
     pictures = [plots_folder and plots_folder / f"{name}.svg" for name in names]
     links = [_link(picture, page) for picture in pictures]
     texts = []
@@ -161,4 +191,6 @@ def _effort(suite: str, device: torch.device, quick: bool) -> timing.Effort:
         return timing.HOST_EFFORT
     if suite == "decode" and device.type == "cuda":
         return timing.DECODE_EFFORT
+    if suite == "random" and device.type == "cuda":
+        return timing.DRAWN_EFFORT
     return timing.CUDA_EFFORT if device.type == "cuda" else timing.CPU_EFFORT

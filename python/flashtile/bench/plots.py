@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flashtile._refusal import Refusal
 from flashtile.bench.cases import Work, pair
 from flashtile.bench.decode import GRAPH, PAGE_SIZES, SUITES
 from flashtile.bench.machine import MATMUL_SIZE
@@ -98,8 +99,15 @@ class Figure:
         return max([*numbers, *([self.roof[1]] if self.roof else [])], default=1.0)
 
 
+def check(suite: str) -> None:
+    """Refuses a suite whose cells are on no curve."""
+    if suite == "random":
+        raise Refusal("bench: --plots is given with suite 'random', expected another: its cells are on no curve")
+
+
 def figure_of(record: Record) -> Figure:
     suite = record["suite"]
+    check(suite)
     measure, unit = measure_of(record)
     panels: dict[tuple[str, str], Panel] = {}
     names: dict[str, None] = {}

@@ -15,13 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from flashtile._refusal import Refusal
+from flashtile.bench import cliffs
 from flashtile.bench.cases import Case, Work
-from flashtile.bench.decode import GRAPH, OURS_ALL, SUITES
+from flashtile.bench.decode import CACHE_FORMS, GRAPH, OURS_ALL, SUITES
 from flashtile.bench.machine import MATMUL_SIZE
 from flashtile.bench.memory import FORMULA
 from flashtile.bench.peers import OURS
 from flashtile.bench.ragged import DENSE
 from flashtile.bench.run import Cell, Entry, against_the_best, summary, totals
+from flashtile.bench.timing import Timing
 
 Record = dict[str, Any]
 Measure = Callable[[Record], float | None]
@@ -76,7 +78,8 @@ def table(record: Record) -> Group:
     grid = Grid(record)
     result = Table(header_style="bold", box=box.SIMPLE_HEAD)
     for index, heading in enumerate(grid.header):
-        result.add_column(heading, justify="left" if index < grid.words else "right", no_wrap=True)
+        is_sentence = heading == cliffs.WHY  # the rest is easier to read in one line
+        result.add_column(heading, justify="left" if index < grid.words else "right", no_wrap=not is_sentence)
     for row in grid.rows:
         result.add_row(*row)
     return Group(Text(grid.title, style="bold"), result)
@@ -128,6 +131,8 @@ def _ratios_to(cell: Record, names: Sequence[str]) -> dict[str, float]:
 
 
 def summary_lines(record: Record) -> list[str]:
+    if record["suite"] == "random":
+        return cliffs.summary_lines(record)
     peers = dict(record["summary"])
     of_matmul, forms, of_read = peers.pop(OF_MATMUL, {}), peers.pop(FORMS, {}), peers.pop(OF_READ, None)
     lines = [
@@ -194,9 +199,14 @@ def around_results(page: Path) -> tuple[str, str]:
 
 
 class Grid:
-    """A record as a title, a header and rows of text; the first `words` columns are not numbers."""
+    """A record as a title, a header and rows of text; the first `words` columns are not numbers. Of suite random, whose
+    cells are too many to be read, the worst."""
 
     def __init__(self, record: Record) -> None:
+        if record["suite"] == "random":
+            self.title, self.words, self.header = cliffs.title(record), cliffs.WORDS, list(cliffs.HEADER)
+            self.rows = cliffs.rows(record)
+            return
         cells = record["cells"]
         names = list(dict.fromkeys(name for cell in cells for name in cell["results"]))
         peers = [name for name in names if name not in OURS_ALL]
@@ -266,6 +276,8 @@ def spread(result: Record) -> str:
 def _summary(suite: str, machine: dict[str, Any], cells: Sequence[Cell]) -> Record:
     if suite == "varlen":
         return _varlen_summary(cells)
+    if suite == "random":
+        return cliffs.summary(cells)
     if suite in SUITES:
         return _decode_summary(machine, cells)
     return summary(cells) | (_forward_summary(machine, cells) if suite == "forward" else {})
@@ -288,7 +300,7 @@ def _decode_summary(machine: dict[str, Any], cells: Sequence[Cell]) -> Record:
     found: Record = {name: of for name, of in summary(cells).items() if name not in OURS_ALL}
     if best := against_the_best(cells, besides=OURS_ALL):
         found[BEST_PEER] = best
-    inverses = {form: [1 / of[form] for cell in cells if form in (of := cell.ratios())] for form in OURS_ALL[1:]}
+    inverses = {form: [1 / of[form] for cell in cells if form in (of := cell.ratios())] for form in CACHE_FORMS[1:]}
     if forms := {form: totals(ratios) for form, ratios in inverses.items() if ratios}:
         found[FORMS] = forms
     rates = [
@@ -336,6 +348,9 @@ def _cell_record(cell: Cell) -> Record:
         **({"bytes": cell.case.bytes} if cell.case.work is Work.DECODE else {}),
         "results": {entry.name: _entry_record(entry, cell.case) for entry in cell.entries},
         "ratios": cell.ratios(),
+        **(
+            {"graph_ratios": cell.graph_ratios(), "plan": cliffs.chosen(cell.plan, cell.case.work)} if cell.plan else {}
+        ),
     }
 
 
@@ -348,18 +363,25 @@ def _entry_record(entry: Entry, case: Case) -> Record:
     if entry.refusal:
         result["refusal"] = entry.refusal
     if timing := entry.timing:
-        result |= {
-            "median_us": timing.median * 1e6,
-            "low_us": timing.low * 1e6,
-            "high_us": timing.high * 1e6,
-            "rounds": timing.rounds,
-            "tflops": case.flops / timing.median / 1e12,
-        }
+        result |= _timing_record(timing) | {"tflops": case.flops / timing.median / 1e12}
         if case.work is Work.DECODE:
             result["gb_s"] = case.bytes / timing.median / 1e9
+    if entry.graph:
+        result["graph"] = _timing_record(entry.graph)
+    if entry.graph_refusal:
+        result["graph_refusal"] = entry.graph_refusal
     if entry.peak_bytes is not None:
         result["peak_bytes"] = entry.peak_bytes
     return result
+
+
+def _timing_record(timing: Timing) -> Record:
+    return {
+        "median_us": timing.median * 1e6,
+        "low_us": timing.low * 1e6,
+        "high_us": timing.high * 1e6,
+        "rounds": timing.rounds,
+    }
 
 
 def source(record: Record) -> str:

@@ -12,14 +12,18 @@ import torch
 from flashtile.bench import memory
 from flashtile.bench.cases import Case, Inputs, Work, make_inputs
 from flashtile.bench.decode import OURS_ALL, cache_peers_of
+from flashtile.bench.graphs import OwnStream, captured
 from flashtile.bench.oracle import GRADIENTS, Oracle, Verdict, results
 from flashtile.bench.peers import OURS, Contestant, Peer, contestant, host_contestants, peers_of
 from flashtile.bench.profile import Profiler
 from flashtile.bench.ragged import ragged_peers_of
-from flashtile.bench.timing import Effort, Timing, time_device, time_host
+from flashtile.bench.rivals import explained, rivals_of
+from flashtile.bench.timing import GRAPH_EFFORT, Effort, Timing, time_device, time_host
 
 Result = dict[str, Any]  # fields of an Entry
 Measure = Callable[[Sequence[Contestant], Case], list[Result]]
+Usual = Callable[[str, Callable[..., torch.Tensor], Case], list[Peer]]  # peers by device, attention and case
+GRAPH_BELOW = 1e-3  # seconds of flashtile's call, up to which it is timed as a graph too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Entry:
     peak_bytes: int | None = None
     verdicts: Sequence[Verdict] = ()
     refusal: str = ""
+    graph: Timing | None = None  # of the same call as a CUDA graph
+    graph_refusal: str = ""
 
     @property
     def wrong(self) -> bool:
@@ -46,12 +52,29 @@ class Entry:
 class Cell:
     case: Case
     entries: Sequence[Entry]
+    plan: str = ""  # what flashtile.explain says of it
 
     def ratios(self) -> dict[str, float]:
         """Each peer's time or bytes over flashtile's: above 1, flashtile takes less."""
-        costs = {entry.name: cost for entry in self.entries if (cost := entry.cost) is not None}
-        ours = costs.pop(OURS, None)
-        return {} if ours is None else {name: theirs / ours for name, theirs in costs.items()}
+        return _over_ours({entry.name: entry.cost for entry in self.entries})
+
+    def graph_ratios(self) -> dict[str, float]:
+        """The same of times as graphs."""
+        return _over_ours({entry.name: entry.graph.median if entry.graph else None for entry in self.entries})
+
+
+def _over_ours(costs: dict[str, float | None]) -> dict[str, float]:
+    ours = costs.pop(OURS, None)
+    return {} if ours is None else {name: theirs / ours for name, theirs in costs.items() if theirs is not None}
+
+
+def usual_peers(device_type: str, attention: Callable[..., torch.Tensor], case: Case) -> list[Peer]:
+    """Those of all suites but random."""
+    if case.over_a_cache:
+        return cache_peers_of(device_type, attention, case)
+    if case.lengths is None:
+        return peers_of(device_type, attention)
+    return ragged_peers_of(device_type, attention, case)
 
 
 def run_cases(
@@ -69,6 +92,42 @@ def run_cases(
 def by_time(device: torch.device, effort: Effort) -> Measure:
     def measure(contestants: Sequence[Contestant], case: Case) -> list[Result]:
         return [{"timing": timing} for timing in time_device(contestants, device, effort)]
+
+    return measure
+
+
+def run_drawn_cases(
+    cases: Sequence[Case],
+    device: torch.device,
+    effort: Effort,
+    attention: Callable[..., torch.Tensor],
+    further: Sequence[Peer] = (),
+) -> Iterator[Cell]:
+    """The same of cases of any kind, of which `attention` is `attention_of_any`, with flashtile's plan; small ones are
+    timed as CUDA graphs too."""
+    own_stream = OwnStream(device)
+    for case in cases:
+        with own_stream():
+            inputs = make_inputs(case, device)
+            peers = [*rivals_of(device.type, attention, case), *further]
+            entries = run_cell(peers, inputs, case, by_time_and_graph(device, effort))
+            plan = explained(case, *inputs[:3])
+        yield Cell(case, entries, plan)
+
+
+def by_time_and_graph(device: torch.device, effort: Effort) -> Measure:
+    by_call = by_time(device, effort)
+
+    def measure(contestants: Sequence[Contestant], case: Case) -> list[Result]:
+        measured = by_call(contestants, case)
+        found = {who.name: result for who, result in zip(contestants, measured, strict=True)}
+        if device.type == "cuda" and OURS in found and found[OURS]["timing"].median < GRAPH_BELOW:
+            replays, refusals = captured(contestants)
+            for who, timing in zip(replays, time_device(replays, device, GRAPH_EFFORT), strict=True):
+                found[who.name]["graph"] = timing
+            for name, reason in refusals.items():
+                found[name]["graph_refusal"] = reason
+        return measured
 
     return measure
 
@@ -95,14 +154,16 @@ def run_profiled_cases(
     profiler: Profiler,
     attention: Callable[..., torch.Tensor],
     further: Sequence[Peer] = (),
+    usual: Usual = usual_peers,
 ) -> Iterator[Cell]:
-    """The same, with tables of what calls consist of, printed as they are done, in place of times."""
+    """The same, with tables of what calls consist of, printed as they are done, in place of times. `usual` says who
+    runs beside the further ones."""
 
     def measure(contestants: Sequence[Contestant], case: Case) -> list[Result]:
         profiler(contestants, case, device)
         return [{} for _ in contestants]
 
-    return _run(cases, device, attention, further, measure)
+    return _run(cases, device, attention, further, measure, usual)
 
 
 def _run(
@@ -111,16 +172,12 @@ def _run(
     attention: Callable[..., torch.Tensor],
     further: Sequence[Peer],
     measure: Measure,
+    usual: Usual = usual_peers,
 ) -> Iterator[Cell]:
     for case in cases:
         inputs = make_inputs(case, device)
-        if case.over_a_cache:
-            usual = cache_peers_of(device.type, attention, case)
-        elif case.lengths is None:
-            usual = peers_of(device.type, attention)
-        else:
-            usual = ragged_peers_of(device.type, attention, case)
-        yield Cell(case, run_cell([*usual, *further], inputs, case, measure))
+        peers = [*usual(device.type, attention, case), *further]
+        yield Cell(case, run_cell(peers, inputs, case, measure))
 
 
 def run_host_cases(
@@ -157,16 +214,23 @@ def totals(ratios: Sequence[float]) -> dict[str, float]:
 
 def run_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, measure: Measure) -> list[Entry]:
     """Checks `peers`, then measures those that are right; one entry each, in their order."""
-    judge = _Judge(inputs, case)
+    judges: dict[Case, _Judge] = {}
     entries: dict[str, Entry] = {}
     ready: list[Contestant] = []
     for peer in peers:
+        asked = case.plain() if peer.plain else case
+        # With dropout everyone drops weights of their own: what is judged is the case without, so that all agree.
+        judged = dataclasses.replace(asked, dropout_p=0.0) if asked.dropout_p else asked
+        if judged not in judges:
+            judges[judged] = _Judge(inputs, judged)
         try:
             with peer.setting():
-                found = results(peer.attention, inputs, case, gradients=case.work is Work.BACKWARD)
-            entry = Entry(peer.name, verdicts=judge(found))
+                found = results(peer.attention, peer.laid_out(inputs), judged, gradients=case.work is Work.BACKWARD)
+                if asked is not judged:  # whether it is served at all
+                    results(peer.attention, peer.laid_out(inputs), asked, gradients=case.work is Work.BACKWARD)
+            entry = Entry(peer.name, verdicts=judges[judged](found))
             if not entry.wrong:
-                ready.append(contestant(peer, inputs, case))
+                ready.append(contestant(peer, inputs, asked))
         except Exception as refusal:
             # A peer may refuse, or fail, in any way; what flashtile does not serve it refuses with this one.
             if peer.name in OURS_ALL and not isinstance(refusal, NotImplementedError):
@@ -198,7 +262,7 @@ class _Judge:
                 rows,
                 Oracle(
                     Inputs(*(_rows_of(tensor, rows) for tensor in inputs)).one_kv_head(),
-                    dataclasses.replace(problem, batch=1, heads_q=self._group, heads_k=1),
+                    dataclasses.replace(problem, batch=1),
                     gradients=case.work is Work.BACKWARD,
                 ),
             )

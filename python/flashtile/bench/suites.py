@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
+from collections.abc import Sequence
+from typing import Any
 
-from flashtile.bench.cases import Case, Work
+from flashtile.bench import drawn
+from flashtile.bench.cases import TRAINING, Case, Work
 
 TOKENS = 16384
 HIDDEN = 2048
@@ -14,13 +18,15 @@ RAGGED_HEADS = ((16, 16), (32, 8))
 DECODE_HEADS = ((32, 8, 128), (16, 16, 128), (64, 8, 64))  # H_q, H_k, D
 DECODE_SIZES = ((1, 8192), (1, 131072), (4, 8192), (16, 8192), (64, 4096), (128, 4096), (128, 8192))  # B, S_k
 PREFILL_SIZES = ((16, 128, 2048), (4, 512, 8192), (1, 2048, 32768))  # B, S_q, S_k
-NAMES = ("forward", "backward", "varlen", "decode", "prefill", "memory", "host", "cpu")
-TRAINING = (Work.FORWARD, Work.BACKWARD)
+NAMES = ("forward", "backward", "varlen", "decode", "prefill", "memory", "host", "cpu", "random")
 MEMORY = (Work.FORWARD, Work.FORWARD_WITH_GRAD, Work.BACKWARD)
 
 
-def cases(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda", full: bool = False) -> list[Case]:
-    """The cases of one suite. `full` adds the lengths in between; `dtype` is ignored by "cpu", which times two."""
+def cases(
+    name: str, *, dtype: str = "bfloat16", device_type: str = "cuda", full: bool = False, seed: int = 0
+) -> list[Case]:
+    """The cases of one suite. `full` adds the lengths in between, or as many cases again to "random", which alone knows
+    seeds; `dtype` is ignored by "cpu" and "random", which have several."""
     if name in ("forward", "backward"):
         return _gpu(Work(name), dtype, full)
     if name == "varlen":
@@ -35,6 +41,8 @@ def cases(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda", full
         return _host(dtype, device_type)
     if name == "cpu":
         return _cpu()
+    if name == "random":
+        return drawn.cases(seed, times=2 if full else 1)
     raise ValueError(f"bench: suite is {name!r}, expected one of {', '.join(NAMES)}")
 
 
@@ -54,12 +62,31 @@ def quick(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda") -> l
         return [Case.decode(*each, dtype=dtype) for each in sizes]
     if name == "prefill":
         return [Case.prefill(*each, dtype=dtype) for each in ((2, 64, 256, 4, 2, 64), (1, 192, 320, 8, 1, 128))]
+    if name == "random":
+        return _of_every_kind(dtype)
     if name == "cpu":
         dtype = "float32"
     works = {"cpu": TRAINING, "memory": MEMORY}.get(name) or (Work(name),)
     return [
         Case.square(1, 256, 2, 64, dtype=dtype, causal=causal, work=work)
         for work, causal in itertools.product(works, (False, True))
+    ]
+
+
+def _of_every_kind(dtype: str) -> list[Case]:
+    window: dict[str, Any] = {"causal": True, "window": (20, 0)}
+    given: Sequence[dict[str, Any]] = ({"softcap": 30.0}, {"alibi": True}, {"sinks": True}, {"dropout_p": 0.1}, window)
+    problems = [
+        *(Case(1, 61, 61, 4, 2, 64, 64, dtype=dtype, **options) for options in ({}, *given)),
+        *(Case.ragged((37, 3, 64), 4, 1, 72, dtype=dtype, **options) for options in ({"causal": True}, *given)),
+        Case(2, 24, 71, 2, 2, 64, 64, dtype=dtype, causal=True),
+        Case(2, 64, 5, 2, 2, 64, 64, dtype=dtype),
+    ]
+    pages: dict[str, Any] = {"dtype": dtype, "page_size": drawn.PAGE_SIZE}
+    return [
+        *(dataclasses.replace(case, work=work) for case, work in itertools.product(problems, TRAINING)),
+        Case.prefill(2, 24, 71, 4, 2, 64, **pages),
+        Case.decode(3, 71, 4, 2, 64, **pages),
     ]
 
 

@@ -34,6 +34,9 @@ class Effort:
 CUDA_EFFORT = Effort(seconds=1.5, min_rounds=10, max_rounds=100)
 # A small decode takes less time than its launch. A millisecond ahead, the host stays ahead of all contestants.
 DECODE_EFFORT = Effort(seconds=1.0, min_rounds=10, max_rounds=100, head_start=2_500_000)
+# Of suite random, whose cells are many. As graphs the host is to stay ahead too.
+DRAWN_EFFORT = Effort(seconds=0.3, min_rounds=7, max_rounds=40)
+GRAPH_EFFORT = Effort(seconds=0.1, min_rounds=10, max_rounds=40, head_start=1_000_000)
 CPU_EFFORT = Effort(seconds=4.0, min_rounds=7, max_rounds=50)
 HOST_EFFORT = Effort(seconds=2.0, min_rounds=20, max_rounds=100)
 DEMO_CPU_EFFORT = Effort(seconds=1.5, min_rounds=5, max_rounds=30)
