@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from flashtile.bench.peers import Contestant
+from flashtile.bench.cases import Case, Work
+from flashtile.bench.peers import OURS, PLAIN, Contestant
 
 
 class OwnStream:
@@ -21,11 +22,16 @@ class OwnStream:
         return torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
 
 
-def captured(contestants: Sequence[Contestant]) -> tuple[list[Contestant], dict[str, str]]:
+def captured(contestants: Sequence[Contestant], case: Case) -> tuple[list[Contestant], dict[str, str]]:
     """Those that can be captured, as their graphs' replay, and why the others cannot. All have been called before on
     the current stream, which is not the default one."""
     found, refusals = [], {}
     for contestant in contestants:
+        if case.dropout_p and case.work is Work.BACKWARD and contestant.name not in (OURS, PLAIN):
+            # In a graph PyTorch's backward takes the seed that an eager forward left in the host's memory for one in
+            # the GPU's: an illegal access, after which nothing runs any more.
+            refusals[contestant.name] = "in a graph its dropout wants a forward of the same graph"
+            continue
         graph = torch.cuda.CUDAGraph()
         try:
             with contestant.setting(), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):

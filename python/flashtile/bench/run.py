@@ -122,7 +122,7 @@ def by_time_and_graph(device: torch.device, effort: Effort) -> Measure:
         measured = by_call(contestants, case)
         found = {who.name: result for who, result in zip(contestants, measured, strict=True)}
         if device.type == "cuda" and OURS in found and found[OURS]["timing"].median < GRAPH_BELOW:
-            replays, refusals = captured(contestants)
+            replays, refusals = captured(contestants, case)
             for who, timing in zip(replays, time_device(replays, device, GRAPH_EFFORT), strict=True):
                 found[who.name]["graph"] = timing
             for name, reason in refusals.items():
