@@ -23,6 +23,13 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
   return encode_tiled;
 }
 
+/// Returns the swizzle of boxes whose rows have so many bytes.
+CUtensorMapSwizzle swizzle_of(std::uint64_t bytes) {
+  return bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+         : bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                       : CU_TENSOR_MAP_SWIZZLE_32B;
+}
+
 CUtensorMap encode(const Key& key, const TensorView& t) {
   const auto size = static_cast<std::uint64_t>(bytes_of(key.dtype));
   const auto extent = [&](std::size_t i) { return static_cast<std::uint64_t>(key.shape[i]); };
@@ -43,11 +50,10 @@ CUtensorMap encode(const Key& key, const TensorView& t) {
   const std::uint32_t element_strides[] = {1, 1, 1, 1, 1};
   CUtensorMap map;
   call_driver("cuTensorMapEncodeTiled", t.device.index, [&] {
-    return encoder()(&map,
-                     key.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                     5, t.data, shape.data(), strides.data(), box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                     key.columns_per_box * size == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return encoder()(
+        &map, key.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5,
+        t.data, shape.data(), strides.data(), box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle_of(key.columns_per_box * size), CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   });
   return map;
 }

@@ -108,14 +108,15 @@ __global__ void __launch_bounds__(kFinishThreads) backward_finish_sm90(const __g
 
   constexpr int kVector = 8;  // elements of a 16-byte store
   constexpr int kLanes = Mainloop::kHeadDim / kVector;
+  constexpr int kRowsAtATime = kFinishThreads / kLanes;  // a few threads are left where lanes do not divide them
   const int column = thread % kLanes * kVector;
-  if (column >= params.head_dim) return;
+  if (column >= params.head_dim || thread >= kRowsAtATime * kLanes) return;
   const Span span = tile.sequence.q;
   const int first_row = tile.m_block * Mainloop::kM;
   Element* const origin = static_cast<Element*>(params.dq) + params.dq_strides.at(tile.batch, span.first + first_row) +
                           tile.head * params.dq_strides.head + column;
   CUTE_UNROLL
-  for (int row = thread / kLanes; row < Mainloop::kM; row += kFinishThreads / kLanes)
+  for (int row = thread / kLanes; row < Mainloop::kM; row += kRowsAtATime)
     if (first_row + row < span.size)
       *reinterpret_cast<uint4*>(origin + row * params.dq_strides.row) =
           *reinterpret_cast<const uint4*>(rows + row * kPitch + column);
@@ -136,7 +137,7 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   const BackwardOnePassParams params{
       .backward = backward,
       .q = head_tiles(tensors.forward.q, Mainloop::kM, Mainloop::kColumns, ragged),
-      .k = head_tiles(tensors.forward.k, Mainloop::kN, Mainloop::kColumns, ragged),
+      .k = head_tiles(tensors.forward.k, Mainloop::kN, Mainloop::kColumnsOfK, ragged),
       .v = head_tiles(tensors.forward.v, Mainloop::kN, Mainloop::kColumns, ragged),
       .dout = head_tiles(tensors.dout, Mainloop::kM, Mainloop::kColumns, ragged),
       .statistics = float_boxes(workspace.lse_log2(memory), 2, workspace.rows(), 2, Mainloop::kM, device),

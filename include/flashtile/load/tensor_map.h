@@ -14,9 +14,9 @@ constexpr std::uint32_t kEndOfRows = 1u << 31;
 constexpr int kWayBack = 1 << 30;
 
 /// Describes the (rows, columns) tiles of a (B, S, H, D) tensor to TMA: the coordinates of a tile are column, head,
-/// position, batch, 0. A box is as wide as one swizzled row of shared memory, 128 or 64 bytes, and has the heads of one
-/// pack (see HeadPacking). Elements outside the tensor are read as zero and not written. An empty tensor gets an empty
-/// map.
+/// position, batch, 0. A box is as wide as one swizzled row of shared memory, 128, 64 or 32 bytes, and has the heads of
+/// one pack (see HeadPacking). Elements outside the tensor are read as zero and not written. An empty tensor gets an
+/// empty map.
 ///
 /// `ragged` describes a (1, T, H, D) tensor in which what lies behind the end of a sequence counts as outside. For that
 /// two coordinates move along the rows: the position, which ends at kEndOfRows, and in place of the batch a shift,

@@ -7,14 +7,39 @@
 
 namespace flashtile {
 
-/// SmemTile is the layout of tiles of (rows, columns), a multiple of 64 columns, as TMA leaves them in shared memory.
-template <class Element, int kRows, int kColumns, int kTiles>
-using SmemTile = decltype(cute::tile_to_shape(cute::SM90::GMMA::Layout_K_SW128_Atom<Element>{},
+/// Returns the columns of a TMA box: 128 bytes of them, or 64 where the head dimension is no multiple of 64.
+constexpr int columns_per_box(int head_dim) {
+  return head_dim % 64 == 0 ? 64 : 32;
+}
+
+/// SwizzledAtoms are the layouts that tiles in shared memory repeat: boxes of a few rows, which are as wide as a row of
+/// the swizzle, as rows (K) and as columns (MN).
+template <class Element, int kColumnsPerBox>
+struct SwizzledAtoms;
+template <class Element>
+struct SwizzledAtoms<Element, 64> {
+  using K = cute::SM90::GMMA::Layout_K_SW128_Atom<Element>;
+  using MN = cute::SM90::GMMA::Layout_MN_SW128_Atom<Element>;
+};
+template <class Element>
+struct SwizzledAtoms<Element, 32> {
+  using K = cute::SM90::GMMA::Layout_K_SW64_Atom<Element>;
+  using MN = cute::SM90::GMMA::Layout_MN_SW64_Atom<Element>;
+};
+template <class Element>
+struct SwizzledAtoms<Element, 16> {
+  using K = cute::SM90::GMMA::Layout_K_SW32_Atom<Element>;
+  using MN = cute::SM90::GMMA::Layout_MN_SW32_Atom<Element>;
+};
+
+/// SmemTile is the layout of tiles of (rows, columns), as TMA leaves them in shared memory, box by box.
+template <class Element, int kRows, int kColumns, int kTiles, int kColumnsPerBox = 64>
+using SmemTile = decltype(cute::tile_to_shape(typename SwizzledAtoms<Element, kColumnsPerBox>::K{},
                                               cute::Shape<cute::Int<kRows>, cute::Int<kColumns>, cute::Int<kTiles>>{}));
 
 /// SmemTileT is the same memory as (columns, rows).
-template <class Element, int kRows, int kColumns, int kTiles>
-using SmemTileT = decltype(cute::tile_to_shape(cute::SM90::GMMA::Layout_MN_SW128_Atom<Element>{},
+template <class Element, int kRows, int kColumns, int kTiles, int kColumnsPerBox = 64>
+using SmemTileT = decltype(cute::tile_to_shape(typename SwizzledAtoms<Element, kColumnsPerBox>::MN{},
                                                cute::Shape<cute::Int<kColumns>, cute::Int<kRows>, cute::Int<kTiles>>{},
                                                cute::Step<cute::_2, cute::_1, cute::_3>{}));
 

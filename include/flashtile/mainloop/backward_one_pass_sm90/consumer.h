@@ -24,17 +24,19 @@ struct OnePassFragmentsSm90 {
   static constexpr int kHeadDim = Mainloop::kHeadDim;
   static constexpr int kStages = Mainloop::kStages;
   using ShapeS = cute::Shape<cute::Int<kN>, cute::Int<kM>>;
-  using TileOfKeys = SmemTile<Element, kN, kHeadDim, 1>;
-  using TilesOfQueries = SmemTile<Element, kM, kHeadDim, kStages>;
-  using TilesOfQueriesT = SmemTileT<Element, kM, kHeadDim, kStages>;
+  static constexpr int kColumns = Mainloop::kColumns;
+  using TilesOfQueries = SmemTile<Element, kM, kHeadDim, kStages, kColumns>;
+  using TilesOfQueriesT = SmemTileT<Element, kM, kHeadDim, kStages, kColumns>;
 
   template <class Layout>
   CUTE_DEVICE static auto tensor(Element* at, Layout layout) {
     return cute::make_tensor(cute::make_smem_ptr(at), layout);
   }
   /// Returns K or V, (mma, n, k).
+  template <int kColumnsPerBox>
   CUTE_DEVICE static auto keys(Element* at, int warpgroup) {
     using namespace cute;
+    using TileOfKeys = SmemTile<Element, kN, kHeadDim, 1, kColumnsPerBox>;
     return MmaS{}.get_slice(warpgroup * 128).partition_fragment_A(tensor(at, TileOfKeys{}))(_, _, _, 0);
   }
   /// Returns Q or dO for the scores, (mma, m, k, stage).
@@ -279,8 +281,9 @@ class OnePassConsumerSm90 {
     typename Mainloop::MmaQ mma_q;
     const int buffer = uniform(dq_at.stage);
     auto slice = mma_q.get_slice(warpgroup * 128);
-    Tensor sKt = Fragments::tensor(shared.k, SmemTileT<Element, kN, Mainloop::kHeadDim, 1>{});  // (head_dim, N, 1)
-    Tensor sdS = Fragments::tensor(shared.ds[0], typename Mainloop::SmemLayoutdS{});            // (M, N, buffer)
+    Tensor sKt = Fragments::tensor(
+        shared.k, SmemTileT<Element, kN, Mainloop::kHeadDim, 1, Mainloop::kColumnsOfK>{});  // (head_dim, N, 1)
+    Tensor sdS = Fragments::tensor(shared.ds[0], typename Mainloop::SmemLayoutdS{});        // (M, N, buffer)
     if constexpr (Mainloop::kTurned)
       start_matmul(mma_q, slice.partition_fragment_A(sKt)(_, _, _, 0), slice.partition_fragment_B(sdS)(_, _, _, buffer),
                    tQrdQ, ScaleOut::Zero);
@@ -317,8 +320,10 @@ class OnePassConsumerSm90 {
   SharedStorage& shared;
   const int thread;
   const int warpgroup = uniform(thread / 128);
-  decltype(Fragments::keys(nullptr, 0)) tSrK = Fragments::keys(shared.k, warpgroup);               // (mma, n, k)
-  decltype(Fragments::keys(nullptr, 0)) tSrV = Fragments::keys(shared.v, warpgroup);               // (mma, n, k)
+  decltype(Fragments::template keys<Mainloop::kColumnsOfK>(nullptr, 0)) tSrK =
+      Fragments::template keys<Mainloop::kColumnsOfK>(shared.k, warpgroup);  // (mma, n, k)
+  decltype(Fragments::template keys<Mainloop::kColumns>(nullptr, 0)) tSrV =
+      Fragments::template keys<Mainloop::kColumns>(shared.v, warpgroup);                           // (mma, n, k)
   decltype(Fragments::queries(nullptr, 0)) tSrQ = Fragments::queries(shared.q[0], warpgroup);      // (mma, m, k, stage)
   decltype(Fragments::queries(nullptr, 0)) tSrdO = Fragments::queries(shared.dout[0], warpgroup);  // (mma, m, k, stage)
   decltype(Fragments::queries_t(nullptr, 0)) tVrdO =

@@ -34,10 +34,9 @@ struct OnePassProducerSm90 {
     int left = work.steps();
     // The next block may be handed out early enough before this one's end for its tiles to be in flight by then.
     const int release_at = min(left, Mainloop::kStepsAhead);
-    const auto load_keys = [&](CUtensorMap const& map, Ring<1>& ring, Element* to) {
+    const auto load_keys = [&](auto columns, CUtensorMap const& map, Ring<1>& ring, Element* to) {
       std::uint64_t* barrier = ring.fill(keys_at, [] { return sizeof(SharedStorage::k); });
-      load_tile<kN, kHeadDim, kColumns>(map, barrier, to, work.k_rows(params.backward), work.n_block * kN,
-                                        work.kv_head);
+      load_tile<kN, kHeadDim, columns>(map, barrier, to, work.k_rows(params.backward), work.n_block * kN, work.kv_head);
     };
     work.for_each([&](int head, int m_block) {
       const bool first = head == work.kv_head * work.group && m_block == work.start;
@@ -50,10 +49,11 @@ struct OnePassProducerSm90 {
       cute::SM90_TMA_LOAD_2D::copy(
           &params.statistics, barrier, static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
           shared.statistics[at.stage], work.workspace_tile(params.backward, head, m_block) * kM, 0);
-      if (first) load_keys(params.k, shared.k_barriers, shared.k);  // waits until the last block's K has been read
+      // This waits until the last block's K has been read.
+      if (first) load_keys(cute::Int<Mainloop::kColumnsOfK>{}, params.k, shared.k_barriers, shared.k);
       barrier = shared.dout_barriers.fill(at, [] { return sizeof(SharedStorage::dout[0]); });
       load_queries(params.dout, barrier, shared.dout[at.stage]);
-      if (first) load_keys(params.v, shared.v_barriers, shared.v);
+      if (first) load_keys(cute::Int<kColumns>{}, params.v, shared.v_barriers, shared.v);
       at.advance();
       if (left-- == release_at) release();
     });

@@ -44,11 +44,13 @@ struct BackwardOnePassSm90 {
   // could do with 40.
   static constexpr int kRegisters = kM == 64 && kV.features == Features::kNone ? 232 : 240;
   static constexpr int kProducerRegisters = 504 - 2 * kRegisters;
-  static_assert(kV.head_dim_v == kHeadDim && kHeadDim % 64 == 0 && kN == 64 * kWarpgroups && kM % 16 == 0 &&
+  static_assert(kV.head_dim_v == kHeadDim && kHeadDim % 32 == 0 && kN == 64 * kWarpgroups && kM % 16 == 0 &&
                 kV.warps == 4 * (kWarpgroups + 1));
 
   using Element = ElementOf<kV.dtype>;
-  static constexpr int kColumns = 64;  // columns of one TMA box
+  static constexpr int kColumns = columns_per_box(kHeadDim);
+  // Where warpgroups divide the columns of dQ, they divide K's boxes among them, of which an even number is needed.
+  static constexpr int kColumnsOfK = kColumns == 64 ? 64 : 16;
   using SmemLayoutdS = SmemTile<Element, kM, kN, 2>;
   using PlacesOfdS = decltype(cute::as_position_independent_swizzle_layout(SmemLayoutdS{}));  // offsets in elements
 
@@ -63,15 +65,20 @@ struct BackwardOnePassSm90 {
       cute::SM90::GMMA::rs_op_selector<
           Element, Element, float, cute::Shape<cute::Int<kN>, cute::Int<kHeadDim>, cute::Int<kM>>, kMajorK, kMajorMN>(),
       Keys{}));  // dV, dK
-  // Each warpgroup forms half the rows of dQ. Where rows are too few to share, dQ is formed transposed (turned),
-  // (head_dim, M), and a warpgroup forms half the head dimension.
-  static constexpr bool kTurned = kM < 64 * kWarpgroups;
-  static_assert((kTurned ? kHeadDim : kM) == 64 * kWarpgroups);
+  // Each warpgroup forms half the rows of dQ. Where rows are too few to share, it forms half the head dimension: dQ is
+  // formed transposed (turned), (head_dim, M), or, where a half is no multiple of 64, by columns.
+  static constexpr bool kTurned = kM < 64 * kWarpgroups && kHeadDim == 64 * kWarpgroups;
+  static constexpr bool kByColumns = kM < 64 * kWarpgroups && !kTurned;
+  static_assert((kTurned ? kHeadDim : kM) == (kByColumns ? 64 : 64 * kWarpgroups));
   using ShapeQ = cute::Shape<cute::Int<kTurned ? kHeadDim : kM>, cute::Int<kTurned ? kM : kHeadDim>, cute::Int<kN>>;
+  using Columns = cute::Layout<cute::Shape<cute::_1, cute::Int<kWarpgroups>, cute::_1>>;
   using MmaQ = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::ss_op_selector<Element, Element, float, ShapeQ, kTurned ? kMajorMN : kMajorK,
-                                       kTurned ? kMajorK : kMajorMN>(),
-      Keys{}));
+      cute::SM90::GMMA::ss_op_selector<
+          Element, Element, float,
+          cute::Shape<cute::Int<kTurned ? kHeadDim : kM>,
+                      cute::Int<(kTurned ? kM : kHeadDim) / (kByColumns ? kWarpgroups : 1)>, cute::Int<kN>>,
+          kTurned ? kMajorMN : kMajorK, kTurned ? kMajorK : kMajorMN>(),
+      std::conditional_t<kByColumns, Columns, Keys>{}));
   // With this, dS is formed of the rounded weights, as there are no registers for the others.
   static constexpr bool kRoundedWeights = kM * kHeadDim > 64 * 128;
   static_assert(!kRoundedWeights || !kKnowsSoftcap);            // softcap scales the others

@@ -7,6 +7,7 @@
 #include "flashtile/cuda/barrier.h"
 #include "flashtile/cuda/marked_count.h"
 #include "flashtile/load/tma.h"
+#include "flashtile/mainloop/wgmma.h"
 #include "flashtile/mask/mask.h"
 #include "flashtile/math/element.h"
 #include "flashtile/math/online_softmax.h"
@@ -71,30 +72,18 @@ struct ForwardMainloopSm90 {
                                        cute::SM90::GMMA::Major::MN>(),
       Warpgroups{}));
 
-  // A TMA box has so many columns: 128 bytes, or 64 where the head dimension is no multiple of 64.
-  static constexpr int columns_per_box(int head_dim) { return head_dim % 64 == 0 ? 64 : 32; }
   static constexpr int kColumns = columns_per_box(kHeadDim);
   static constexpr int kColumnsV = columns_per_box(kHeadDimV);
-  template <int kColumnsPerBox>
-  using AtomK = std::conditional_t<kColumnsPerBox == 64, cute::SM90::GMMA::Layout_K_SW128_Atom<Element>,
-                                   cute::SM90::GMMA::Layout_K_SW64_Atom<Element>>;
-  using AtomMN = std::conditional_t<kColumnsV == 64, cute::SM90::GMMA::Layout_MN_SW128_Atom<Element>,
-                                    cute::SM90::GMMA::Layout_MN_SW64_Atom<Element>>;
-  using SmemLayoutQ = decltype(cute::tile_to_shape(
-      AtomK<kColumns>{}, cute::Shape<cute::Int<kM>, cute::Int<kHeadDim>, cute::Int<kStagesQ>>{}));
-  using SmemLayoutK = decltype(cute::tile_to_shape(
-      AtomK<kColumns>{}, cute::Shape<cute::Int<kN>, cute::Int<kHeadDim>, cute::Int<kStages>>{}));
-  // This is V as the matmul sees it, (head_dim, N): the same memory as (N, head_dim) rows.
-  using SmemLayoutVt =
-      decltype(cute::tile_to_shape(AtomMN{}, cute::Shape<cute::Int<kHeadDimV>, cute::Int<kN>, cute::Int<kStages>>{},
-                                   cute::Step<cute::_2, cute::_1, cute::_3>{}));
+  using SmemLayoutQ = SmemTile<Element, kM, kHeadDim, kStagesQ, kColumns>;
+  using SmemLayoutK = SmemTile<Element, kN, kHeadDim, kStages, kColumns>;
+  using SmemLayoutVt = SmemTileT<Element, kN, kHeadDimV, kStages, kColumnsV>;  // V as the matmul sees it, (head_dim, N)
 
   // Blocks that need no mask have a loop of their own, where registers allow a third copy of the step.
   static constexpr bool kPeelInterior = kHeadDimV < 192;
 
   static constexpr int kRowsOfWarp = 16;  // rows of the output that a warp stages
-  using SmemLayoutO =
-      decltype(cute::tile_to_shape(AtomK<kColumnsV>{}, cute::Shape<cute::Int<kRowsOfWarp>, cute::Int<kHeadDimV>>{}));
+  using SmemLayoutO = decltype(cute::tile_to_shape(typename SwizzledAtoms<Element, kColumnsV>::K{},
+                                                   cute::Shape<cute::Int<kRowsOfWarp>, cute::Int<kHeadDimV>>{}));
   static constexpr int kStagingWarps = kMemory.staged ? kM / kRowsOfWarp : 1;
   static constexpr int kStagingPerWarp = kMemory.staged ? kRowsOfWarp * kHeadDimV : 8;  // next to nothing where unused
 
