@@ -1,28 +1,20 @@
 // This file has a legal call of attention, for tests that break a rule of it, and tells which exception came.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <initializer_list>
 #include <string>
 
 #include "flashtile/flashtile.h"
+#include "views.h"
 
 namespace flashtile {
 
 alignas(16) inline char memory[64];  // never read: check looks at addresses only
 
 inline TensorView tensor(std::initializer_list<std::int64_t> shape, DType dtype = DType::kFloat16, Device device = {}) {
-  TensorView view;
-  view.data = memory;
-  view.dtype = dtype;
-  view.device = device;
-  view.rank = static_cast<int>(shape.size());
-  std::copy(shape.begin(), shape.end(), view.shape.begin());
-  std::int64_t stride = 1;
-  for (int i = view.rank - 1; i >= 0; stride *= view.shape[i--]) view.strides[i] = stride;
-  return view;
+  return contiguous(memory, dtype, shape, device);
 }
 
 inline constexpr Device kGpu{DeviceType::kCuda, 0};

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "flashtile/flashtile.h"
+#include "views.h"
 
 namespace flashtile {
 namespace {
@@ -15,14 +16,7 @@ constexpr int kKCacheAt = 1 << 18, kVCacheAt = 1 << 19;  // in bytes; the other 
 constexpr Device kGpu{DeviceType::kCuda, 0};
 
 TensorView tensor(std::initializer_list<std::int64_t> shape, DType dtype = DType::kFloat16, void* data = memory) {
-  TensorView view;
-  view.data = data;
-  view.dtype = dtype;
-  view.rank = static_cast<int>(shape.size());
-  std::copy(shape.begin(), shape.end(), view.shape.begin());
-  std::int64_t stride = 1;
-  for (int i = view.rank - 1; i >= 0; stride *= view.shape[i--]) view.strides[i] = stride;
-  return view;
+  return contiguous(data, dtype, shape);
 }
 
 /// This call has B = 2, S_q = S_new = 3, H_q = 8, H_k = 4, D = 64, D_v = 32, R = 32, and room for 12 rows.

@@ -18,6 +18,7 @@
 
 #include "flashtile/flashtile.h"
 #include "flashtile/math/state.h"
+#include "views.h"
 
 namespace flashtile {
 
@@ -110,17 +111,7 @@ class Tensor {
 };
 
 inline TensorView flat_view(std::vector<float>& values, std::initializer_list<std::int64_t> shape) {
-  TensorView view;
-  view.data = values.data();
-  view.dtype = DType::kFloat32;
-  view.rank = static_cast<int>(shape.size());
-  std::copy(shape.begin(), shape.end(), view.shape.begin());
-  std::int64_t stride = 1;
-  for (int i = view.rank - 1; i >= 0; --i) {
-    view.strides[i] = stride;
-    stride *= view.shape[i];
-  }
-  return view;
+  return contiguous(values.data(), DType::kFloat32, shape);
 }
 
 /// This is one attention call with its inputs, outputs and gradients.

@@ -13,6 +13,7 @@
 #include "cpu.h"
 #include "flashtile/flashtile.h"
 #include "flashtile/math/state.h"
+#include "views.h"
 
 namespace flashtile {
 namespace {
@@ -22,14 +23,7 @@ constexpr int kHeadsQ = 4, kHeadsK = 2, kDim = 24, kDimV = 16, kPositions = 400;
 
 template <class T>
 TensorView view_of(std::vector<T>& values, std::initializer_list<std::int64_t> shape) {
-  TensorView view;
-  view.data = values.data();
-  view.dtype = std::is_same_v<T, int> ? DType::kInt32 : DType::kFloat32;
-  view.rank = static_cast<int>(shape.size());
-  std::copy(shape.begin(), shape.end(), view.shape.begin());
-  std::int64_t stride = 1;
-  for (int i = view.rank - 1; i >= 0; stride *= view.shape[i--]) view.strides[i] = stride;
-  return view;
+  return contiguous(values.data(), std::is_same_v<T, int> ? DType::kInt32 : DType::kFloat32, shape);
 }
 
 std::vector<float> random_floats(std::mt19937& random, std::size_t count) {

@@ -14,6 +14,7 @@
 #include "flashtile/prefill.h"
 #include "flashtile/registry.h"
 #include "flashtile/scheduler/split_keys.h"
+#include "views.h"
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wshadow"  // this header is written for nvcc
@@ -384,16 +385,8 @@ TEST(SelectKvcache, TablesOnAGpuAreNotRead) {
   constexpr int kBatch = 4, kCapacity = 5000, kRows = 9;
   std::uintptr_t address = 64;  // an address that is never read
   const auto tensor = [&](DType dtype, std::initializer_list<std::int64_t> shape) {
-    TensorView view;
-    view.data = reinterpret_cast<void*>(address);
     address += 1 << 30;
-    view.dtype = dtype;
-    view.device = kH100.device;
-    view.rank = static_cast<int>(shape.size());
-    std::ranges::copy(shape, view.shape.begin());
-    std::int64_t stride = 1;
-    for (int i = view.rank - 1; i >= 0; stride *= view.shape[i--]) view.strides[i] = stride;
-    return view;
+    return contiguous(reinterpret_cast<void*>(address), dtype, shape, kH100.device);
   };
   KvcacheTensors t;
   t.q = t.out = tensor(DType::kBFloat16, {kRows, 8, 128});

@@ -4,6 +4,7 @@ expected."""
 import pytest
 import ragged
 import torch
+from cached import numbers
 from cases import DEVICE_PARAMS, F16, F32
 from ragged import Ragged
 
@@ -22,10 +23,6 @@ def test_forward_mode_is_refused():
     slopes = torch.ones(2, requires_grad=True)
     with pytest.raises(NotImplementedError, match=r"^attention_varlen: alibi_slopes requires grad"):
         flashtile.attention_varlen(q, k, v, alibi_slopes=slopes, **tables)
-
-
-def ints(*values):
-    return lambda x: torch.tensor(values, dtype=torch.int32, device=x.device)
 
 
 def ones(*shape):
@@ -86,17 +83,17 @@ BAD = {
     ),
     "rank 0": (dict(cu_seqlens_q=lambda x: x[0]), ValueError, r"cu_seqlens_q has shape \(\), expected 1 dimensions"),
     "no numbers": (
-        dict(cu_seqlens_q=ints()),
+        dict(cu_seqlens_q=numbers()),
         ValueError,
         r"cu_seqlens_q has shape \(0,\), expected .*1 .*= \(B \+ 1\)",
     ),
     "other sequences of keys": (
-        dict(cu_seqlens_k=ints(0, 7)),
+        dict(cu_seqlens_k=numbers(0, 7)),
         ValueError,
         r"cu_seqlens_k has shape \(2,\), expected \(3,\) = \(B \+ 1\)",
     ),
     "used of other sequences": (
-        dict(seqused_q=ints(2, 3, 0)),
+        dict(seqused_q=numbers(2, 3, 0)),
         ValueError,
         r"seqused_q has shape \(3,\), expected \(2,\) = \(B\)",
     ),
@@ -137,20 +134,20 @@ BAD = {
 }
 # What only the CPU's tables are known to hold.
 BAD_VALUES = {
-    "first not 0": (dict(cu_seqlens_q=ints(1, 2, 5)), "cu_seqlens_q has 1 at index 0, expected 0"),
-    "first of keys not 0": (dict(cu_seqlens_k=ints(-1, 2, 5)), "cu_seqlens_k has -1 at index 0, expected 0"),
-    "decreasing": (dict(cu_seqlens_q=ints(0, 5, 4)), "cu_seqlens_q has 4 at index 2, expected at least 5"),
-    "decreasing keys": (dict(cu_seqlens_k=ints(0, -3, 4)), "cu_seqlens_k has -3 at index 1, expected at least 0"),
-    "beyond T_q": (dict(cu_seqlens_q=ints(0, 2, 6)), "cu_seqlens_q has 6 at index 2, expected at most 5 = T_q"),
+    "first not 0": (dict(cu_seqlens_q=numbers(1, 2, 5)), "cu_seqlens_q has 1 at index 0, expected 0"),
+    "first of keys not 0": (dict(cu_seqlens_k=numbers(-1, 2, 5)), "cu_seqlens_k has -1 at index 0, expected 0"),
+    "decreasing": (dict(cu_seqlens_q=numbers(0, 5, 4)), "cu_seqlens_q has 4 at index 2, expected at least 5"),
+    "decreasing keys": (dict(cu_seqlens_k=numbers(0, -3, 4)), "cu_seqlens_k has -3 at index 1, expected at least 0"),
+    "beyond T_q": (dict(cu_seqlens_q=numbers(0, 2, 6)), "cu_seqlens_q has 6 at index 2, expected at most 5 = T_q"),
     "beyond T_k": (
-        dict(cu_seqlens_k=ints(0, 2**31 - 1, 7)),
+        dict(cu_seqlens_k=numbers(0, 2**31 - 1, 7)),
         "cu_seqlens_k has 2147483647 at index 1, expected at most 7",
     ),
-    "negative used": (dict(seqused_q=ints(2, -1)), "seqused_q has -1 at index 1, expected from 0 to .* 3"),
-    "more used than there are": (dict(seqused_q=ints(3, 3)), "seqused_q has 3 at index 0, expected from 0 to .* 2"),
-    "more keys used": (dict(seqused_k=ints(4, 4)), "seqused_k has 4 at index 1, expected from 0 to .* 3"),
+    "negative used": (dict(seqused_q=numbers(2, -1)), "seqused_q has -1 at index 1, expected from 0 to .* 3"),
+    "more used than there are": (dict(seqused_q=numbers(3, 3)), "seqused_q has 3 at index 0, expected from 0 to .* 2"),
+    "more keys used": (dict(seqused_k=numbers(4, 4)), "seqused_k has 4 at index 1, expected from 0 to .* 3"),
     "not 0 without sequences": (
-        dict(cu_seqlens_q=ints(3), cu_seqlens_k=ints(0), seqused_q=None, seqused_k=None),
+        dict(cu_seqlens_q=numbers(3), cu_seqlens_k=numbers(0), seqused_q=None, seqused_k=None),
         "cu_seqlens_q has 3 at index 0, expected 0",
     ),
 }
@@ -160,8 +157,13 @@ def arguments(changes, device):
     """Of two sequences, with 2 and 3 queries, and 4 and 3 keys."""
     shapes = dict(q=(5, 4, 64), k=(7, 2, 64), v=(7, 2, 64))
     good = {name: torch.randn(shape).to(device, F16) for name, shape in shapes.items()}
-    numbers = dict(cu_seqlens_q=ints(0, 2, 5), cu_seqlens_k=ints(0, 4, 7), seqused_q=ints(2, 3), seqused_k=ints(4, 3))
-    good |= {name: table(good["q"]) for name, table in numbers.items()}
+    tables = dict(
+        cu_seqlens_q=numbers(0, 2, 5),
+        cu_seqlens_k=numbers(0, 4, 7),
+        seqused_q=numbers(2, 3),
+        seqused_k=numbers(4, 3),
+    )
+    good |= {name: table(good["q"]) for name, table in tables.items()}
     return good | {name: x(good.get(name, good["q"])) if callable(x) else x for name, x in changes.items()}
 
 

@@ -32,13 +32,14 @@ struct SwizzledAtoms<Element, 16> {
   using MN = cute::SM90::GMMA::Layout_MN_SW32_Atom<Element>;
 };
 
-/// SmemTile is the layout of tiles of (rows, columns), as TMA leaves them in shared memory, box by box.
-template <class Element, int kRows, int kColumns, int kTiles, int kColumnsPerBox = 64>
+/// SmemTile is the layout of tiles of (rows, columns), as TMA leaves them in shared memory, box by box; boxes are as
+/// wide as they can be, unless it is said.
+template <class Element, int kRows, int kColumns, int kTiles, int kColumnsPerBox = columns_per_box(kColumns)>
 using SmemTile = decltype(cute::tile_to_shape(typename SwizzledAtoms<Element, kColumnsPerBox>::K{},
                                               cute::Shape<cute::Int<kRows>, cute::Int<kColumns>, cute::Int<kTiles>>{}));
 
 /// SmemTileT is the same memory as (columns, rows).
-template <class Element, int kRows, int kColumns, int kTiles, int kColumnsPerBox = 64>
+template <class Element, int kRows, int kColumns, int kTiles, int kColumnsPerBox = columns_per_box(kColumns)>
 using SmemTileT = decltype(cute::tile_to_shape(typename SwizzledAtoms<Element, kColumnsPerBox>::MN{},
                                                cute::Shape<cute::Int<kColumns>, cute::Int<kRows>, cute::Int<kTiles>>{},
                                                cute::Step<cute::_2, cute::_1, cute::_3>{}));

@@ -24,9 +24,8 @@ struct OnePassFragmentsSm90 {
   static constexpr int kHeadDim = Mainloop::kHeadDim;
   static constexpr int kStages = Mainloop::kStages;
   using ShapeS = cute::Shape<cute::Int<kN>, cute::Int<kM>>;
-  static constexpr int kColumns = Mainloop::kColumns;
-  using TilesOfQueries = SmemTile<Element, kM, kHeadDim, kStages, kColumns>;
-  using TilesOfQueriesT = SmemTileT<Element, kM, kHeadDim, kStages, kColumns>;
+  using TilesOfQueries = SmemTile<Element, kM, kHeadDim, kStages>;
+  using TilesOfQueriesT = SmemTileT<Element, kM, kHeadDim, kStages>;
 
   template <class Layout>
   CUTE_DEVICE static auto tensor(Element* at, Layout layout) {

@@ -49,8 +49,6 @@ struct BackwardOnePassSm90 {
 
   using Element = ElementOf<kV.dtype>;
   static constexpr int kColumns = columns_per_box(kHeadDim);
-  // Where warpgroups divide the columns of dQ, they divide K's boxes among them, of which an even number is needed.
-  static constexpr int kColumnsOfK = kColumns == 64 ? 64 : 16;
   using SmemLayoutdS = SmemTile<Element, kM, kN, 2>;
   using PlacesOfdS = decltype(cute::as_position_independent_swizzle_layout(SmemLayoutdS{}));  // offsets in elements
 
@@ -71,14 +69,15 @@ struct BackwardOnePassSm90 {
   static constexpr bool kByColumns = kM < 64 * kWarpgroups && !kTurned;
   static_assert((kTurned ? kHeadDim : kM) == (kByColumns ? 64 : 64 * kWarpgroups));
   using ShapeQ = cute::Shape<cute::Int<kTurned ? kHeadDim : kM>, cute::Int<kTurned ? kM : kHeadDim>, cute::Int<kN>>;
+  static constexpr int kWidthQ = cute::get<1>(ShapeQ{}) / (kByColumns ? kWarpgroups : 1);  // of a warpgroup's matmul
   using Columns = cute::Layout<cute::Shape<cute::_1, cute::Int<kWarpgroups>, cute::_1>>;
   using MmaQ = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::ss_op_selector<
-          Element, Element, float,
-          cute::Shape<cute::Int<kTurned ? kHeadDim : kM>,
-                      cute::Int<(kTurned ? kM : kHeadDim) / (kByColumns ? kWarpgroups : 1)>, cute::Int<kN>>,
-          kTurned ? kMajorMN : kMajorK, kTurned ? kMajorK : kMajorMN>(),
+      cute::SM90::GMMA::ss_op_selector<Element, Element, float,
+                                       cute::Shape<cute::_64, cute::Int<kWidthQ>, cute::Int<kN>>,
+                                       kTurned ? kMajorMN : kMajorK, kTurned ? kMajorK : kMajorMN>(),
       std::conditional_t<kByColumns, Columns, Keys>{}));
+  // By columns, each warpgroup reads half of K's boxes, so these are narrow enough for their number to be even.
+  static constexpr int kColumnsOfK = kByColumns ? 16 : kColumns;
   // With this, dS is formed of the rounded weights, as there are no registers for the others.
   static constexpr bool kRoundedWeights = kM * kHeadDim > 64 * 128;
   static_assert(!kRoundedWeights || !kKnowsSoftcap);            // softcap scales the others

@@ -74,9 +74,9 @@ struct ForwardMainloopSm90 {
 
   static constexpr int kColumns = columns_per_box(kHeadDim);
   static constexpr int kColumnsV = columns_per_box(kHeadDimV);
-  using SmemLayoutQ = SmemTile<Element, kM, kHeadDim, kStagesQ, kColumns>;
-  using SmemLayoutK = SmemTile<Element, kN, kHeadDim, kStages, kColumns>;
-  using SmemLayoutVt = SmemTileT<Element, kN, kHeadDimV, kStages, kColumnsV>;  // V as the matmul sees it, (head_dim, N)
+  using SmemLayoutQ = SmemTile<Element, kM, kHeadDim, kStagesQ>;
+  using SmemLayoutK = SmemTile<Element, kN, kHeadDim, kStages>;
+  using SmemLayoutVt = SmemTileT<Element, kN, kHeadDimV, kStages>;  // V as the matmul sees it, (head_dim, N)
 
   // Blocks that need no mask have a loop of their own, where registers allow a third copy of the step.
   static constexpr bool kPeelInterior = kHeadDimV < 192;
