@@ -102,6 +102,10 @@ std::string splits_string(const KvcachePlan& plan) {
   return format("even: the keys of all tiles of a KV head go to %d thread blocks, whatever the lengths", plan.teams);
 }
 
+std::string forward_splits(const ForwardPlan& plan) {
+  return plan.splits == 1 ? "" : line("splits", format("%d of a tile's keys, joined by a second kernel", plan.splits));
+}
+
 }  // namespace
 
 std::string shape_string(const std::int64_t* shape, int rank) {
@@ -134,7 +138,7 @@ std::string to_string(const Problem& p) {
 }
 
 std::string to_string(const ForwardPlan& plan) {
-  return plan_string("forward", plan, forward_cost(plan.problem), plan.run != nullptr);
+  return plan_string("forward", plan, forward_cost(plan.problem), plan.run != nullptr, forward_splits(plan));
 }
 
 std::string to_string(const BackwardPlan& plan) {
@@ -143,7 +147,10 @@ std::string to_string(const BackwardPlan& plan) {
 
 std::string to_string(const KvcachePlan& plan) {
   std::string further = line("cache", cache_string(plan.cache));
-  if (plan.variant.arch != Arch::kCpu && !plan.prefill) further += line("splits", splits_string(plan));
+  if (plan.prefill)
+    further += forward_splits(*plan.prefill);
+  else if (plan.variant.arch != Arch::kCpu)
+    further += line("splits", splits_string(plan));
   return plan_string("kvcache", plan, kvcache_cost(plan.cache), plan.run != nullptr, further);
 }
 

@@ -30,22 +30,24 @@ struct Key {
   Band band;
   Lengths lengths;
   HeadPacking packing;
-  int batch = 0, heads = 0, m_blocks = 0, tile_m = 0, tile_n = 0, blocks = 0;
+  int batch = 0, heads = 0, m_blocks = 0, splits = 0, tile_m = 0, tile_n = 0, blocks = 0;
   double key_bytes = 0;     // of one head, see key_bytes_of_head
   double cached_bytes = 0;  // see there
   bool operator==(const Key&) const = default;
 };
 
-/// Returns the cost of a tile of each block of rows, in key blocks.
+/// Returns the cost of a tile of each block of rows, in key blocks; of each split of it, if its keys are split.
 std::vector<int> costs(const ForwardPlan& plan) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
-  std::vector<int> cost(static_cast<std::size_t>(plan.m_blocks), kTileOverhead);
+  std::vector<int> cost(static_cast<std::size_t>(plan.m_blocks * plan.splits), kTileOverhead);
   if (p.band == Band::full()) return cost;  // all tiles cost the same
   for (int m = 0; m < plan.m_blocks; ++m) {
     const Range queries = plan.packing.queries(m * v.tile_m, v.tile_m, p.seqlen_q);
     const BlockWalk walk = p.mask().walk(queries, v.tile_n, p.lengths());
-    cost[static_cast<std::size_t>(m)] += walk.blocks();
+    const int each = (walk.blocks() + plan.splits - 1) / plan.splits;
+    for (int split = 0; split < plan.splits; ++split)
+      cost[static_cast<std::size_t>(m * plan.splits + split)] += std::clamp(walk.blocks() - split * each, 0, each);
   }
   return cost;
 }
@@ -59,10 +61,11 @@ PersistentScheduler search(const ForwardPlan& plan, double cached_bytes) {
   const int all = plan.tiles == 0 ? 0 : plan.problem.batch * packs;  // without tiles, an int might not hold it
   const std::vector<int> cost = costs(plan);
   const bool equal = plan.problem.band == Band::full();  // then heads need no section: one follows the other
-  PersistentScheduler scheduler{.heads = packs, .m_blocks = plan.m_blocks, .batch_heads = all, .blocks = plan.grid};
+  const int blocks_of_head = plan.m_blocks * plan.splits;
+  PersistentScheduler scheduler{.heads = packs, .m_blocks = blocks_of_head, .batch_heads = all, .blocks = plan.grid};
   const unsigned tiles = scheduler.tiles();
   if (equal || tiles <= static_cast<unsigned>(plan.grid) || tiles > kLargestCount) {
-    if (!equal && tiles > kLargestCount) scheduler.heads_at_once = std::clamp(4 * plan.grid / plan.m_blocks, 1, all);
+    if (!equal && tiles > kLargestCount) scheduler.heads_at_once = std::clamp(4 * plan.grid / blocks_of_head, 1, all);
     divide(scheduler, cost);
     return scheduler;
   }
@@ -70,7 +73,7 @@ PersistentScheduler search(const ForwardPlan& plan, double cached_bytes) {
   double best = 0;
   for (int heads = 1; heads < 2 * all; heads *= 2) {
     scheduler.heads_at_once = std::min(heads, all);
-    if (scheduler.heads_at_once * plan.m_blocks < kSmallestSection && heads < all) continue;
+    if (scheduler.heads_at_once * blocks_of_head < kSmallestSection && heads < all) continue;
     const bool cached = scheduler.heads_at_once * key_bytes_of_head(plan) <= cached_bytes;
     found.emplace_back(scheduler.heads_at_once, divide(scheduler, cost) * (cached ? 1 : h200::kSpeedUncached));
     best = std::max(best, found.back().second);
@@ -134,6 +137,7 @@ std::shared_ptr<const PersistentScheduler> balanced_scheduler(const ForwardPlan&
                 p.batch,
                 p.heads_q,
                 plan.m_blocks,
+                plan.splits,
                 v.tile_m,
                 v.tile_n,
                 plan.grid,

@@ -17,6 +17,7 @@ namespace flashtile {
 inline constexpr const char* kNarrowest = "the first row of this dtype that is wide enough";
 inline constexpr const char* kSmallerTile =
     "the first row of this dtype that is wide enough and fits the GPU's shared memory";
+inline constexpr const char* kSplitKeys = "too few tiles to fill the GPU, so the keys of each are split";
 inline constexpr const char* kFastest = "of the rows that are just wide enough, the one with the least estimated time";
 
 /// Returns the features that a problem asks of the row `v` and that not every row of the table `kind` knows on that
@@ -106,6 +107,22 @@ Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<c
 template <class Row, class Suits>
 Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<const Row> rows, const Suits& suits) {
   return choose(problem, device, rows, suits, [](const Row& row, const Problem& p) { return estimate(row, p); });
+}
+
+/// Takes, instead of the row that was chosen, one that splits keys, where Hopper has one that serves and its estimate
+/// is clearly less. Sinks are no feature of such a row, as they are added when the parts of a row are joined.
+template <class Row, class Suits>
+Choice<Row> choose_splits(const Choice<Row>& whole, Problem problem, const DeviceInfo& device,
+                          std::span<const Row> rows, const Suits& suits) {
+  constexpr double kClearly = 0.95;  // an estimate is no more exact than that
+  problem.sinks = false;
+  const auto splits = [&](const Row& row) { return row.variant.may_split() && suits(row); };
+  const auto serves_split = [&](const Row& row) { return splits(row) && serves(row, problem); };
+  if (whole.row->variant.arch != Arch::kSm90 || !std::ranges::any_of(rows, serves_split)) return whole;
+  const auto time = [&](const Row& row, const Problem& p) { return estimate_splits(row.variant, p, device); };
+  Choice<Row> split = choose(problem, device, rows, splits, time);
+  split.why = kSplitKeys;
+  return split.estimate.time > 0 && split.estimate.time < kClearly * whole.estimate.time ? split : whole;
 }
 
 }  // namespace flashtile

@@ -28,6 +28,15 @@ constexpr double kTileOf64Rows = 2.2;
 
 }  // namespace h200
 
+/// These constants are counted, for any Hopper GPU: times are in nanoseconds.
+namespace counted {
+
+constexpr double kLaunch = 4000;                 // a kernel behind another
+constexpr double kBytes = 2500;                  // bytes that memory moves in a nanosecond
+constexpr double kFlopsOfMultiprocessor = 4000;  // FLOPs of one multiprocessor's matmuls in a nanosecond
+
+}  // namespace counted
+
 /// Returns how many keys a tile is multiplied with, on average: those that its queries see, and those that are wasted
 /// in the tiles at the mask's edges.
 double keys_per_tile(const Variant& v, const Problem& p, HeadPacking packing) {
@@ -37,12 +46,24 @@ double keys_per_tile(const Variant& v, const Problem& p, HeadPacking packing) {
   return std::min(all, seen + (packing.query(v.tile_m) + v.tile_n) / 2.0);
 }
 
-double estimated_time(const Variant& v, const Problem& p, HeadPacking packing) {
+/// Returns whether all tiles have about equal work: then the last wave of tiles takes as long as a full one, however
+/// few tiles it has. Under a mask the tiles with little work fill it.
+bool equal_work(const Problem& p) {
+  return p.band == Band::full() || std::int64_t{4} * p.seqlen_q <= p.seqlen_k;
+}
+
+/// Returns the time of all tiles, each of whose keys are divided among `splits` thread blocks.
+double time_of_tiles(const Variant& v, const Problem& p, HeadPacking packing, int splits, const DeviceInfo& device) {
   const bool large = v.tile_m == 192;
   const double speed = large ? (v.head_dim == 64 ? h200::kSpeedOf192NarrowRows : h200::kSpeedOf192Rows) * 128 / 192 : 1;
   const double ends = large ? h200::kEndsOf192Rows : h200::kEndsOf128Rows;
-  const int tiles = (packing.rows(p.seqlen_q) + v.tile_m - 1) / v.tile_m;
-  return tiles * (keys_per_tile(v, p, packing) / speed + ends) / packing.heads();
+  const auto time_of = [&](double keys) { return keys / splits / speed + ends; };
+  const std::int64_t tiles_of_head = (packing.rows(p.seqlen_q) + v.tile_m - 1) / v.tile_m;
+  const auto tiles = static_cast<double>(splits * tiles_of_head * p.batch * (p.heads_q / packing.heads()));
+  const double waves = tiles / device.multiprocessors, each = time_of(keys_per_tile(v, p, packing));
+  if (equal_work(p)) return std::ceil(waves) * each;
+  const Range longest = p.mask().columns(p.seqlen_q - 1, p.lengths());
+  return std::max(waves * each, time_of(longest.end - longest.begin));
 }
 
 /// Packs as many heads of a GQA group as the 16 rows of one warp hold. It packs none where int cannot count the rows of
@@ -53,17 +74,35 @@ HeadPacking widest_packing(const Problem& p) {
   return {std::min(std::countr_zero(static_cast<unsigned>(p.group())), 4)};
 }
 
-Estimate estimate_forward(const Variant& v, const Problem& p) {
-  if (v.arch != Arch::kSm90) return {};
-  const Estimate plain{estimated_time(v, p, {}), {}};
-  const Estimate packed{estimated_time(v, p, widest_packing(p)), widest_packing(p)};
-  return packed.time < plain.time ? packed : plain;
+/// Returns the time, in keys of a 128-row tile, of the kernel that joins the results over splits of keys.
+double time_of_joining(const Variant& v, const Problem& p, HeadPacking packing, int splits) {
+  const double rows = 1.0 * splits * packing.rows(p.seqlen_q) * p.batch * (p.heads_q / packing.heads());
+  const double bytes = 2 * rows * 4 * (p.head_dim_v + 2);  // written, then read
+  const double of_key = 2 * 128 * (v.head_dim + v.head_dim_v) / counted::kFlopsOfMultiprocessor;
+  return (counted::kLaunch + bytes / counted::kBytes) / of_key;
 }
 
 }  // namespace
 
-Estimate estimate(const ForwardRow& row, const Problem& p) {
-  return estimate_forward(row.variant, p);
+Estimate estimate_forward(const Variant& v, const Problem& p, const DeviceInfo& device) {
+  if (v.arch != Arch::kSm90) return {};
+  const HeadPacking widest = widest_packing(p);
+  const Estimate plain{time_of_tiles(v, p, {}, 1, device), {}};
+  const Estimate packed{time_of_tiles(v, p, widest, 1, device), widest};
+  return packed.time < plain.time ? packed : plain;
+}
+
+Estimate estimate_splits(const Variant& v, const Problem& p, const DeviceInfo& device) {
+  constexpr int kMostSplits = 32, kFewestBlocks = 2;  // blocks of keys that are worth a thread block
+  Estimate best;
+  const HeadPacking widest = widest_packing(p);
+  for (int splits = 2; splits <= std::min(p.seqlen_k / (kFewestBlocks * v.tile_n), kMostSplits); ++splits) {
+    for (const HeadPacking packing : {HeadPacking{}, widest}) {
+      const double time = time_of_tiles(v, p, packing, splits, device) + time_of_joining(v, p, packing, splits);
+      if (best.time == 0 || time < best.time) best = {time, packing, splits};
+    }
+  }
+  return best;
 }
 
 /// The kernel of one pass takes as long as the queries that the tiles of a block of keys go through, on average: those
@@ -85,16 +124,6 @@ Estimate estimate(const KvcacheRow& row, const Problem& p) {
   if (v.arch == Arch::kCpu) return {};
   const auto tiles = static_cast<double>(std::max<std::int64_t>((rows_of_sequence(p) + v.tile_m - 1) / v.tile_m, 1));
   return {tiles * (v.tile_m == 16 ? 1 : h200::kTileOf64Rows), {}};
-}
-
-Estimate estimate_prefill(const Variant& v, const Problem& p, const DeviceInfo& device) {
-  Estimate found = estimate_forward(v, p);
-  if (p.band != Band::full() && std::int64_t{4} * p.seqlen_q > p.seqlen_k) return found;
-  const std::int64_t tiles = (found.packing.rows(p.seqlen_q) + v.tile_m - 1) / v.tile_m;
-  const auto all = static_cast<double>(tiles * p.batch * (p.heads_q / found.packing.heads()));
-  const double waves = all / device.multiprocessors;
-  if (waves > 0) found.time *= std::ceil(waves) / waves;
-  return found;
 }
 
 }  // namespace flashtile

@@ -10,20 +10,21 @@ namespace flashtile {
 
 struct Estimate {
   double time = 0;
-  HeadPacking packing;  // the packing of heads with which a forward takes this time
+  HeadPacking packing;  // the packing of heads with which a forward takes this time,
+  int splits = 1;       // and among how many thread blocks the keys of a tile are divided
 };
 
-/// Estimates the time of one head, in keys of a 128-row tile in the steady state.
-Estimate estimate(const ForwardRow& row, const Problem& p);
+/// Estimates the time of a forward, in keys of a 128-row tile in the steady state.
+Estimate estimate_forward(const Variant& v, const Problem& p, const DeviceInfo& device);
+
+/// Does the same with the best number of splits above 1, the kernel that joins their results included. A time of 0 says
+/// that no number is of use.
+Estimate estimate_splits(const Variant& v, const Problem& p, const DeviceInfo& device);
 
 /// Estimates the time of one block of keys, in queries.
 Estimate estimate(const BackwardRow& row, const Problem& p);
 
 /// Estimates the time of one KV head's tiles, in tiles of 16 rows.
 Estimate estimate(const KvcacheRow& row, const Problem& p);
-
-/// Estimates the time of a forward kernel that goes over a cache. Tiles are few there, and have about equal work where
-/// a chunk of queries is short, so this counts a last wave that is only partly filled (the tail effect) as a whole one.
-Estimate estimate_prefill(const Variant& v, const Problem& p, const DeviceInfo& device);
 
 }  // namespace flashtile

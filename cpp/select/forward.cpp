@@ -4,6 +4,7 @@
 #include "cpu/cpu.h"
 #include "flashtile/cuda/marked_count.h"
 #include "flashtile/flashtile.h"
+#include "flashtile/forward_parts.h"
 #include "flashtile/scheduler/ragged.h"
 #include "select/balance.h"
 #include "select/choose.h"
@@ -31,15 +32,17 @@ void plan_metadata(ForwardPlan& plan, std::int64_t places, const DeviceInfo& dev
   plan.workspace_bytes = plan.lists ? RaggedTiles::bytes(plan.m_blocks) : sizeof(std::uint64_t);
 }
 
-void plan_on_gpu(ForwardPlan& plan, HeadPacking packing, const DeviceInfo& device) {
+void plan_on_gpu(ForwardPlan& plan, const Estimate& estimate, const DeviceInfo& device) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
+  const HeadPacking packing = estimate.packing;
   plan.packing = packing;
+  plan.splits = estimate.splits;
   plan.packed_heads = packing.heads();
   const int queries = packing.query(v.tile_m);  // queries of a tile
   const std::int64_t places = p.places_q(queries);
   plan.m_blocks = p.ragged ? static_cast<int>(places) : Spans::tiles(p.seqlen_q, queries);
-  plan.tiles = p.heads_q / packing.heads() * places;
+  plan.tiles = p.heads_q / packing.heads() * places * plan.splits;
   plan.grid = countable("q", plan.tiles, kTiles);
   plan.shared_memory = forward_shared_memory(v);
   if (v.arch == Arch::kSm90) {
@@ -47,21 +50,25 @@ void plan_on_gpu(ForwardPlan& plan, HeadPacking packing, const DeviceInfo& devic
     if (!p.ragged) plan.scheduler = balanced_scheduler(plan, device);
   }
   if (p.ragged) plan_metadata(plan, places, device);
+  plan.parts_at = (plan.workspace_bytes + 15) / 16 * 16;
+  plan.workspace_bytes += plan.splits == 1 ? 0 : plan.parts_at - plan.workspace_bytes + ForwardParts::bytes(plan);
 }
 
 }  // namespace
 
-ForwardPlan plan_tiles(const Problem& problem, const Variant& v, HeadPacking packing, const DeviceInfo& device) {
+ForwardPlan plan_tiles(const Problem& problem, const Variant& v, const Estimate& estimate, const DeviceInfo& device) {
   ForwardPlan plan;
   plan.problem = problem;
   plan.variant = v;
-  v.arch == Arch::kCpu ? plan_on_cpu(plan, device) : plan_on_gpu(plan, packing, device);
+  v.arch == Arch::kCpu ? plan_on_cpu(plan, device) : plan_on_gpu(plan, estimate, device);
   return plan;
 }
 
 ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device) {
-  const auto choice = choose(problem, device, forward_rows(), kEveryRow);
-  ForwardPlan plan = plan_tiles(problem, choice.row->variant, choice.estimate.packing, device);
+  const auto time = [&](const ForwardRow& row, const Problem& p) { return estimate_forward(row.variant, p, device); };
+  const auto choice = choose_splits(choose(problem, device, forward_rows(), kEveryRow, time), problem, device,
+                                    forward_rows(), kEveryRow);
+  ForwardPlan plan = plan_tiles(problem, choice.row->variant, choice.estimate, device);
   plan.why = choice.why;
   plan.run = choice.row->run;
   return plan;

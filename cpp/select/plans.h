@@ -4,11 +4,12 @@
 #include <cstdint>
 
 #include "flashtile/kvcache.h"
+#include "select/estimate.h"
 
 namespace flashtile {
 
 /// Makes all of a forward's plan but its kernel and the reason for it.
-ForwardPlan plan_tiles(const Problem& problem, const Variant& v, HeadPacking packing, const DeviceInfo& device);
+ForwardPlan plan_tiles(const Problem& problem, const Variant& v, const Estimate& estimate, const DeviceInfo& device);
 
 /// Has Hopper's forward kernel go over a cache if there are enough rows of queries: then it completes the plan, and
 /// returns true.

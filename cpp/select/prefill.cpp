@@ -19,8 +19,8 @@ constexpr const char* kPrefill = "many rows over a cache, on Hopper: the forward
 constexpr int kFewestRows = 128;      // sequences of fewer rows are left to the kernels over a cache,
 constexpr int kFewestRowsOfBox = 16;  // and so are pages of which TMA could load only fewer rows at a time
 
-/// Returns whether the forward kernel can go over the cache, and has enough rows to do. It cannot split keys, and an
-/// int has to count all rows of the cache, and those of q.
+/// Returns whether the forward kernel can go over the cache, and has enough rows to do. It splits keys as it likes, and
+/// an int has to count all rows of the cache, and those of q.
 bool may_prefill(const KvcacheProblem& cache, const DeviceInfo& device) {
   const Problem& p = cache.problem;
   if (device.compute_capability != 90 || !cache.in_line || cache.num_splits > 0 || cache.batch_invariant) return false;
@@ -51,17 +51,19 @@ Found over_pages(const KvcacheProblem& cache, const DeviceInfo& device) {
   };
   if (gpu_arch(kvcache_rows(), device, cache.problem, suits) != Arch::kSm90) return {};
   const Problem sequences = as_ragged(cache);
-  const auto time = [&](const KvcacheRow& row, const Problem& p) { return estimate_prefill(row.variant, p, device); };
-  const auto choice = choose(sequences, device, kvcache_rows(), suits, time);
-  return {plan_tiles(sequences, choice.row->variant, choice.estimate.packing, device), choice.row->run};
+  const auto time = [&](const KvcacheRow& row, const Problem& p) { return estimate_forward(row.variant, p, device); };
+  const auto choice =
+      choose_splits(choose(sequences, device, kvcache_rows(), suits, time), sequences, device, kvcache_rows(), suits);
+  return {plan_tiles(sequences, choice.row->variant, choice.estimate, device), choice.row->run};
 }
 
 Found over_rows(const KvcacheProblem& cache, const DeviceInfo& device) {
   const Problem sequences = as_ragged(cache);
-  const auto time = [&](const ForwardRow& row, const Problem& p) { return estimate_prefill(row.variant, p, device); };
-  const auto choice = choose(sequences, device, forward_rows(), kEveryRow, time);
+  const auto time = [&](const ForwardRow& row, const Problem& p) { return estimate_forward(row.variant, p, device); };
+  const auto choice = choose_splits(choose(sequences, device, forward_rows(), kEveryRow, time), sequences, device,
+                                    forward_rows(), kEveryRow);
   if (choice.row->variant.arch != Arch::kSm90) return {};
-  Found found{plan_tiles(sequences, choice.row->variant, choice.estimate.packing, device), prefill_kernel()};
+  Found found{plan_tiles(sequences, choice.row->variant, choice.estimate, device), prefill_kernel()};
   found.forward->run = choice.row->run;
   return found;
 }

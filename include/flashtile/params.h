@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "flashtile/cuda/marked_count.h"
+#include "flashtile/forward_parts.h"
 #include "flashtile/math/dropout.h"
 #include "flashtile/math/head_packing.h"
 #include "flashtile/math/score_params.h"
@@ -45,8 +46,9 @@ struct ForwardParams {
   int head_dim_v;
   SingleTileScheduler scheduler;  // of a dense batch in a kernel with one thread block per tile
   RaggedOrder ragged;             // of a ragged batch; its `heads` counts packs
+  ForwardParts parts;
 
-  /// `memory` is where the list of ragged tiles lies.
+  /// `memory` is the workspace: the list of ragged tiles lies at its beginning.
   static ForwardParams of(const ForwardPlan& plan, const ForwardTensors& t, void* memory) {
     const Problem& p = plan.problem;
     return {
@@ -74,6 +76,7 @@ struct ForwardParams {
                    .heads = Divisor(p.heads_q / plan.packing.heads()),
                    .parts = plan.parts_of_sequence,
                    .blocks_of_section = plan.blocks_of_section},
+        .parts = ForwardParts::of(plan, memory),
     };
   }
 

@@ -49,6 +49,10 @@ struct ForwardPlan : Plan {
   int parts_of_sequence = 1;  // see RaggedOrder
   int blocks_of_section = 0;
   std::shared_ptr<const PersistentScheduler> scheduler;  // of Hopper's persistent kernel; else null
+  // Among so many thread blocks the keys of each tile are divided, where tiles are too few to fill the GPU. A second
+  // kernel joins the partial results, which lie at parts_at in the workspace.
+  int splits = 1;
+  std::int64_t parts_at = 0;
   ForwardKernel run = nullptr;  // null: this build holds no such kernel (the plan is for another device)
 };
 struct BackwardPlan : Plan {

@@ -50,6 +50,9 @@ struct Variant {
   constexpr bool two_passes() const { return arch == Arch::kSm90 && head_dim > 128; }
   /// Returns whether a backward kernel for Hopper forms all gradients in one pass.
   constexpr bool one_pass() const { return arch == Arch::kSm90 && !two_passes(); }
+  /// Returns whether a forward kernel for Hopper may divide the keys of a tile among thread blocks. One row of each
+  /// width does, that with the smaller tile; sinks need no row of their own then (see join_parts.h).
+  constexpr bool may_split() const { return arch == Arch::kSm90 && tile_m == 128 && features == Features::kNone; }
   /// Returns whether thread blocks of a backward kernel of one pass may take several blocks of keys of a dense batch.
   constexpr bool may_loop() const { return one_pass() && features == Features::kNone; }
   /// Returns into how many parts a backward kernel divides a tile of dQ that is summed in memory: each part has threads

@@ -181,6 +181,34 @@ TEST(Mask, VisibleKeysAreThoseOfTheElements) {
   });
 }
 
+// Thread blocks that share a tile take neighbouring blocks, in the order of their keys.
+TEST(Mask, PartsOfVisibleKeysHaveEachBlockOnce) {
+  constexpr int kN = 3;
+  for_each_mask([](Lengths n, Band band) {
+    for_each_tile(n, [&](Range rows, int) {
+      const VisibleKeys<kN> all(Mask{band}, rows, n);
+      for (const int parts : {1, 2, 3, 5}) {
+        int block = 0, keys = 0;
+        for (int i = 0; i < parts; ++i) {
+          VisibleKeys<kN> part = all;
+          part.take_part(i, parts);
+          const BlockWalk walk = part.walk();
+          ASSERT_EQ(walk.empty(), part.blocks == 0);
+          for (int b = walk.first(); b < walk.end(); b = walk.next(b), ++block) {
+            ASSERT_EQ(part.key(b), all.key(block));
+            ASSERT_EQ(walk.kind(b), all.walk().kind(block));
+            for (int j = 0; j < kN && b * kN + j < part.count; ++j, ++keys)
+              for (int row = rows.begin; row < rows.end; ++row)
+                ASSERT_EQ(band.keep(row, b * kN + j, part.lengths), band.keep(row, block * kN + j, all.lengths));
+          }
+        }
+        ASSERT_EQ(block, all.blocks);
+        ASSERT_EQ(keys, all.blocks == 0 ? 0 : all.count);
+      }
+    });
+  });
+}
+
 // This law lets a kernel start at the first key that its rows see, as if there were none before it.
 TEST(Mask, KeysBeforeTheFirstVisibleOneMayBeDropped) {
   for_each_mask([](Lengths n, Band band) {

@@ -7,6 +7,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "flashtile/flashtile.h"
@@ -33,7 +34,7 @@ TEST(SelectForward, HopperHasOneBlockPerMultiprocessor) {
     EXPECT_EQ(plan.variant.arch, Arch::kSm90);
     const int rows = plan.packing.rows(seqlen);
     const int packs = 8 / plan.packing.heads();
-    EXPECT_EQ(plan.tiles, 2 * packs * ((rows + plan.variant.tile_m - 1) / plan.variant.tile_m));
+    EXPECT_EQ(plan.tiles, 2 * packs * ((rows + plan.variant.tile_m - 1) / plan.variant.tile_m) * plan.splits);
     EXPECT_EQ(plan.grid, std::min<std::int64_t>(plan.tiles, device.multiprocessors));
   }
 }
@@ -74,6 +75,44 @@ TEST(SelectForward, HopperDividesCausalWorkEvenly) {
       }
     }
   }
+}
+
+TEST(SelectForward, HopperSplitsKeysWhereTilesAreFew) {
+  const DeviceInfo device = gpu(90, 227);
+  const auto plan_of = [&](int batch, int heads_q, int heads_k, int seqlen_q, int seqlen_k, Band band, bool sinks) {
+    Problem problem = problem_on(device, DType::kBFloat16, 128, 128, seqlen_k);
+    problem.batch = batch, problem.seqlen_q = seqlen_q, problem.heads_q = heads_q, problem.heads_k = heads_k;
+    problem.band = band;
+    problem.sinks = sinks;
+    return select_forward(problem, device);
+  };
+  for (const Band band : {Band::full(), Band::causal()}) {
+    for (const bool sinks : {false, true}) {
+      EXPECT_GT(plan_of(2, 8, 2, 25, 11262, band, sinks).splits, 8);
+      EXPECT_GT(plan_of(1, 32, 8, 180, 6752, band, sinks).splits, 1);
+      EXPECT_EQ(plan_of(4, 32, 8, 4096, 4096, band, sinks).splits, 1) << "there are tiles enough";
+      EXPECT_EQ(plan_of(1, 1, 1, 100, 100, band, sinks).splits, 1) << "there are few keys";
+    }
+  }
+  // One round of smaller tiles is faster than one of larger tiles that leave a third of the multiprocessors idle.
+  EXPECT_EQ(plan_of(1, 1, 1, 12000, 12000, Band::full(), false).variant.tile_m, 128);
+
+  const ForwardPlan plan = plan_of(2, 8, 2, 200, 9000, Band::causal(), false);
+  const PersistentScheduler& scheduler = *plan.scheduler;
+  EXPECT_EQ(scheduler.tiles(), plan.tiles);
+  EXPECT_EQ(plan.grid, std::min<std::int64_t>(plan.tiles, device.multiprocessors));
+  std::set<std::tuple<int, int, int>> taken;  // (batch, head, block of rows and split)
+  for (int block = 0; block < plan.grid; ++block) {
+    for (int n = 0; n < scheduler.tiles_of(block); ++n) {
+      const TileCoord tile = scheduler.tile(scheduler.index(n, block));
+      EXPECT_LT(tile.m_block, plan.m_blocks * plan.splits);
+      EXPECT_TRUE(taken.emplace(tile.batch, tile.head, tile.m_block).second);
+    }
+  }
+  EXPECT_EQ(taken.size(), static_cast<std::size_t>(plan.tiles));
+  const std::int64_t rows = plan.tiles * plan.variant.tile_m;
+  EXPECT_EQ(plan.workspace_bytes, plan.parts_at + rows * (128 + 2) * 4);
+  EXPECT_EQ(plan.parts_at % 16, 0);
 }
 
 TEST(SelectForward, HopperPlansEmptyProblems) {

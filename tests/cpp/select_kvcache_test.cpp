@@ -198,8 +198,11 @@ TEST(SelectKvcache, ManyRowsGoThroughTheForwardKernelOnHopper) {
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.batch = 0; }).prefill);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_k = 0; }).prefill);
   // With few tiles and many keys, only splits of the keys fill the GPU.
-  EXPECT_FALSE(
-      plan(kH100, [](KvcacheProblem& cache) { cache.problem.batch = 1, cache.problem.seqlen_q = 50; }).prefill);
+  const KvcachePlan few =
+      plan(kH100, [](KvcacheProblem& cache) { cache.problem.batch = 1, cache.problem.seqlen_q = 50; });
+  ASSERT_TRUE(few.prefill);
+  EXPECT_GT(few.prefill->splits, 1);
+  EXPECT_GE(2 * few.prefill->tiles, kH100.multiprocessors);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_k = 1 << 28; }).prefill);
 }
 

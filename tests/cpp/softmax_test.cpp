@@ -53,6 +53,20 @@ TEST(ScoreMap, MapsNothingWhereTheUnitSaysIt) {
   EXPECT_FALSE(ScoreMap::of(0.1f, 5, false).stretched);
 }
 
+// Near 0 a kernel forms the softcap's tanh from a polynomial: as exactly as from exponentials.
+TEST(ScoreMap, TanhNearZeroIsTanh) {
+  for (const float scale : {1.0f, 0.125f, -0.3f, 1e-6f, 1e6f}) {
+    for (const float softcap : {0.5f, 30.0f, 512.0f}) {
+      const ScoreMap map = ScoreMap::of(scale, softcap, false);
+      for (int i = -1000; i <= 1000; ++i) {
+        const float raw = map.near * static_cast<float>(i) / 1000;
+        EXPECT_NEAR(map.tanh_near(raw), std::tanh(double{map.inner} * raw), 4.5e-8) << scale << " " << softcap;
+      }
+    }
+  }
+  EXPECT_EQ(ScoreMap::of(0, 30, false).tanh_near(kLargest / 1e30f), 0) << "the cap of a score of 0";
+}
+
 TEST(ScoreMap, ItsUnitIsPositive) {
   for (const float scale : {-0.1f, 0.0f, 0.1f, 3e38f}) {
     EXPECT_GT(ScoreMap::of(scale, 0, false).unit_log2, 0);

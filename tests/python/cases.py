@@ -232,6 +232,24 @@ def _cases():
         add("sinks_dropout_misaligned", layout="misaligned", head_dim=72, dtype=dtype, **both)
         add("sinks_dropout_everything", window=(51, 7), dtype=dtype, **everything, **both)
 
+    # Few tiles of queries: thread blocks share the keys of each.
+    few = dict(batch=1, seqlen_k=3001, heads_q=4, heads_k=2)
+    for i, (dim, dim_v) in enumerate(((64, 64), (88, 88), (128, 128), (192, 128), (192, 192), (256, 256), (256, 40))):
+        for dtype in (F16, BF16):
+            sizes = dict(head_dim=dim, head_dim_v=dim_v, dtype=dtype, **few)
+            add(f"few_rows_D{dim}_Dv{dim_v}", seqlen_q=40 + 200 * (i % 2), causal=i % 3 == 0, **sizes)
+    for dtype in (F16, BF16):
+        rows = dict(seqlen_q=190, dtype=dtype, **few)
+        add("few_rows_window", window=(1500, 100), **rows)
+        add("few_rows_narrow_window", window=(700, 0), causal=True, layout="gaps", **rows)
+        add("few_rows_alibi_softcap", alibi="per batch and head", softcap=9.0, causal=True, **rows)
+        add("few_rows_sinks", sinks=0.0, causal=True, **rows)
+        add("few_rows_sinks_above_all", sinks=60.0, **rows)
+        add("few_rows_large_scores", magnitude=100.0, causal=True, **rows)
+        add("few_rows_scale_negative", scale=-0.2, causal=True, **rows)
+        add("one_long_head", seqlen_q=5000, seqlen_k=5000, heads_q=1, batch=1, head_dim=128, dtype=dtype)
+        add("some_rows_see_nothing", seqlen_q=1800, seqlen_k=1500, heads_q=1, batch=1, causal=True, dtype=dtype)
+
     for name, sizes in {
         "no_queries": {"seqlen_q": 0},
         "no_keys": {"seqlen_k": 0},

@@ -9,7 +9,9 @@
 
 #include "flashtile/cuda/launch.h"
 #include "flashtile/epilogue/direct.h"
+#include "flashtile/epilogue/partial.h"
 #include "flashtile/epilogue/staged.h"
+#include "flashtile/join_parts.h"
 #include "flashtile/load/tensor_map.h"
 #include "flashtile/mainloop/forward_sm90.h"
 #include "flashtile/order_tiles.h"
@@ -17,11 +19,11 @@
 
 namespace flashtile {
 
-template <class Row, bool kPaged = false>
+template <class Row, Keys kKeys = Keys{}>
 __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
-    forward_sm90(const __grid_constant__ typename ForwardMainloopSm90<Row::kVariant, kPaged>::Params params) {
+    forward_sm90(const __grid_constant__ typename ForwardMainloopSm90<Row::kVariant, kKeys>::Params params) {
   using namespace cute;
-  using Mainloop = ForwardMainloopSm90<Row::kVariant, kPaged>;
+  using Mainloop = ForwardMainloopSm90<Row::kVariant, kKeys>;
   constexpr int kWarpgroups = Mainloop::kWarpgroups;
   // Consumers get the registers that the producer gives up of the launch's, 168 or 128 a thread: to ask for one more
   // would wait for ever.
@@ -42,7 +44,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
 
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-    if (threadIdx.x < (kPaged ? 32 : 1)) ForwardProducerSm90<Mainloop>{params, shared}.run();
+    if (threadIdx.x < (kKeys.in_pages ? 32 : 1)) ForwardProducerSm90<Mainloop>{params, shared}.run();
     if (threadIdx.x / 32 == 1) ForwardSchedulerSm90<Mainloop>{params, shared}.run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Mainloop::kRegisters>();
@@ -67,15 +69,20 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
       }
     };
     const auto finish = [&](Work const& work, auto& tOrO, typename Mainloop::Softmax& softmax) {
-      scale_rows(rows_and_columns(tOrO), finish_softmax(work, softmax));
-      store(work, tOrO);
+      if constexpr (Mainloop::kSplits) {
+        store_part<Mainloop::kM>(params.forward, work.tile, work.split, work.sequence.q, rows_and_columns(tOrO), tOcO,
+                                 softmax);
+      } else {
+        scale_rows(rows_and_columns(tOrO), finish_softmax(work, softmax));
+        store(work, tOrO);
+      }
     };
     const auto skip = [&](Work const& work) {
       typename Mainloop::Softmax nothing(params.forward.scores.map.unit_log2);
-      finish_softmax(work, nothing);
+      if constexpr (!Mainloop::kSplits) finish_softmax(work, nothing);
       Tensor zeros = partition_fragment_C(typename Mainloop::MmaPV{}, shape(cO));
       clear(zeros);
-      store(work, zeros);
+      Mainloop::kSplits ? finish(work, zeros, nothing) : store(work, zeros);
     };
     ForwardConsumerSm90<Mainloop>{params, shared, thread}.run(finish, skip);
     if (Mainloop::kMemory.staged) tma_store_wait<0>();  // shared memory must outlive TMA's reads of it
@@ -101,16 +108,28 @@ ForwardParamsSm90 forward_params_sm90(const ForwardPlan& plan, const ForwardTens
   };
 }
 
+/// Launches the kernel for keys that are `kInPages` or not, with those that the plan needs before and after it.
+template <class Row, bool kInPages, class Params>
+void launch_forward_sm90(const ForwardPlan& plan, const Params& params, Stream stream) {
+  using Mainloop = ForwardMainloopSm90<Row::kVariant>;
+  static_assert(sizeof(typename Mainloop::SharedStorage) == forward_shared_memory(Row::kVariant));
+  static KernelHandles whole, split;
+  const Device device = plan.problem.device;
+  const LaunchShape shape{plan.grid, Row::kVariant.threads(), plan.shared_memory, plan.lists};
+  if (plan.lists) order_tiles(params.forward.sequences, params.forward.ragged, device, stream);
+  if constexpr (Row::kVariant.may_split()) {
+    if (plan.splits > 1) {
+      launch(forward_sm90<Row, Keys{kInPages, true}>, split, device, shape, params, stream);
+      return join_parts(plan, params.forward, stream);
+    }
+  }
+  launch(forward_sm90<Row, Keys{kInPages, false}>, whole, device, shape, params, stream);
+}
+
 template <class Row>
 void launch_forward_sm90(const ForwardPlan& plan, const ForwardTensors& tensors, void* memory, Stream stream) {
   using Mainloop = ForwardMainloopSm90<Row::kVariant>;
-  static_assert(sizeof(typename Mainloop::SharedStorage) == forward_shared_memory(Row::kVariant));
-  static KernelHandles handles;
-  const Device device = plan.problem.device;
-  const ForwardParamsSm90 params = forward_params_sm90<Mainloop>(plan, tensors, memory);
-  if (plan.lists) order_tiles(params.forward.sequences, params.forward.ragged, device, stream);
-  launch(forward_sm90<Row>, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory, plan.lists},
-         params, stream);
+  launch_forward_sm90<Row, false>(plan, forward_params_sm90<Mainloop>(plan, tensors, memory), stream);
 }
 
 }  // namespace flashtile

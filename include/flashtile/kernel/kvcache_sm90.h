@@ -9,16 +9,12 @@ namespace flashtile {
 template <class Row>
 void attend_to_pages(const KvcachePlan& plan, const KvcacheTensors& cached, const ForwardTensors& tensors, void* memory,
                      Stream stream) {
-  using Mainloop = ForwardMainloopSm90<Row::kVariant, true>;
-  static KernelHandles handles;
+  using Mainloop = ForwardMainloopSm90<Row::kVariant, Keys{.in_pages = true}>;
   const ForwardPlan& forward = *plan.prefill;
-  const Device device = plan.problem.device;
   const int rows = rows_of_box(plan.cache, Row::kVariant);
   const PagedForwardParamsSm90 params{forward_params_sm90<Mainloop>(forward, tensors, memory, rows),
                                       plan.cache.layout(cached), rows};
-  if (forward.lists) order_tiles(params.forward.sequences, params.forward.ragged, device, stream);
-  launch(forward_sm90<Row, true>, handles, device,
-         {plan.grid, Row::kVariant.threads(), plan.shared_memory, forward.lists}, params, stream);
+  launch_forward_sm90<Row, true>(forward, params, stream);
 }
 
 template <class Row>

@@ -18,23 +18,26 @@ CUTE_DEVICE void for_column_pairs(Coord const& coord, const float* of_columns, V
     visit(c, *reinterpret_cast<const float2*>(of_columns + get<1>(coord(0, c))));
 }
 
-/// Calls `visit(c)` for every second column of `scores` (row, column), to change columns c and c + 1. All columns
-/// rotate so that these are always columns 0 and 1, since registers have no index at run time. It is for what few
-/// inputs need: unrolled, such code fills the instruction cache in the midst of what all inputs need.
-template <class Scores, class Visit>
-CUTE_DEVICE void for_column_pairs_in_turn(Scores& scores, Visit&& visit) {
+/// Calls `visit(c)` for every kTogether-th column of `scores` (row, column), to change columns c to c + kTogether − 1.
+/// All columns rotate so that these are always the first ones, since registers have no index at run time. It is for
+/// what few inputs need: unrolled, such code fills the instruction cache in the midst of what all inputs need.
+template <int kTogether, class Scores, class Visit>
+CUTE_DEVICE void for_columns_in_turn(Scores& scores, Visit&& visit) {
   using namespace cute;
   constexpr int kColumns = size<1>(decltype(scores.layout()){});
+  static_assert(kColumns % kTogether == 0);
   CUTE_NO_UNROLL
-  for (int c = 0; c < kColumns; c += 2) {
+  for (int c = 0; c < kColumns; c += kTogether) {
     visit(c);
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
-      const float first = scores(r, 0), second = scores(r, 1);
+      float first[kTogether];
       CUTE_UNROLL
-      for (int i = 0; i + 2 < kColumns; ++i) scores(r, i) = scores(r, i + 2);
-      scores(r, kColumns - 2) = first;
-      scores(r, kColumns - 1) = second;
+      for (int i = 0; i < kTogether; ++i) first[i] = scores(r, i);
+      CUTE_UNROLL
+      for (int i = 0; i + kTogether < kColumns; ++i) scores(r, i) = scores(r, i + kTogether);
+      CUTE_UNROLL
+      for (int i = 0; i < kTogether; ++i) scores(r, kColumns - kTogether + i) = first[i];
     }
   }
 }
@@ -80,12 +83,38 @@ struct ScoreTile {
       stretch(scores, coord, first_column);
   }
 
-  /// Does the first half of map(): the tanh of softcap.
+  /// Does the first half of map(): the tanh of softcap. Most tiles have no score near the softcap: theirs need no
+  /// exponential, of which there would be as many as softmax takes, and no reciprocal.
   template <Softcaps kSoftcaps, class Scores>
   CUTE_DEVICE void cap(Scores& scores) const {
     using namespace cute;
+    if constexpr (kSoftcaps == Softcaps::kUsual) {
+      if (cap_near(scores)) return;
+      constexpr int kQuarter = size<1>(decltype(scores.layout()){}) / 4;
+      for_columns_in_turn<kQuarter>(scores, [&](int) {
+        CUTE_UNROLL
+        for (int r = 0; r < size<0>(scores); ++r) {
+          CUTE_UNROLL
+          for (int c = 0; c < kQuarter; ++c) scores(r, c) = tanh_of<kSoftcaps>(params.map.inner * scores(r, c));
+        }
+      });
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < size(scores); ++i) scores(i) = tanh_of<kSoftcaps>(params.map.inner * scores(i));
+    }
+  }
+
+  /// Does that for raw scores up to `near` (see ScoreMap). Returns false, with nothing done, if the warp has others.
+  template <class Scores>
+  CUTE_DEVICE bool cap_near(Scores& scores) const {
+    using namespace cute;
+    float largest = 0;
     CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) scores(i) = tanh_of<kSoftcaps>(params.map.inner * scores(i));
+    for (int i = 0; i < size(scores); ++i) largest = fmaxf(largest, fabsf(scores(i)));
+    if (__any_sync(0xffffffff, largest > params.map.near)) return false;
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); ++i) scores(i) = params.map.tanh_near(scores(i));
+    return true;
   }
 
   /// Does the second half: the scale, and ALiBi. No row is unpacked, as select packs no heads where there are slopes.
@@ -95,10 +124,12 @@ struct ScoreTile {
     const float outer = params.map.outer, slope = params.slopes.at(tile.batch, tile.head);
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
-      const int to_diagonal = first_column - lengths.diagonal(first_row + get<0>(coord(r, 0)));
+      // The first column's distance is converted once for a row: a conversion takes as long as an exponential.
+      const int column = get<1>(coord(r, 0));
+      const float first = float(first_column + column - lengths.diagonal(first_row + get<0>(coord(r, 0))));
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c) {
-        const float distance = fabsf(float(to_diagonal + get<1>(coord(r, c))));
+        const float distance = fabsf(first + float(get<1>(coord(r, c)) - column));
         scores(r, c) = outer * scores(r, c) - slope * distance;
       }
     }
@@ -154,7 +185,7 @@ template <int kColumnStep = 8, class Scores, class Coord>
 CUTE_DEVICE void relate_steep_rows(BackwardParams const& params, Scores& scores, Coord const& coord,
                                    const float* lse_log2, std::int64_t first_row) {
   using namespace cute;
-  for_column_pairs_in_turn(scores, [&](int c) {
+  for_columns_in_turn<2>(scores, [&](int c) {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       const int row = get<1>(coord(0, 0)) + c / 2 * kColumnStep + i;

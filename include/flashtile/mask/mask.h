@@ -70,6 +70,17 @@ struct VisibleKeys {
       : first(0), count(keys), blocks(those.end()), interior(those.interior), lengths(all) {}
 
   FLASHTILE_HOST_DEVICE BlockWalk walk() const { return {{0, blocks}, interior}; }
+  /// Keeps the n-th of `parts` runs of neighbouring blocks, the last of which may have fewer blocks, or none.
+  FLASHTILE_HOST_DEVICE void take_part(int n, int parts) {
+    const auto at_most = [](int x, int most) { return x < most ? x : most; };
+    const int each = Spans::tiles(blocks, parts), begin = at_most(n * each, blocks);
+    blocks = at_most(each, blocks - begin);
+    count = at_most(count - begin * kN, blocks * kN);
+    first += begin * kN;
+    lengths.k -= begin * kN;
+    interior = {interior.begin > begin ? interior.begin - begin : 0, at_most(interior.end - begin, blocks)};
+    if (interior.empty()) interior = {};
+  }
   /// Returns the first key of a block, counted among all keys.
   FLASHTILE_HOST_DEVICE int key(int block) const { return first + block * kN; }
 };

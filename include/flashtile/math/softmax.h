@@ -35,6 +35,9 @@ struct ScoreMap {
   float unit_log2 = kLog2e;  // unit · log2 e, which makes scores exponents of 2
   bool capped = false;
   bool stretched = false;
+  static constexpr int kNearTerms = 5;
+  float near = 0;                     // up to which |raw| tanh_near() may be asked
+  float near_terms[kNearTerms] = {};  // the minimax coefficients of tanh(x) / x in x², times powers of `inner`
 
   static ScoreMap of(float scale, float softcap, bool alibi) {
     // A softcap of 2^122 or more counts as none: float32 shows its effect on scores above some 2^110 alone. Below it
@@ -42,6 +45,13 @@ struct ScoreMap {
     ScoreMap map{.capped = softcap > 0 && softcap < 0x1p122f};
     const float factor = map.capped ? softcap : scale;
     map.inner = map.capped ? std::clamp(scale / softcap, -kLargest, kLargest) : 0;
+    map.near = std::min(0.5f / std::fabs(map.inner), kLargest);
+    double power = map.inner;
+    int term = 0;
+    for (const double of_x : {0.999999932, -0.333327762, 0.133205706, -0.0527621262, 0.0167375584}) {
+      map.near_terms[term++] = static_cast<float>(of_x * power);
+      power *= double{map.inner} * map.inner;
+    }
     map.stretched = alibi || !(factor > 0) || factor > 0x1p124f;
     map.outer = map.stretched ? factor : 1;
     map.unit = map.stretched ? 1 : factor;
@@ -50,6 +60,14 @@ struct ScoreMap {
   }
 
   FLASHTILE_HOST_DEVICE bool maps() const { return capped || stretched; }
+
+  /// Returns tanh(inner · raw), to 4e-8, of a raw score up to `near`, where |inner · raw| is at most 0.5.
+  FLASHTILE_HOST_DEVICE float tanh_near(float raw) const {
+    const float square = raw * raw;
+    float sum = near_terms[kNearTerms - 1];
+    for (int n = kNearTerms - 2; n >= 0; --n) sum = fmaf(sum, square, near_terms[n]);
+    return raw * sum;
+  }
 };
 
 }  // namespace flashtile

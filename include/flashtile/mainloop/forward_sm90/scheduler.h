@@ -30,13 +30,23 @@ struct ForwardSchedulerSm90 {
     at.advance();
   }
 
-  /// Hands out a tile of the sequence whose spans are `span_of(&Sequence::q)` and `span_of(&Sequence::k)`.
+  /// Tiles are handed out by an index, where keys are split once for each split: these lie side by side.
+  CUTE_DEVICE int tile_of(unsigned index) const {
+    return Mainloop::kSplits ? params.forward.parts.splits.quotient(int(index)) : int(index);
+  }
+  CUTE_DEVICE int split_of(unsigned index) const {
+    return Mainloop::kSplits ? params.forward.parts.splits.remainder(int(index)) : 0;
+  }
+
+  /// Hands out a tile, or a split of it, of the sequence whose spans are `span_of(&Sequence::q)` and
+  /// `span_of(&Sequence::k)`.
   template <class SpanOf>
-  CUTE_DEVICE void hand_out(TileCoord tile, SpanOf&& span_of) {
+  CUTE_DEVICE void hand_out(TileCoord tile, int split, SpanOf&& span_of) {
     hand_out([&](Work& work) {
       ForwardParams const& forward = params.forward;
       const auto forget = [] { asm volatile("" ::: "memory"); };  // registers are scarce: what is needed is read again
       work.tile = tile;
+      if constexpr (Mainloop::kSplits) work.split = split;
       forget();
       work.sequence.q = span_of(&Sequence::q);
       forget();
@@ -56,6 +66,10 @@ struct ForwardSchedulerSm90 {
       } else {
         work.keys = VisibleKeys<kN>(forward.scores.mask, queries, work.sequence.lengths());
       }
+      if constexpr (Mainloop::kSplits) {
+        forget();
+        work.keys.take_part(work.split, forward.parts.splits.value);
+      }
     });
   }
 
@@ -68,7 +82,7 @@ struct ForwardSchedulerSm90 {
     CUTE_NO_UNROLL
     while (find(index, tile)) {
       Work const& work = shared.work[at.stage];
-      hand_out(tile, [&](auto side) { return span_of(tile, side); });
+      hand_out(tile, split_of(index), [&](auto side) { return span_of(tile, side); });
       if (index == blockIdx.x) begin();
       if (work.keys.blocks > 0) {
         shared.near_end.wait(parity);  // waits until the producer is near this tile's end
@@ -86,7 +100,7 @@ struct ForwardSchedulerSm90 {
     await_kernel_before();
     hand_out_ragged(
         [&](unsigned index, TileCoord& tile) {
-          if (!order.tiles.find(index, order.heads.value, true, found)) return false;
+          if (!order.tiles.find(unsigned(tile_of(index)), order.heads.value, true, found)) return false;
           tile = {found.entry->batch, found.head, found.block};
           return true;
         },
@@ -99,7 +113,7 @@ struct ForwardSchedulerSm90 {
     hand_out_ragged(
         [&](unsigned index, TileCoord& tile) {
           if (index >= unsigned(tiles)) return false;
-          tile = shared.few.find(index, params.forward.ragged, part);
+          tile = shared.few.find(unsigned(tile_of(index)), params.forward.ragged, part);
           return true;
         },
         [&](TileCoord tile, auto side) { return shared.few.sequences[tile.batch].*side; },
@@ -117,8 +131,15 @@ struct ForwardSchedulerSm90 {
     const int size_q = sequences.q.size, size_k = sequences.k.size;
     const Sequence whole{{0, size_q, size_q}, {0, size_k, size_k}};
     CUTE_NO_UNROLL
-    for (int n = 0; n < scheduler.tiles_of(blockIdx.x); ++n)
-      hand_out(scheduler.tile(scheduler.index(n, blockIdx.x)), [&](auto side) { return whole.*side; });
+    for (int n = 0; n < scheduler.tiles_of(blockIdx.x); ++n) {
+      TileCoord tile = scheduler.tile(scheduler.index(n, blockIdx.x));
+      int split = 0;
+      if constexpr (Mainloop::kSplits) {  // each split of a block of rows counts as a block
+        split = split_of(tile.m_block);
+        tile.m_block = tile_of(tile.m_block);
+      }
+      hand_out(tile, split, [&](auto side) { return whole.*side; });
+    }
   }
 
   CUTE_DEVICE void run() {
@@ -128,7 +149,8 @@ struct ForwardSchedulerSm90 {
       if (!leads) return;
       hand_out_dense();
     } else if (params.taken.given()) {
-      const int tiles = shared.few.place(forward.sequences, forward.ragged) * forward.ragged.heads.value;
+      const int tiles = shared.few.place(forward.sequences, forward.ragged) * forward.ragged.heads.value *
+                        (Mainloop::kSplits ? forward.parts.splits.value : 1);
       if (!leads) return;
       hand_out_few(tiles);
     } else {

@@ -33,10 +33,18 @@ struct PagedForwardParamsSm90 : ForwardParamsSm90 {
   int rows_of_box;  // divides a page and a tile
 };
 
-template <Variant kV, bool kPaged = false>
+/// Keys says where a kernel's keys are, in rows or in pages, and whether those of a tile are split among thread blocks:
+/// then their results are partial ones (see ForwardParts).
+struct Keys {
+  bool in_pages = false;
+  bool split = false;
+};
+
+template <Variant kV, Keys kKeys = Keys{}>
 struct ForwardMainloopSm90 {
-  using Params = std::conditional_t<kPaged, PagedForwardParamsSm90, ForwardParamsSm90>;
-  static constexpr bool kOverPages = kPaged;
+  using Params = std::conditional_t<kKeys.in_pages, PagedForwardParamsSm90, ForwardParamsSm90>;
+  static constexpr bool kOverPages = kKeys.in_pages;
+  static constexpr bool kSplits = kKeys.split;
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
@@ -94,6 +102,8 @@ struct ForwardMainloopSm90 {
     Sequence sequence;
     TmaRows q_rows, k_rows;
     VisibleKeys<kN> keys;
+    struct Nothing {};
+    [[no_unique_address]] std::conditional_t<kSplits, int, Nothing> split;  // which split of the tile this is
   };
   // A tile stays in use until the next one has begun. A tile of ragged sequences is handed out when so many key blocks
   // of the one before are left to load, and not earlier, as no other thread block can take it then.

@@ -1,0 +1,100 @@
+#include "flashtile/join_parts.h"
+
+#include <cute/tensor.hpp>
+
+#include "flashtile/cuda/launch.h"
+#include "flashtile/math/element.h"
+#include "flashtile/math/part.h"
+#include "flashtile/math/round.h"
+
+namespace flashtile {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kColumns = 4;  // columns that a thread has of a row
+constexpr int kAhead = 4;    // parts whose loads are in flight together
+
+struct JoinParams {
+  ForwardParams forward;
+  int tile_m;
+  Divisor chunks_of_row, blocks_of_tile;  // a chunk is kColumns columns of one row, a thread's work
+};
+
+/// Finds the tile of rows at a place, as ForwardParts has them.
+__device__ void find_tile(ForwardParams const& params, int place, TileCoord& tile, Span& queries) {
+  const ForwardParts& parts = params.parts;
+  const Spans& spans = params.sequences.q;
+  tile.head = place / parts.m_blocks;
+  const int within = place - tile.head * parts.m_blocks;
+  if (spans.ragged()) {
+    tile.batch = spans.entry_of(within, parts.queries);
+    queries = spans.at(tile.batch);
+    tile.m_block = within - spans.first_place(tile.batch, queries.first, parts.queries);
+  } else {
+    tile.batch = tile.head / parts.heads;
+    tile.head -= tile.batch * parts.heads;
+    queries = spans.at(tile.batch);
+    tile.m_block = within;
+  }
+}
+
+/// Joins the parts of some rows of one tile.
+template <class Element>
+__global__ void __launch_bounds__(kThreads) join_parts_kernel(const __grid_constant__ JoinParams params) {
+  ForwardParams const& forward = params.forward;
+  const ForwardParts& parts = forward.parts;
+  const int place = params.blocks_of_tile.quotient(blockIdx.x);
+  const int chunk = params.blocks_of_tile.remainder(blockIdx.x) * kThreads + int(threadIdx.x);
+  const int row = params.chunks_of_row.quotient(chunk), column = params.chunks_of_row.remainder(chunk) * kColumns;
+  if (row >= params.tile_m) return;
+  TileCoord tile;
+  Span queries;
+  find_tile(forward, place, tile, queries);
+  const HeadPacking packing = forward.scores.packing;
+  const int tile_row = tile.m_block * params.tile_m + row, query = packing.query(tile_row);
+  if (tile.m_block < 0 || query >= queries.size) return;
+
+  const std::int64_t first = std::int64_t(place) * parts.splits.value * params.tile_m + row;
+  const float unit = forward.scores.map.unit, unit_log2 = forward.scores.map.unit_log2;
+  Part sum;
+  if (query < queries.used) {
+    CUTE_NO_UNROLL
+    for (int n = 0; n < parts.splits.value; n += kAhead) {
+      Part some[kAhead];
+      CUTE_UNROLL
+      for (int i = 0; i < kAhead; ++i) {
+        if (n + i >= parts.splits.value) continue;
+        const std::int64_t at = first + std::int64_t(n + i) * params.tile_m;
+        some[i] = {*reinterpret_cast<const float4*>(parts.out + at * forward.head_dim_v + column), parts.state[at]};
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < kAhead; ++i) sum.join(some[i], unit_log2);
+    }
+  }
+  const int head = packing.first_head(tile.head) + packing.head(tile_row);
+  const bool sinks = forward.sinks != nullptr && query < queries.used;
+  const RowTotal total = sum.state.total(sinks ? forward.sinks[head] : -kInfinity, unit);
+  sum.scale(total.normaliser);
+  Element* const to = static_cast<Element*>(forward.out) + forward.out_strides.at(tile.batch, queries.first + query) +
+                      head * forward.out_strides.head + column;
+  *reinterpret_cast<uint2*>(to) = {round_pair<Element>(sum.o.x, sum.o.y), round_pair<Element>(sum.o.z, sum.o.w)};
+  if (column == 0 && forward.rows.wanted())
+    forward.rows.store(forward.rows.strides.at(tile.batch, head, queries.first + query), total.finished(), unit);
+}
+
+}  // namespace
+
+void join_parts(const ForwardPlan& plan, const ForwardParams& params, Stream stream) {
+  static KernelHandles half, bfloat;
+  const int tile_m = plan.variant.tile_m, chunks_of_row = plan.problem.head_dim_v / kColumns;
+  const int blocks_of_tile = (tile_m * chunks_of_row + kThreads - 1) / kThreads;
+  const int tiles = static_cast<int>(plan.tiles / plan.splits);
+  const JoinParams join{params, tile_m, Divisor(chunks_of_row), Divisor(blocks_of_tile)};
+  const LaunchShape shape{tiles * blocks_of_tile, kThreads, 0};
+  const Device device = plan.problem.device;
+  plan.variant.dtype == DType::kFloat16
+      ? launch(join_parts_kernel<ElementOf<DType::kFloat16>>, half, device, shape, join, stream)
+      : launch(join_parts_kernel<ElementOf<DType::kBFloat16>>, bfloat, device, shape, join, stream);
+}
+
+}  // namespace flashtile

@@ -1,0 +1,34 @@
+// This epilogue stores the partial result of a tile over some of its keys: its rows before they are normalised, and
+// their softmax so far.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flashtile/math/online_softmax.h"
+#include "flashtile/params.h"
+
+namespace flashtile {
+
+/// Stores `rows` (row, head_dim) of a thread, whose coordinates in the tile are `coord`, as the result over a split of
+/// the tile's keys (see ForwardParts). A quad stores 32 neighbouring bytes of a row at a time.
+template <int kM, class Rows, class Coord, class Softmax>
+CUTE_DEVICE void store_part(ForwardParams const& params, TileCoord tile, int split, Span queries, Rows const& rows,
+                            Coord const& coord, Softmax& softmax) {
+  using namespace cute;
+  softmax.finish_sums();
+  const ForwardParts& parts = params.parts;
+  const std::int64_t first = (parts.place(params.sequences.q, tile, queries) + split) * kM;
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(rows); ++r) {
+    const std::int64_t row = first + get<0>(coord(r, 0));
+    if (get<1>(coord(0, 0)) == 0) parts.state[row] = softmax.row[r];  // the first thread of each quad writes it
+    float* const out = parts.out + row * params.head_dim_v;
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(rows); c += 2) {
+      const int column = get<1>(coord(r, c));
+      if (column < params.head_dim_v) *reinterpret_cast<float2*>(out + column) = {rows(r, c), rows(r, c + 1)};
+    }
+  }
+}
+
+}  // namespace flashtile
