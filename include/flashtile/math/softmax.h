@@ -36,7 +36,7 @@ struct ScoreMap {
   bool capped = false;
   bool stretched = false;
   static constexpr int kNearTerms = 5;
-  float near = 0;                     // up to which |raw| tanh_near() may be asked
+  float near = -1;                    // up to which |raw| tanh_near() may be asked; below 0: of none
   float near_terms[kNearTerms] = {};  // the minimax coefficients of tanh(x) / x in x², times powers of `inner`
 
   static ScoreMap of(float scale, float softcap, bool alibi) {
@@ -45,7 +45,8 @@ struct ScoreMap {
     ScoreMap map{.capped = softcap > 0 && softcap < 0x1p122f};
     const float factor = map.capped ? softcap : scale;
     map.inner = map.capped ? std::clamp(scale / softcap, -kLargest, kLargest) : 0;
-    map.near = std::min(0.5f / std::fabs(map.inner), kLargest);
+    // With factors out of this range, no model's, powers of them would leave float32.
+    if (std::fabs(map.inner) >= 0x1p-13f && std::fabs(map.inner) <= 0x1p13f) map.near = 0.5f / std::fabs(map.inner);
     double power = map.inner;
     int term = 0;
     for (const double of_x : {0.999999932, -0.333327762, 0.133205706, -0.0527621262, 0.0167375584}) {
@@ -61,7 +62,7 @@ struct ScoreMap {
 
   FLASHTILE_HOST_DEVICE bool maps() const { return capped || stretched; }
 
-  /// Returns tanh(inner · raw), to 4e-8, of a raw score up to `near`, where |inner · raw| is at most 0.5.
+  /// Returns tanh(inner · raw), to 6e-8, of a raw score up to `near`, where |inner · raw| is at most 0.5.
   FLASHTILE_HOST_DEVICE float tanh_near(float raw) const {
     const float square = raw * raw;
     float sum = near_terms[kNearTerms - 1];
