@@ -19,7 +19,7 @@
 
 namespace flashtile {
 
-template <class Row, Keys kKeys = Keys{}>
+template <class Row, Keys kKeys>
 __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     forward_sm90(const __grid_constant__ typename ForwardMainloopSm90<Row::kVariant, kKeys>::Params params) {
   using namespace cute;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
 
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-    if (threadIdx.x < (kKeys.in_pages ? 32 : 1)) ForwardProducerSm90<Mainloop>{params, shared}.run();
+    if (threadIdx.x < (Mainloop::kOverPages ? 32 : 1)) ForwardProducerSm90<Mainloop>{params, shared}.run();
     if (threadIdx.x / 32 == 1) ForwardSchedulerSm90<Mainloop>{params, shared}.run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Mainloop::kRegisters>();
@@ -108,8 +108,8 @@ ForwardParamsSm90 forward_params_sm90(const ForwardPlan& plan, const ForwardTens
   };
 }
 
-/// Launches the kernel for keys that are `kInPages` or not, with those that the plan needs before and after it.
-template <class Row, bool kInPages, class Params>
+/// Launches the kernel for keys in rows or in pages, with those that the plan needs before and after it.
+template <class Row, Keys kKeys, class Params>
 void launch_forward_sm90(const ForwardPlan& plan, const Params& params, Stream stream) {
   using Mainloop = ForwardMainloopSm90<Row::kVariant>;
   static_assert(sizeof(typename Mainloop::SharedStorage) == forward_shared_memory(Row::kVariant));
@@ -119,17 +119,18 @@ void launch_forward_sm90(const ForwardPlan& plan, const Params& params, Stream s
   if (plan.lists) order_tiles(params.forward.sequences, params.forward.ragged, device, stream);
   if constexpr (Row::kVariant.may_split()) {
     if (plan.splits > 1) {
-      launch(forward_sm90<Row, Keys{kInPages, true}>, split, device, shape, params, stream);
+      constexpr Keys kSplit = kKeys == Keys::kInPages ? Keys::kInPagesSplit : Keys::kInRowsSplit;
+      launch(forward_sm90<Row, kSplit>, split, device, shape, params, stream);
       return join_parts(plan, params.forward, stream);
     }
   }
-  launch(forward_sm90<Row, Keys{kInPages, false}>, whole, device, shape, params, stream);
+  launch(forward_sm90<Row, kKeys>, whole, device, shape, params, stream);
 }
 
 template <class Row>
 void launch_forward_sm90(const ForwardPlan& plan, const ForwardTensors& tensors, void* memory, Stream stream) {
   using Mainloop = ForwardMainloopSm90<Row::kVariant>;
-  launch_forward_sm90<Row, false>(plan, forward_params_sm90<Mainloop>(plan, tensors, memory), stream);
+  launch_forward_sm90<Row, Keys::kInRows>(plan, forward_params_sm90<Mainloop>(plan, tensors, memory), stream);
 }
 
 }  // namespace flashtile

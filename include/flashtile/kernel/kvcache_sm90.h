@@ -9,12 +9,12 @@ namespace flashtile {
 template <class Row>
 void attend_to_pages(const KvcachePlan& plan, const KvcacheTensors& cached, const ForwardTensors& tensors, void* memory,
                      Stream stream) {
-  using Mainloop = ForwardMainloopSm90<Row::kVariant, Keys{.in_pages = true}>;
+  using Mainloop = ForwardMainloopSm90<Row::kVariant, Keys::kInPages>;
   const ForwardPlan& forward = *plan.prefill;
   const int rows = rows_of_box(plan.cache, Row::kVariant);
   const PagedForwardParamsSm90 params{forward_params_sm90<Mainloop>(forward, tensors, memory, rows),
                                       plan.cache.layout(cached), rows};
-  launch_forward_sm90<Row, true>(forward, params, stream);
+  launch_forward_sm90<Row, Keys::kInPages>(forward, params, stream);
 }
 
 template <class Row>

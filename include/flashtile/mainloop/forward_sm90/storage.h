@@ -35,16 +35,13 @@ struct PagedForwardParamsSm90 : ForwardParamsSm90 {
 
 /// Keys says where a kernel's keys are, in rows or in pages, and whether those of a tile are split among thread blocks:
 /// then their results are partial ones (see ForwardParts).
-struct Keys {
-  bool in_pages = false;
-  bool split = false;
-};
+enum class Keys : std::uint8_t { kInRows, kInPages, kInRowsSplit, kInPagesSplit };
 
-template <Variant kV, Keys kKeys = Keys{}>
+template <Variant kV, Keys kKeys = Keys::kInRows>
 struct ForwardMainloopSm90 {
-  using Params = std::conditional_t<kKeys.in_pages, PagedForwardParamsSm90, ForwardParamsSm90>;
-  static constexpr bool kOverPages = kKeys.in_pages;
-  static constexpr bool kSplits = kKeys.split;
+  static constexpr bool kOverPages = kKeys == Keys::kInPages || kKeys == Keys::kInPagesSplit;
+  static constexpr bool kSplits = kKeys == Keys::kInRowsSplit || kKeys == Keys::kInPagesSplit;
+  using Params = std::conditional_t<kOverPages, PagedForwardParamsSm90, ForwardParamsSm90>;
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
