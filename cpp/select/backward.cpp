@@ -55,7 +55,7 @@ void plan_on_cpu(BackwardPlan& plan, const DeviceInfo& device) {
 void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
-  const BackwardWorkspace workspace = BackwardWorkspace::of(p, v);
+  const BackwardWorkspace workspace = BackwardWorkspace::of(p, v, plan.parts);
   countable("q", workspace.tiles, kTiles);  // the rows of these tiles still fit in int64
   countable("q", workspace.rows(), "rows (batch × heads × whole blocks)");
   if (v.two_passes()) plan.tiles += workspace.tiles;

@@ -29,7 +29,7 @@ struct OnePassSchedulerSm90 {
       });
       // No other thread block can have what is taken, so it is taken late. But a block that is soon done should not
       // wait for the counter's answer.
-      taken = more && shared.work.steps() <= Mainloop::kStepsAhead;
+      taken = more && shared.work.steps <= Mainloop::kStepsAhead;
       if (taken) index = take();
     }
   }
