@@ -87,6 +87,11 @@ struct KeyBlock : GroupWalk {
     return first_tile + head * params.m_blocks + m_block;
   }
 
+  /// Finds the steps of the part, once all else is known.
+  CUTE_DEVICE void take_part(BackwardParams const& params) {
+    cut(kv_head * params.group, params.group, params.parts.remainder(place), params.parts);
+  }
+
   /// Calls `visit(head, m_block)` for each tile.
   template <class Visit>
   CUTE_DEVICE void for_each(Visit&& visit) const {
@@ -117,7 +122,7 @@ struct KeyBlock : GroupWalk {
     // First tiles are spread as evenly as can be. The quotient is approximate, as a 64-bit one would be a call.
     if (kTurns && params.scores.mask.shows_all() && !params.deterministic)
       start += int(__umulhi(unsigned(queries.end() - start), unsigned(n_block) * (~0u / unsigned(n_blocks))));
-    cut(kv_head * params.group, params.group, params.parts.remainder(place), params.parts);
+    take_part(params);
   }
 };
 

@@ -18,21 +18,21 @@ struct GroupWalk {
 
   FLASHTILE_HOST_DEVICE bool empty() const { return steps == 0; }
 
-  /// Becomes part `part` of the walk over `group` heads from `head` on; `queries`, `start` and `step` are set. Parts
+  /// Becomes the `part`-th part of the walk over `group` heads from `head` on; `queries`, `start` and `step` are set. Parts
   /// are as long as each other, but for the last ones, which may be shorter or empty.
   FLASHTILE_HOST_DEVICE void cut(int head, int group, int part, Divisor parts) {
+    const int blocks = queries.blocks(), all = group * blocks;
+    const int length = all == 0 ? 0 : parts.quotient(all - 1) + 1;
+    const int before = part * length < all ? part * length : all;
+    const int end = before + length < all ? before + length : all;
+    steps = end - before;
+    int tiles = before;
     first_head = head;
-    first_tile_of_head = start;
-    steps = group * queries.blocks();
-    if (parts.value == 1 || steps == 0) return;
-    const int length = parts.quotient(steps - 1) + 1;
-    const int before = part * length < steps ? part * length : steps;
-    const int heads = before / queries.blocks(), tiles = before - heads * queries.blocks();
-    first_head += heads;
-    first_tile_of_head += step * tiles;
+    // Heads are few: this spares a division and its registers.
+    while (tiles >= blocks && blocks > 0) tiles -= blocks, ++first_head;
+    first_tile_of_head = start + step * tiles;
     if (first_tile_of_head >= queries.end()) first_tile_of_head -= queries.blocks();
     if (first_tile_of_head < queries.first()) first_tile_of_head += queries.blocks();
-    steps = length < steps - before ? length : steps - before;
   }
 
   /// Goes one step on.
