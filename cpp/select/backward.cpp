@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "cpu/cpu.h"
 #include "flashtile/flashtile.h"
@@ -40,6 +41,8 @@ int key_blocks(const Problem& p, const Variant& v) {
 struct KeyWork {
   std::int64_t blocks = 0;
   double average = 0, longest = 0;  // steps of a block
+  int units = 0;                    // a part has as many of these units of a block's steps as any other, or one less
+  double waits = 0;                 // steps that the last block of a head is behind the first
 
   static KeyWork of(const Problem& problem, const Variant& v) {
     const Problem p = problem.dense();
@@ -53,6 +56,10 @@ struct KeyWork {
       work.average += steps / blocks;
       work.longest = std::max(work.longest, steps);
     }
+    const bool in_order = p.deterministic && !v.two_passes();
+    work.units = static_cast<int>(std::min<double>(work.longest, std::numeric_limits<int>::max()));
+    if (in_order && p.band != Band::full()) work.units = p.group();  // see KeyBlock
+    if (in_order) work.waits = blocks;
     return work;
   }
 
@@ -61,7 +68,8 @@ struct KeyWork {
   double time(const Variant& v, Band band, int parts, int at_once) const {
     const double thread_blocks = static_cast<double>(blocks * parts);
     const double ends = parts == 1 ? h200::kEndsOfBlock : h200::kEndsOfPart;
-    const double of_part = average / parts + ends, longest_part = std::ceil(longest / parts) + ends;
+    const double share = std::ceil(1.0 * units / parts) / std::max(units, 1);  // of the longest part in its block
+    const double of_part = average / parts + ends, longest_part = longest * share + ends + waits;
     double steps = std::ceil(thread_blocks / at_once) * longest_part;
     if (v.two_passes() || band != Band::full()) {
       // A second pass, of three matmuls where the first has four, fills the tail of the first.
@@ -86,7 +94,8 @@ int parts_of_key_block(const BackwardPlan& plan, const DeviceInfo& device) {
   const KeyWork work = KeyWork::of(p, v);
   int best = 1;
   double least = h200::kGain * work.time(v, p.band, 1, at_once);
-  for (int parts = 2; parts <= most && parts * h200::kFewestSteps <= work.longest; ++parts) {
+  for (int parts = 2; parts <= std::min<std::int64_t>(most, work.units); ++parts) {
+    if (parts * h200::kFewestSteps > work.longest) break;
     const double time = work.time(v, p.band, parts, at_once);
     if (time < least) best = parts, least = time;
   }

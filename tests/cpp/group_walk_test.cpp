@@ -46,7 +46,7 @@ void for_each_walk(Visit&& visit) {
 TEST(GroupWalk, VisitsEveryTileOfEveryHeadFromItsStartAround) {
   for_each_walk([](GroupWalk walk) {
     constexpr int kHead = 6, kGroup = 3;
-    walk.cut(kHead, kGroup, 0, Divisor(1));
+    walk.cut(kHead, kGroup, 0, Divisor(1), false);
     Steps expected;
     for (int head = kHead; head < kHead + kGroup; ++head) {
       int tile = walk.start;
@@ -62,29 +62,32 @@ TEST(GroupWalk, VisitsEveryTileOfEveryHeadFromItsStartAround) {
 TEST(GroupWalk, PartsAreTheWholeWalkInOrder) {
   for_each_walk([](GroupWalk walk) {
     for (const int group : {0, 1, 2, 5}) {
-      walk.cut(group, group, 0, Divisor(1));
-      const Steps whole = steps_of(walk);
-      for (int parts = 1; parts <= static_cast<int>(whole.size()) + 2; ++parts) {
-        const int longest = (static_cast<int>(whole.size()) + parts - 1) / parts;
-        Steps joined;
-        for (int i = 0; i < parts; ++i) {
-          GroupWalk part = walk;
-          part.cut(group, group, i, Divisor(parts));
-          ASSERT_LE(part.steps, longest);
-          ASSERT_EQ(part.empty(), part.steps == 0);
-          const Steps steps = steps_of(part);
-          joined.insert(joined.end(), steps.begin(), steps.end());
+      for (const bool whole_heads : {false, true}) {
+        walk.cut(group, group, 0, Divisor(1), whole_heads);
+        const Steps whole = steps_of(walk);
+        for (int parts = 1; parts <= static_cast<int>(whole.size()) + 2; ++parts) {
+          const int unit = whole_heads ? walk.queries.blocks() : 1, units = whole_heads ? group : walk.steps;
+          const int longest = (units + parts - 1) / parts * unit;
+          Steps joined;
+          for (int i = 0; i < parts; ++i) {
+            GroupWalk part = walk;
+            part.cut(group, group, i, Divisor(parts), whole_heads);
+            ASSERT_LE(part.steps, longest);
+            ASSERT_TRUE(!whole_heads || part.empty() || part.first_tile_of_head == walk.start);
+            const Steps steps = steps_of(part);
+            joined.insert(joined.end(), steps.begin(), steps.end());
+          }
+          ASSERT_EQ(joined, whole);
         }
-        ASSERT_EQ(joined, whole);
       }
     }
   });
 }
 
-// In a fixed order, a block of keys adds to a tile of dQ when the block before it has: that has to be a block, or a
-// part of one, that comes before it in the order in which thread blocks take them.
-TEST(GroupWalk, WhoAddsToATileBeforeComesBefore) {
-  constexpr int kM = 3, kN = 4, kGroup = 3;
+// In a fixed order, a block of keys adds to a tile of dQ when the block before it has: that has to be a part that comes
+// before it in the order in which thread blocks take them, and the same part of its block, which is about as far.
+TEST(GroupWalk, WhoAddsToATileBeforeIsTheSamePartOfTheBlockBefore) {
+  constexpr int kM = 3, kN = 4, kGroup = 5;
   for (const Band band : {Band::full(), Band::causal(), Band{7, 2}}) {
     for (const Lengths n : {Lengths{14, 9}, Lengths{5, 20}, Lengths{40, 33}}) {
       for (int parts = 1; parts < 12; ++parts) {
@@ -95,13 +98,13 @@ TEST(GroupWalk, WhoAddsToATileBeforeComesBefore) {
           GroupWalk part{.queries = Mask{band.transposed()}.walk({key, std::min(key + kN, n.k)}, kM, n.transposed())};
           part.start = part.queries.last();
           part.step = -1;
-          part.cut(0, kGroup, index % parts, Divisor(parts));
+          part.cut(0, kGroup, index % parts, Divisor(parts), band != Band::full());
           for (const auto& step : steps_of(part)) adds.emplace_back(step, index);
         }
         std::sort(adds.begin(), adds.end());
         for (std::size_t i = 1; i < adds.size(); ++i) {
           if (adds[i].first == adds[i - 1].first) {
-            ASSERT_EQ(adds[i].second / parts, adds[i - 1].second / parts + 1);
+            ASSERT_EQ(adds[i].second, adds[i - 1].second + parts);
           }
         }
       }

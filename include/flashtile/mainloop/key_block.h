@@ -21,7 +21,9 @@ namespace flashtile {
 /// from the last query to the first: see SumOfDq.
 ///
 /// The parts of a block are neighbours in the order. So a block's parts come after all parts of the blocks before it of
-/// the same head, and a part that waits for the sum of another block only ever waits for one that comes before it.
+/// the same head, and a part that waits for the sum of another block only ever waits for one that comes before it. It
+/// should be of the same queries, too, or it would wait for most of that part: under a mask, where the walks of blocks
+/// differ, parts that add in order have whole heads.
 ///
 /// With kRagged, sequences may be ragged. A kernel that never sees such has their lengths among its parameters. Without
 /// kTurns, all blocks begin with the first or the last tile.
@@ -89,7 +91,8 @@ struct KeyBlock : GroupWalk {
 
   /// Finds the steps of the part, once all else is known.
   CUTE_DEVICE void take_part(BackwardParams const& params) {
-    cut(kv_head * params.group, params.group, params.parts.remainder(place), params.parts);
+    const bool whole_heads = params.deterministic && !params.scores.mask.shows_all();
+    cut(kv_head * params.group, params.group, params.parts.remainder(place), params.parts, whole_heads);
   }
 
   /// Calls `visit(head, m_block)` for each tile.

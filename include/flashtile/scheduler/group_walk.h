@@ -18,11 +18,13 @@ struct GroupWalk {
 
   FLASHTILE_HOST_DEVICE bool empty() const { return steps == 0; }
 
-  /// Becomes the `part`-th part of the walk over `group` heads from `head` on; `queries`, `start` and `step` are set. Parts
-  /// are as long as each other, but for the last ones, which may be shorter or empty.
-  FLASHTILE_HOST_DEVICE void cut(int head, int group, int part, Divisor parts) {
+  /// Becomes the `part`-th part of the walk over `group` heads from `head` on; `queries`, `start` and `step` are set.
+  /// Parts are as long as each other, but for the last ones, which may be shorter or empty. If so asked, they have
+  /// whole heads.
+  FLASHTILE_HOST_DEVICE void cut(int head, int group, int part, Divisor parts, bool whole_heads) {
     const int blocks = queries.blocks(), all = group * blocks;
-    const int length = all == 0 ? 0 : parts.quotient(all - 1) + 1;
+    const int last = (whole_heads ? group : all) - 1;
+    const int length = all == 0 ? 0 : (parts.quotient(last) + 1) * (whole_heads ? blocks : 1);
     const int before = part * length < all ? part * length : all;
     const int end = before + length < all ? before + length : all;
     steps = end - before;
