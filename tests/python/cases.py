@@ -247,7 +247,7 @@ def _cases():
         few = dict(batch=1, heads_q=2, heads_k=2, seqlen_k=13, dtype=dtype)
         add("few_keys_many_queries", seqlen_q=5584, **few)
         add("few_keys_many_queries_gaps", seqlen_q=2100, head_dim=128, alibi="per head", layout="gaps", **few)
-        add("few_keys_mostly_blind", seqlen_q=2100, causal=True, **few)
+        add("mostly_blind_many_queries", seqlen_q=2100, causal=True, **few)
 
     for name, sizes in {
         "no_queries": {"seqlen_q": 0},
