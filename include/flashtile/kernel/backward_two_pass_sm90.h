@@ -82,12 +82,12 @@ struct BackwardTwoPassSm90 {
   /// The producer warp has TMA load the tiles of both passes.
   CUTE_DEVICE void produce() const {
     typename OfKeys::Producer of_keys{params, shared.key_tiles, shared.key_barriers};
-    shared.key_blocks.for_each([&](KeyBlock const& block) __attribute__((always_inline)) {
+    shared.key_blocks.for_each([&](KeyBlock const& block, KeyBlock const&) __attribute__((always_inline)) {
       of_keys.run(block, [&] { shared.key_blocks.ask(); });
     });
     begin_second_pass();
     typename OfQueries::Producer of_queries{params, shared.query_tiles, shared.query_barriers};
-    shared.queries.for_each([&](QueryTile const& tile) __attribute__((always_inline)) {
+    shared.queries.for_each([&](QueryTile const& tile, QueryTile const&) __attribute__((always_inline)) {
       of_queries.run(typename OfQueries::Work(params.backward, tile), [&] { shared.queries.ask(); });
     });
   }
@@ -123,18 +123,18 @@ struct BackwardTwoPassSm90 {
   CUTE_DEVICE void form_keys(Consumer& consumer, float scale, void* gradient, Strides const& strides, float* partial,
                              int columns) const {
     using namespace cute;
-    shared.key_blocks.for_each([&](KeyBlock const& block) __attribute__((always_inline)) {
+    shared.key_blocks.for_each([&](KeyBlock const& block, KeyBlock const& kept) __attribute__((always_inline)) {
       Tensor acc = partition_fragment_C(Mma{}, Shape<Int<OfKeys::kN>, Int<kColumns>>{});
       clear(acc);
       consumer.run(block, acc);
       if (gradient == nullptr) return;
       if (partial != nullptr)
         return store_partial<OfKeys::kN, kColumns, Mma>(
-            acc, partial, block.place, block.span_of_keys(params.backward).used - block.n_block * OfKeys::kN, columns,
+            acc, partial, kept.place, kept.span_of_keys(params.backward).used - kept.n_block * OfKeys::kN, columns,
             consumer.thread);
-      const auto head = GradientHead<Element>::of(gradient, strides, block.batch, block.kv_head,
-                                                  block.span_of_keys(params.backward), columns);
-      store_gradient<OfKeys::kN, Mma, kRagged>(acc, scale, head, block.n_block * OfKeys::kN, consumer.thread);
+      const auto head = GradientHead<Element>::of(gradient, strides, kept.batch, kept.kv_head,
+                                                  kept.span_of_keys(params.backward), columns);
+      store_gradient<OfKeys::kN, Mma, kRagged>(acc, scale, head, kept.n_block * OfKeys::kN, consumer.thread);
     });
   }
 
@@ -145,7 +145,7 @@ struct BackwardTwoPassSm90 {
     BackwardParams const& backward = params.backward;
     const int thread = threadIdx.x - 128;
     typename OfQueries::Consumer consumer{backward, shared.query_tiles, shared.query_barriers, thread};
-    shared.queries.for_each([&](QueryTile const& tile) __attribute__((always_inline)) {
+    shared.queries.for_each([&](QueryTile const& tile, QueryTile const&) __attribute__((always_inline)) {
       Tensor acc = partition_fragment_C(Mma{}, Shape<Int<OfQueries::kM>, Int<OfQueries::kHeadDim>>{});
       clear(acc);
       consumer.run(typename OfQueries::Work(backward, tile), acc);
