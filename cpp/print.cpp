@@ -142,7 +142,10 @@ std::string to_string(const ForwardPlan& plan) {
 }
 
 std::string to_string(const BackwardPlan& plan) {
-  return plan_string("backward", plan, backward_cost(plan.problem), plan.run != nullptr);
+  std::string further;
+  if (plan.parts > 1)
+    further = line("parts", format("%d thread blocks share the queries of a block of keys", plan.parts));
+  return plan_string("backward", plan, backward_cost(plan.problem), plan.run != nullptr, further);
 }
 
 std::string to_string(const KvcachePlan& plan) {

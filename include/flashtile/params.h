@@ -11,6 +11,7 @@
 #include "flashtile/plan.h"
 #include "flashtile/row_results.h"
 #include "flashtile/scheduler/ragged.h"
+#include "flashtile/scheduler/sections.h"
 #include "flashtile/scheduler/single.h"
 #include "flashtile/sequence.h"
 #include "flashtile/workspace.h"
@@ -126,6 +127,10 @@ struct BackwardParams {
   int m_blocks;       // tiles of query rows in one head; of a ragged batch, slots for them (see Spans)
   int n_blocks;       // tiles of keys in one head
   int heads_at_once;  // KV heads whose key blocks are interleaved: see KeyBlock
+  Divisor parts;      // thread blocks that share the queries of a block of keys: see KeyBlock
+  // With several parts, tiles of float32 of each, before the scale (see BackwardWorkspace): null with one.
+  float* partial_dk;
+  float* partial_dv;
   RaggedTiles ragged_queries, ragged_keys;
   // This counts the tiles asked for so far, as RaggedTiles has it, of dense batches too: blocks of keys, and after them
   // the tiles of queries of a second pass.
@@ -180,11 +185,38 @@ struct BackwardParams {
     return true;
   }
 
+  /// This is one block of keys of one KV head.
+  struct KeyTile {
+    int batch, kv_head, n_block;
+    int blocks_of_sequence;
+    Sequence sequence;
+  };
+
+  /// Returns the block of keys `index` of a dense batch, in the order in which kernels take them.
+  FLASHTILE_HOST_DEVICE KeyTile dense_key_tile(unsigned index) const {
+    const auto found = BlockOfSection::at(index, batch * heads_k, n_blocks, heads_at_once);
+    const int entry = found.head / heads_k;
+    return {entry, found.head - entry * heads_k, found.rank, n_blocks, sequences.at(entry)};
+  }
+
+  /// Returns whether there is a block of keys `index`, and sets which.
+  FLASHTILE_HOST_DEVICE bool find_key_tile(unsigned index, KeyTile& tile) const {
+    if (ragged_keys.given()) {
+      RaggedTile found;
+      if (!ragged_keys.find(index, heads_k, false, found)) return false;
+      const RaggedEntry& entry = *found.entry;
+      tile = {entry.batch, found.head, found.block, entry.blocks_of_sequence, entry.sequence};
+    } else {
+      tile = dense_key_tile(index);
+    }
+    return true;
+  }
+
   static BackwardParams of(const BackwardPlan& plan, const BackwardTensors& t, void* memory) {
     const Problem& p = plan.problem;
     const ForwardTensors& f = t.forward;
     const ScoreParams<HeadPacking> scores{p.score_map(), p.mask(), {}, AlibiSlopes::of(f.alibi_slopes)};
-    const BackwardWorkspace workspace = BackwardWorkspace::of(p, plan.variant);
+    const BackwardWorkspace workspace = BackwardWorkspace::of(p, plan.variant, plan.parts);
     const auto floats = [](const TensorView& x) { return x.given() ? static_cast<const float*>(x.data) : nullptr; };
     return {
         .q = f.q.data,
@@ -222,6 +254,9 @@ struct BackwardParams {
         .m_blocks = workspace.m_blocks,
         .n_blocks = Spans::tiles(p.seqlen_k, plan.variant.tile_n),
         .heads_at_once = plan.heads_at_once,
+        .parts = Divisor(plan.parts),
+        .partial_dk = workspace.partial_dk(memory),
+        .partial_dv = workspace.partial_dv(memory),
         .ragged_queries = workspace.ragged_queries(memory),
         .ragged_keys = workspace.ragged_keys(memory),
         .taken = p.ragged ? workspace.ragged_keys(memory).taken : workspace.taken(memory),

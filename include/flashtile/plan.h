@@ -59,6 +59,7 @@ struct BackwardPlan : Plan {
   int heads_at_once = 1;      // KV heads whose key blocks are interleaved: see KeyBlock
   int parts_of_sequence = 1;  // of a ragged batch, as the next field: see RaggedOrder
   int blocks_of_section = 0;
+  int parts = 1;  // thread blocks that share the queries of a block of keys: see KeyBlock
   BackwardKernel run = nullptr;
 };
 

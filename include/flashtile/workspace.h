@@ -27,6 +27,8 @@ namespace flashtile {
 ///              the slower path, with the same result
 ///   ragged     of a ragged batch, whose tiles have the slots of Spans, head by head: the lists of the blocks of
 ///              queries and of keys, see RaggedTiles
+///   partial_dk, where a block of keys has several parts (see KeyBlock): for each part, in the order in which thread
+///   partial_dv blocks take them, tile_n rows of D floats of dK, before the scale; and then as many of D_v floats of dV
 struct BackwardWorkspace {
   /// The scores of a steep row are taken relative to these: FinishedRow's reference, and the log2 of its sum, both in
   /// the unit of scores (see ScoreMap).
@@ -41,9 +43,12 @@ struct BackwardWorkspace {
   int head_dim = 0;  // 0: there is no dq
   int parts = 0;     // 0: there is no state
   bool ragged = false;
-  int key_places = 0;  // slots for blocks of keys in one head of a ragged batch
+  int key_places = 0;             // slots for blocks of keys in one head of a ragged batch
+  std::int64_t partial_rows = 0;  // of the parts of all blocks of keys; 0: each block has one, which stores dK and dV
+  int columns_k = 0, columns_v = 0;  // D and D_v
 
-  static BackwardWorkspace of(const Problem& p, const Variant& v) {
+  /// `parts` is the number of thread blocks that share a block of keys.
+  static BackwardWorkspace of(const Problem& p, const Variant& v, int parts) {
     const std::int64_t places = p.places_q(v.tile_m);
     return {.tiles = p.heads_q * places,
             .m_blocks = p.ragged ? static_cast<int>(places) : Spans::tiles(p.seqlen_q, v.tile_m),
@@ -51,7 +56,10 @@ struct BackwardWorkspace {
             .head_dim = v.two_passes() ? 0 : v.head_dim,
             .parts = p.deterministic || v.arch == Arch::kSm90 ? v.parts_of_dq() : 0,
             .ragged = p.ragged,
-            .key_places = p.ragged ? static_cast<int>(p.places_k(v.tile_n)) : 0};
+            .key_places = p.ragged ? static_cast<int>(p.places_k(v.tile_n)) : 0,
+            .partial_rows = parts > 1 ? p.heads_k * p.places_k(v.tile_n) * parts * v.tile_n : 0,
+            .columns_k = p.head_dim,
+            .columns_v = p.head_dim_v};
   }
 
   static constexpr float kSteepRow = -0.0f;  // stands in lse_log2 for a steep row
@@ -59,7 +67,9 @@ struct BackwardWorkspace {
   __device__ static bool says_steep(float lse_log2) { return __float_as_uint(lse_log2) == 0x80000000u; }
 #endif
 
-  std::int64_t bytes() const { return ragged ? keys_at() + RaggedTiles::bytes(key_places) : bytes_of_rows(); }
+  std::int64_t bytes() const {
+    return partial_rows > 0 ? partial_at() + 4 * partial_rows * (columns_k + columns_v) : bytes_before_partial();
+  }
   FLASHTILE_HOST_DEVICE std::int64_t rows() const { return tiles * tile_m; }
   FLASHTILE_HOST_DEVICE float* lse_log2(void* base) const { return static_cast<float*>(base); }
   FLASHTILE_HOST_DEVICE float* delta(void* base) const { return lse_log2(base) + rows(); }
@@ -75,9 +85,19 @@ struct BackwardWorkspace {
   }
   RaggedTiles ragged_queries(void* base) const { return list(base, queries_at(), m_blocks); }
   RaggedTiles ragged_keys(void* base) const { return list(base, keys_at(), key_places); }
+  float* partial_dk(void* base) const {
+    return partial_rows > 0 ? reinterpret_cast<float*>(static_cast<char*>(base) + partial_at()) : nullptr;
+  }
+  float* partial_dv(void* base) const {
+    return partial_rows > 0 ? partial_dk(base) + partial_rows * columns_k : nullptr;
+  }
 
  private:
   std::int64_t bytes_of_rows() const { return 4 * (rows() * (4 + head_dim) + tiles * parts + (counts() ? 1 : 0) + 1); }
+  std::int64_t bytes_before_partial() const {
+    return ragged ? keys_at() + RaggedTiles::bytes(key_places) : bytes_of_rows();
+  }
+  std::int64_t partial_at() const { return (bytes_before_partial() + 15) / 16 * 16; }
   std::int64_t queries_at() const { return (bytes_of_rows() + 15) / 16 * 16; }
   std::int64_t keys_at() const { return queries_at() + RaggedTiles::bytes(m_blocks); }
   RaggedTiles list(void* base, std::int64_t at, int places) const {

@@ -29,7 +29,7 @@ LEVELS = [
     {"kvcache"},
     {"registry", "order_tiles", "append", "prefill"},
     {"flashtile", "params"},
-    {"kvcache_params", "prepare_backward"},
+    {"kvcache_params", "join_gradients", "prepare_backward"},
     {"mainloop", "epilogue"},
     {"kernel"},
 ]

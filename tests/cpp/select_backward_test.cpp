@@ -8,6 +8,7 @@
 
 #include "flashtile/flashtile.h"
 #include "flashtile/registry.h"
+#include "flashtile/workspace.h"
 #include "problems.h"
 
 namespace flashtile {
@@ -16,13 +17,15 @@ namespace {
 TEST(SelectBackward, OnHopperTakesTwoPassesOfWideHeads) {
   const DeviceInfo device = gpu(90, 227);
   for (int d = 8; d <= 256; d += 8) {
-    const BackwardPlan plan = select_backward(problem_on(device, DType::kFloat16, d, d, 300), device);
+    Problem problem = problem_on(device, DType::kFloat16, d, d, 300);
+    problem.batch = 40;  // enough blocks of keys for each to have one part
+    const BackwardPlan plan = select_backward(problem, device);
     EXPECT_EQ(plan.variant.arch, Arch::kSm90);
     EXPECT_EQ(plan.variant.two_passes(), d > 128);
-    // There are 2 sequences with 2 KV heads of 5 or 3 blocks; where a second pass forms dQ, also 8 heads of 3 tiles,
+    // There are 40 sequences with 2 KV heads of 5 or 3 blocks; where a second pass forms dQ, also 8 heads of 3 tiles,
     // and no dq in the workspace.
-    const int rows = 2 * 8 * 384;
-    EXPECT_EQ(plan.tiles, d > 128 ? 2 * 2 * 5 + 2 * 8 * 3 : 2 * 2 * 3);
+    const int rows = 40 * 8 * 384;
+    EXPECT_EQ(plan.tiles, d > 128 ? 40 * 2 * 5 + 40 * 8 * 3 : 40 * 2 * 3);
     EXPECT_EQ(plan.grid, std::min<std::int64_t>(plan.tiles, device.multiprocessors));
     if (d > 128) {
       EXPECT_EQ(plan.workspace_bytes, 4 * 4 * rows + 4 + 4);
@@ -126,14 +129,16 @@ TEST(SelectBackward, RefusesWhatItCannotCount) {
 
 TEST(SelectBackward, WorkspaceIsFourFloatsARowAndDqAndAnInt) {
   const DeviceInfo device = gpu(80, 163);
-  const BackwardPlan plan = select_backward(problem_on(device, DType::kFloat16, 128, 128, 1024), device);
-  EXPECT_EQ(plan.workspace_bytes, 4 * (128 + 4) * 2 * 8 * 1024 + 4);
+  Problem problem = problem_on(device, DType::kFloat16, 128, 128, 1024);
+  problem.batch = 30;
+  EXPECT_EQ(select_backward(problem, device).workspace_bytes, 4 * (128 + 4) * 30 * 8 * 1024 + 4);
 }
 
 TEST(SelectBackward, WhoAddsToATileOfDqMayNeedAnInt) {
-  constexpr int kRows = 2 * 8 * 1024, kSteepMark = 4;
+  constexpr int kRows = 30 * 8 * 1024, kSteepMark = 4;
   const auto workspace = [](const DeviceInfo& device, int head_dim, bool deterministic) {
     Problem problem = problem_on(device, DType::kFloat16, head_dim, head_dim, 1024);
+    problem.batch = 30;
     problem.deterministic = deterministic;
     return select_backward(problem, device).workspace_bytes;
   };
@@ -144,6 +149,80 @@ TEST(SelectBackward, WhoAddsToATileOfDqMayNeedAnInt) {
   EXPECT_EQ(workspace(hopper, 64, false), 4 * (64 + 4) * kRows + kSteepMark + 8 * kRows / 128 + 4);
   EXPECT_EQ(workspace(hopper, 64, true), workspace(hopper, 64, false));
   EXPECT_EQ(workspace(hopper, 256, true), 16 * kRows + kSteepMark + 4);  // a second pass forms dQ
+}
+
+DeviceInfo h100() {
+  DeviceInfo device = gpu(90, 227);
+  device.multiprocessors = 132;
+  return device;
+}
+
+Problem of_heads(const DeviceInfo& device, int batch, int heads_q, int heads_k, int seqlen_q, int seqlen_k,
+                 int head_dim = 128) {
+  Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim, 0);
+  problem.batch = batch;
+  problem.heads_q = heads_q;
+  problem.heads_k = heads_k;
+  problem.seqlen_q = seqlen_q;
+  problem.seqlen_k = seqlen_k;
+  return problem;
+}
+
+TEST(SelectBackward, FewBlocksOfKeysHaveSeveralParts) {
+  const DeviceInfo device = h100();
+  const auto parts = [&](const Problem& problem) { return select_backward(problem, device).parts; };
+  for (const int head_dim : {64, 96, 128, 192, 256}) {
+    for (const Band band : {Band::full(), Band::causal(), Band{500, 100}}) {
+      Problem problem = of_heads(device, 1, 16, 1, 2080, 2080, head_dim);
+      problem.band = band;
+      EXPECT_GE(parts(problem), 3) << head_dim;  // one head has 17 or 33 blocks of keys
+      problem.deterministic = true;
+      EXPECT_GE(parts(problem), 3) << head_dim;
+      problem.ragged = true;
+      EXPECT_GE(parts(problem), 3) << head_dim;
+      problem.deterministic = problem.ragged = false;
+      problem.batch = 64;
+      EXPECT_EQ(parts(problem), 1) << head_dim;
+    }
+    EXPECT_GE(parts(of_heads(device, 1, 24, 24, 5584, 13, head_dim)), 3);
+    EXPECT_GE(parts(of_heads(device, 1, 1, 1, 5584, 200, head_dim)), 8);
+  }
+  // There are 140 blocks of keys, 8 more than multiprocessors; there are 132; and there is too little to share.
+  EXPECT_GE(parts(of_heads(device, 1, 1, 1, 17920, 17920)), 2);
+  EXPECT_EQ(parts(of_heads(device, 1, 1, 1, 132 * 128, 132 * 128)), 1);
+  EXPECT_EQ(parts(of_heads(device, 1, 1, 1, 256, 256)), 1);
+  EXPECT_EQ(parts(of_heads(device, 1, 0, 1, 2080, 2080)), 1);
+  EXPECT_EQ(parts(of_heads(device, 1, 16, 1, 0, 2080)), 1);
+  EXPECT_EQ(parts(of_heads(device, 1, 16, 1, 2080, 0)), 1);
+  EXPECT_EQ(parts(of_heads(device, 0, 16, 1, 2080, 2080)), 1);
+}
+
+TEST(SelectBackward, PartsAreWorkItemsAndTakeABoundedWorkspace) {
+  for (const DeviceInfo& device : {h100(), gpu(80, 163)}) {
+    for (const int head_dim : {64, 96, 128, 192, 256}) {
+      for (const int seqlen_k : {1, 13, 200, 2080, 9000, 17920, 40000}) {
+        for (const int heads_k : {1, 2, 8}) {
+          for (const bool ragged : {false, true}) {
+            Problem problem = of_heads(device, 1, 16, heads_k, 5584, seqlen_k, head_dim);
+            problem.ragged = ragged;
+            const BackwardPlan plan = select_backward(problem, device);
+            const BackwardWorkspace without = BackwardWorkspace::of(problem, plan.variant, 1);
+            const std::int64_t partial = plan.workspace_bytes - without.bytes();
+            const std::int64_t tiles = plan.tiles - (plan.variant.two_passes() ? without.tiles : 0);
+            EXPECT_EQ(tiles, plan.parts * heads_k * problem.places_k(plan.variant.tile_n));
+            if (plan.parts == 1) {
+              EXPECT_EQ(partial, 0);
+              continue;
+            }
+            const std::int64_t exact = 4 * tiles * plan.variant.tile_n * 2 * head_dim;
+            EXPECT_TRUE(exact <= partial && partial < exact + 16);
+            EXPECT_LE(partial, 300 << 20);
+            EXPECT_NE(to_string(plan).find(std::to_string(plan.parts) + " thread blocks share"), std::string::npos);
+          }
+        }
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -250,6 +250,23 @@ def _cases():
         add("one_long_head", seqlen_q=5000, seqlen_k=5000, heads_q=1, batch=1, head_dim=128, dtype=dtype)
         add("some_rows_see_nothing", seqlen_q=1800, seqlen_k=1500, heads_q=1, batch=1, causal=True, dtype=dtype)
 
+    # A GPU has too few blocks of keys: several thread blocks share the queries of each in a backward.
+    for i, (dim, dim_v) in enumerate(
+        ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (128, 64), (72, 40))
+    ):
+        few = dict(batch=1, heads_q=16, heads_k=1, head_dim=dim, head_dim_v=dim_v)
+        for dtype in DTYPES:
+            add(f"few_keys_D{dim}_Dv{dim_v}", seqlen_q=333, seqlen_k=(13, 200)[i % 2], dtype=dtype, **few)
+            add(f"few_blocks_causal_D{dim}_Dv{dim_v}", seqlen_q=420, seqlen_k=450, causal=True, dtype=dtype, **few)
+            add(f"few_blocks_window_D{dim}_Dv{dim_v}", seqlen_q=300, seqlen_k=333, window=(70, 9), dtype=dtype, **few)
+            add(f"few_blocks_sinks_dropout_D{dim}_Dv{dim_v}", seqlen_q=210, seqlen_k=140, dtype=dtype, **few, **both)
+            add(f"few_blocks_softcap_D{dim}_Dv{dim_v}", seqlen_q=222, seqlen_k=65, softcap=5.0, dtype=dtype, **few)
+    for dtype in DTYPES:
+        few = dict(batch=1, heads_q=2, heads_k=2, seqlen_k=13, dtype=dtype)
+        add("few_keys_many_queries", seqlen_q=5584, **few)
+        add("few_keys_many_queries_gaps", seqlen_q=2100, head_dim=128, alibi="per head", layout="gaps", **few)
+        add("mostly_blind_many_queries", seqlen_q=2100, causal=True, **few)
+
     for name, sizes in {
         "no_queries": {"seqlen_q": 0},
         "no_keys": {"seqlen_k": 0},

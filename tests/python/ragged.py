@@ -138,6 +138,10 @@ def _cases():
     for i, (heads_q, heads_k) in enumerate(((4, 4), (8, 2), (6, 1), (16, 1), (32, 2), (0, 1))):
         heads = dict(heads_q=heads_q, heads_k=heads_k, dtype=(F16, BF16)[i % 2])
         add(f"H{heads_q}over{heads_k}", causal=True, **heads, **(several if i % 2 else unused))
+    for i, dim in enumerate((64, 96, 128, 192, 256)):  # on a GPU, several thread blocks share a block of keys
+        few = dict(head_dim=dim, heads_q=16, heads_k=1, dtype=(F16, BF16)[i % 2])
+        add(f"few_blocks_D{dim}", lengths_q=(300, 0, 150), lengths_k=(13, 70, 160), tail=9 * (i % 2), **few)
+        add(f"few_blocks_causal_D{dim}", causal=True, sinks=0.0, **few, **unused)
     for i, window in enumerate([(0, 0), (16, 3), (None, 5), (100, None), (3, 40)]):
         add(f"window{window[0]}_{window[1]}", window=window, causal=i == 3, **(unused if i % 2 else uneven))
 

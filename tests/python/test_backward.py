@@ -37,7 +37,7 @@ def test_backward(case, device, attention, gradients):
 
 
 DETERMINISTIC = [
-    Case(f"{mask}_D{head_dim}_S{seqlen_q}x{seqlen_k}", dtype=dtype, head_dim=head_dim, **sizes, **options)
+    Case(f"{mask}_D{head_dim}_S{seqlen_q}x{seqlen_k}_H{heads_q}", dtype=dtype, head_dim=head_dim, **sizes, **options)
     for mask, options in {
         "full": {},
         "causal": {"causal": True},
@@ -50,7 +50,8 @@ DETERMINISTIC = [
     for head_dim in (64, 96, 128, 192, 256)
     for seqlen_q, seqlen_k in ((401, 401), (160, 500), (500, 160), (65, 30))
     for dtype in (F16, BF16)
-    for sizes in [dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=4, heads_k=2)]
+    for heads_q, heads_k in ((4, 2), (12, 1))  # the more heads of a group, the more thread blocks share a block of keys
+    for sizes in [dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=heads_q, heads_k=heads_k)]
 ]
 
 
@@ -61,7 +62,9 @@ def test_backward_deterministic(case, device, attention, gradients):
 
 # The contract's edges, and operands that are not contiguous.
 EDGES = [
-    c for c in CASES if c.name.startswith(("no_", "sinks_dropout_everything", "mostly_blind", "gaps", "group", "S1"))
+    c
+    for c in CASES
+    if c.name.startswith(("no_", "sinks_dropout_everything", "mostly_blind", "gaps", "group", "few_", "S1"))
 ]
 
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from cases import DEVICE_PARAMS, F16, Case
+from cases import CASES, DEVICE_PARAMS, F16, Case
 from torch._subclasses import FakeTensorMode
 
 import flashtile
@@ -120,6 +120,17 @@ def test_explain_refuses_a_device_that_it_does_not_know(device):
         NotImplementedError, match=r"^attention: q is on cuda:0 \(T4, compute capability 7.5\), expected"
     ):
         flashtile.explain(q, q, q, device="T4")
+
+
+def test_explain_tells_how_many_thread_blocks_share_a_block_of_keys():
+    """In a backward that has few of them, as the cases of these names shall."""
+    few = [case for case in CASES if case.name.startswith("few_") and case.dtype is F16]
+    assert few
+    for case in few:
+        text = flashtile.explain(*case.tensors(), **case.options(), device="H100")
+        assert re.search(r"parts +([2-9]|\d\d+) thread blocks share", text.split("\n\n")[1]), f"{case}\n{text}"
+    many = described(8, 4096, 32, 128)
+    assert "thread blocks share" not in flashtile.explain(many, many, many, device="H100")
 
 
 def test_explain_prints_sizes_that_people_can_read():

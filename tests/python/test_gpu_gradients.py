@@ -69,12 +69,13 @@ def test_gradients_of_more_than_65535_heads_and_sequences(batch, heads, head_dim
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_key_blocks_of_more_heads_than_take_turns(head_dim):
     """35 KV heads of 16 or 32 blocks: the last section of them, see KeyBlock, is not full."""
+    slack = 2 * torch.finfo(BF16).eps  # alone, several thread blocks may share a block: sums of another order
     tensors = [randn(5, 2000, 7, head_dim) for _ in range(4)]
     together = backward(*tensors, causal=True)
     for b in range(5):
         alone = backward(*(x[b : b + 1] for x in tensors), causal=True)
-        for what, a, b_alone in zip(("dk", "dv"), together[3:], alone[3:], strict=True):
-            assert_bitwise(a[b : b + 1], b_alone, what)
+        for a, b_alone in zip(together[3:], alone[3:], strict=True):
+            torch.testing.assert_close(a[b : b + 1], b_alone, rtol=slack, atol=1e-4 * b_alone.abs().max().item())
 
 
 @pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (96, 72), (128, 128), (192, 128), (256, 256)])
@@ -85,7 +86,8 @@ def test_key_blocks_of_more_heads_than_take_turns(head_dim):
 def test_key_blocks_that_thread_blocks_take_in_turn(
     seqlen_q, seqlen_k, group, options, head_dim, head_dim_v, deterministic
 ):
-    """As on Hopper, where they are many and see few queries, some of them none; alone each has a thread block."""
+    """As on Hopper, where they are many and see few queries, some of them none; alone each has a thread block, or
+    several."""
     shapes = ((seqlen_q, group, head_dim), (seqlen_k, 1, head_dim), (seqlen_k, 1, head_dim_v))
     tensors = [randn(240, *shape) for shape in (*shapes, (seqlen_q, group, head_dim_v))]
     options = {"deterministic": deterministic, **options}
@@ -93,7 +95,7 @@ def test_key_blocks_that_thread_blocks_take_in_turn(
     for b in (0, 121, 239):
         alone = backward(*(x[b : b + 1] for x in tensors), **options)[2:]
         for what, a, b_alone in zip(("dq", "dk", "dv"), together, alone, strict=True):
-            if what != "dq" or deterministic:
+            if what == "dq" and deterministic:
                 assert_bitwise(a[b : b + 1], b_alone, what)
                 continue
             # The same float32 parts add up in any order: a rounding or two of the result, and of the parts that cancel.
@@ -104,10 +106,12 @@ def test_key_blocks_that_thread_blocks_take_in_turn(
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv"])
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 256])
-def test_gradients_that_are_wanted_alone(head_dim, ragged, wanted):
-    """Where there are more blocks than multiprocessors, and in every replay of a graph."""
-    dout, *inputs = (randn(9, 1000, 8, head_dim) for _ in range(4))
-    begins = torch.arange(10, device="cuda", dtype=torch.int32) * 1000
+@pytest.mark.parametrize("batch, heads_q, heads_k", [(9, 8, 8), (1, 16, 1)])
+def test_gradients_that_are_wanted_alone(batch, heads_q, heads_k, head_dim, ragged, wanted):
+    """Where there are more blocks than multiprocessors, or several thread blocks share each, and in every replay of a
+    graph."""
+    dout, *inputs = (randn(batch, 1000, heads, head_dim) for heads in (heads_q, heads_q, heads_k, heads_k))
+    begins = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * 1000
 
     def gradients(names):
         q, k, v = (x.requires_grad_(name in names) for name, x in zip("qkv", inputs, strict=True))
@@ -136,8 +140,9 @@ def test_gradients_that_are_wanted_alone(head_dim, ragged, wanted):
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-def test_dk_and_dv_repeat_bitwise(head_dim):
-    tensors = [randn(2, 700, heads, head_dim) for heads in (8, 4, 4, 8)]
+@pytest.mark.parametrize("heads_q, heads_k", [(8, 4), (16, 1)])
+def test_dk_and_dv_repeat_bitwise(heads_q, heads_k, head_dim):
+    tensors = [randn(2, 700, heads, head_dim) for heads in (heads_q, heads_k, heads_k, heads_q)]
     first = backward(*tensors, causal=True)
     for _ in range(100):
         found = backward(*tensors, causal=True)
@@ -189,10 +194,13 @@ def test_a_thousand_deterministic_gradients_agree_bitwise(head_dim, causal, dete
 @pytest.mark.parametrize("window", [None, (101, 0), (37, 250)])
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(1100, 1100), (300, 1500), (1500, 300)])
 @pytest.mark.parametrize("more", [{}, {"dropout_p": 0.1, "seed": SEED}], ids=["plain", "dropout"])
-def test_deterministic_gradients_of_any_shape(seqlen_q, seqlen_k, window, head_dim, head_dim_v, more):
-    """Many more tiles than multiprocessors: a tile that waits for another one must not keep it from running."""
-    shapes = ((seqlen_q, 16, head_dim), (seqlen_k, 4, head_dim), (seqlen_k, 4, head_dim_v), (seqlen_q, 16, head_dim_v))
-    tensors = [randn(6, *shape) for shape in shapes]
+@pytest.mark.parametrize("batch, heads_k", [(6, 4), (3, 1)])
+def test_deterministic_gradients_of_any_shape(batch, heads_k, seqlen_q, seqlen_k, window, head_dim, head_dim_v, more):
+    """Many more tiles than multiprocessors: a tile that waits for another one must not keep it from running; or few,
+    which several thread blocks share."""
+    widths = (head_dim, head_dim, head_dim_v, head_dim_v)
+    sizes = ((seqlen_q, 16), (seqlen_k, heads_k), (seqlen_k, heads_k), (seqlen_q, 16))
+    tensors = [randn(batch, *size, width) for size, width in zip(sizes, widths, strict=True)]
     options = dict(window=window, sinks=torch.linspace(-3, 5, 16, device="cuda"), **more)
     first = backward(*tensors, deterministic=True, **options)
     for _ in range(10):
@@ -277,7 +285,7 @@ def test_a_deterministic_step_with_dropout_in_a_graph(head_dim):
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_backward_allocates_gradients_and_its_workspace(head_dim):
-    case = Case("memory", dtype=F16, seqlen_q=1000, seqlen_k=1000, head_dim=head_dim)
+    case = Case("memory", dtype=F16, batch=40, seqlen_q=1000, seqlen_k=1000, head_dim=head_dim)
     q, k, v = case.tensors("cuda", requires_grad=True)
     out = flashtile.attention(q, k, v)
     dout = torch.randn_like(out)

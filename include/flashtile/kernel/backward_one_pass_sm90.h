@@ -8,6 +8,8 @@
 
 #include "flashtile/cuda/launch.h"
 #include "flashtile/epilogue/gradient.h"
+#include "flashtile/epilogue/partial_gradient.h"
+#include "flashtile/join_gradients.h"
 #include "flashtile/load/tensor_map.h"
 #include "flashtile/mainloop/backward_one_pass_sm90.h"
 #include "flashtile/mainloop/sum_of_dq.h"
@@ -51,15 +53,20 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     const int thread = threadIdx.x - 128;
     BackwardParams const& backward = params.backward;
     const auto store = [&](typename Mainloop::Work const& work, auto& tKrdK, auto& tVrdV) {
-      const auto store = [&](auto& acc, float scale, void* gradient, Strides const& strides, int columns) {
+      const auto store = [&](auto& acc, float scale, void* gradient, Strides const& strides, float* partial,
+                             int columns) {
         if (gradient == nullptr) return;
+        if (partial != nullptr)
+          return store_partial<Mainloop::kN, Mainloop::kHeadDim, typename Mainloop::MmaKV>(
+              acc, partial, work.place, work.span_of_keys(backward).used - work.n_block * Mainloop::kN, columns,
+              thread);
         const auto head = GradientHead<Element>::of(gradient, strides, work.batch, work.kv_head,
                                                     work.span_of_keys(backward), columns);
         store_gradient<Mainloop::kN, typename Mainloop::MmaKV, Mainloop::kRagged>(acc, scale, head,
                                                                                   work.n_block * Mainloop::kN, thread);
       };
-      store(tVrdV, backward.dropout.scale, backward.dv, backward.dv_strides, backward.head_dim_v);
-      store(tKrdK, backward.scale, backward.dk, backward.dk_strides, backward.head_dim);
+      store(tVrdV, backward.dropout.scale, backward.dv, backward.dv_strides, backward.partial_dv, backward.head_dim_v);
+      store(tKrdK, backward.scale, backward.dk, backward.dk_strides, backward.partial_dk, backward.head_dim);
     };
     OnePassConsumerSm90<Mainloop>{params, shared, thread}.run(blocks, store);
   }
@@ -159,6 +166,7 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   } else {
     launch_main(backward_one_pass_sm90<Row, Takes::kBlock>, one);
   }
+  join_gradients(plan, backward, stream);
   if (backward.dq) launch(backward_finish_sm90<Row>, finish, device, {tiles, kFinishThreads, 0}, backward, stream);
 }
 

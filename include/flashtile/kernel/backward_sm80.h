@@ -4,7 +4,9 @@
 #include <cute/tensor.hpp>
 
 #include "flashtile/cuda/launch.h"
+#include "flashtile/epilogue/partial_gradient.h"
 #include "flashtile/epilogue/tile.h"
+#include "flashtile/join_gradients.h"
 #include "flashtile/mainloop/backward_sm80.h"
 #include "flashtile/params.h"
 #include "flashtile/prepare_backward.h"
@@ -28,21 +30,30 @@ __global__ void __launch_bounds__(Row::kVariant.threads())
   const Mainloop mainloop(params, shared, work);
   mainloop.run(gradient);
 
-  // Each role stores its own gradient; both call store_tile together, whose barriers are those of all threads.
   const bool weighs = mainloop.weighs();
+  const Span keys = work.sequence.k;
+  const int key = work.n_block * Mainloop::kN;
+  void* to = weighs ? params.dv : params.dk;
+  const int columns = weighs ? params.head_dim_v : params.head_dim;
+  if (params.parts.value > 1) {
+    if (to != nullptr)
+      store_partial<Mainloop::kN, Mainloop::kHeadDim, typename Mainloop::Mma>(
+          gradient, weighs ? params.partial_dv : params.partial_dk, work.place, keys.used - key, columns,
+          mainloop.thread);
+    return;
+  }
+
+  // Each role stores its own gradient; both call store_tile together, whose barriers are those of all threads.
   const float scale = weighs ? params.dropout.scale : params.scale;
   CUTE_UNROLL
   for (int i = 0; i < size(gradient); ++i) gradient(i) *= scale;
-  void* to = weighs ? params.dv : params.dk;
   Strides const& strides = weighs ? params.dv_strides : params.dk_strides;
-  const Span keys = work.sequence.k;
-  const int key = work.n_block * Mainloop::kN;
   using Layout = typename Mainloop::template SmemLayout<Mainloop::kN, Mainloop::kHeadDim>;
   Element* origin = static_cast<Element*>(to);
   if (origin) origin += strides.at(work.batch, keys.first + key) + work.kv_head * strides.head;
   store_tile<typename Mainloop::Mma, typename Mainloop::Load>(
       gradient, Mainloop::template tile<Layout>(weighs ? shared.v : shared.k), origin, strides.row,
-      origin ? keys.size - key : 0, weighs ? params.head_dim_v : params.head_dim, mainloop.thread);
+      origin ? keys.size - key : 0, columns, mainloop.thread);
 }
 
 /// Scales and rounds dQ, one thread block per tile of the workspace.
@@ -82,6 +93,7 @@ void launch_backward_sm80(const BackwardPlan& plan, const BackwardTensors& tenso
   const int threads = Mainloop::kThreads;
   prepare_backward(plan, params, stream);
   launch(backward_sm80<Row>, main, device, {plan.grid, threads, plan.shared_memory}, params, stream);
+  join_gradients(plan, params, stream);
   if (params.dq)
     launch(backward_finish_sm80<Row>, finish, device,
            {tiles, threads, int(sizeof(typename Mainloop::Element)) * Mainloop::kM * Mainloop::kHeadDim}, params,

@@ -9,6 +9,8 @@
 
 #include "flashtile/cuda/launch.h"
 #include "flashtile/epilogue/gradient.h"
+#include "flashtile/epilogue/partial_gradient.h"
+#include "flashtile/join_gradients.h"
 #include "flashtile/load/tensor_map.h"
 #include "flashtile/mainloop/backward_keys_sm90.h"
 #include "flashtile/mainloop/backward_queries_sm90.h"
@@ -64,7 +66,7 @@ struct BackwardTwoPassSm90 {
     BackwardParams const& backward = params.backward;
     int key_blocks = params.key_blocks, query_tiles = params.query_tiles;
     if constexpr (kRagged) {
-      key_blocks = min(key_blocks, *backward.ragged_keys.listed * backward.heads_k);
+      key_blocks = min(key_blocks, *backward.ragged_keys.listed * backward.heads_k * backward.parts.value);
       query_tiles = min(query_tiles, *backward.ragged_queries.listed * backward.heads);
     }
     int index = blockIdx.x;
@@ -80,12 +82,12 @@ struct BackwardTwoPassSm90 {
   /// The producer warp has TMA load the tiles of both passes.
   CUTE_DEVICE void produce() const {
     typename OfKeys::Producer of_keys{params, shared.key_tiles, shared.key_barriers};
-    shared.key_blocks.for_each([&](KeyBlock const& block) __attribute__((always_inline)) {
+    shared.key_blocks.for_each([&](KeyBlock const& block, KeyBlock const&) __attribute__((always_inline)) {
       of_keys.run(block, [&] { shared.key_blocks.ask(); });
     });
     begin_second_pass();
     typename OfQueries::Producer of_queries{params, shared.query_tiles, shared.query_barriers};
-    shared.queries.for_each([&](QueryTile const& tile) __attribute__((always_inline)) {
+    shared.queries.for_each([&](QueryTile const& tile, QueryTile const&) __attribute__((always_inline)) {
       of_queries.run(typename OfQueries::Work(params.backward, tile), [&] { shared.queries.ask(); });
     });
   }
@@ -96,12 +98,12 @@ struct BackwardTwoPassSm90 {
     const int thread = threadIdx.x % 128;
     if (threadIdx.x / 128 == 1) {
       typename OfKeys::Values values{backward, shared.key_tiles, shared.key_barriers, thread};
-      form_keys<typename OfKeys::MmaV, OfKeys::kHeadDimV>(values, backward.dropout.scale, backward.dv,
-                                                          backward.dv_strides, backward.head_dim_v);
+      form_keys<typename OfKeys::MmaV, OfKeys::kHeadDimV>(
+          values, backward.dropout.scale, backward.dv, backward.dv_strides, backward.partial_dv, backward.head_dim_v);
     } else {
       typename OfKeys::Keys keys{backward, shared.key_tiles, shared.key_barriers, thread};
       form_keys<typename OfKeys::MmaK, OfKeys::kHeadDim>(keys, backward.scale, backward.dk, backward.dk_strides,
-                                                         backward.head_dim);
+                                                         backward.partial_dk, backward.head_dim);
     }
     begin_second_pass();
     form_queries();
@@ -118,17 +120,21 @@ struct BackwardTwoPassSm90 {
 
   /// Forms dK or dV of all blocks of keys, by the warpgroup of `consumer`.
   template <class Mma, int kColumns, class Consumer>
-  CUTE_DEVICE void form_keys(Consumer& consumer, float scale, void* gradient, Strides const& strides,
+  CUTE_DEVICE void form_keys(Consumer& consumer, float scale, void* gradient, Strides const& strides, float* partial,
                              int columns) const {
     using namespace cute;
-    shared.key_blocks.for_each([&](KeyBlock const& block) __attribute__((always_inline)) {
+    shared.key_blocks.for_each([&](KeyBlock const& block, KeyBlock const& kept) __attribute__((always_inline)) {
       Tensor acc = partition_fragment_C(Mma{}, Shape<Int<OfKeys::kN>, Int<kColumns>>{});
       clear(acc);
       consumer.run(block, acc);
       if (gradient == nullptr) return;
-      const auto head = GradientHead<Element>::of(gradient, strides, block.batch, block.kv_head,
-                                                  block.span_of_keys(params.backward), columns);
-      store_gradient<OfKeys::kN, Mma, kRagged>(acc, scale, head, block.n_block * OfKeys::kN, consumer.thread);
+      if (partial != nullptr)
+        return store_partial<OfKeys::kN, kColumns, Mma>(
+            acc, partial, kept.place, kept.span_of_keys(params.backward).used - kept.n_block * OfKeys::kN, columns,
+            consumer.thread);
+      const auto head = GradientHead<Element>::of(gradient, strides, kept.batch, kept.kv_head,
+                                                  kept.span_of_keys(params.backward), columns);
+      store_gradient<OfKeys::kN, Mma, kRagged>(acc, scale, head, kept.n_block * OfKeys::kN, consumer.thread);
     });
   }
 
@@ -139,7 +145,7 @@ struct BackwardTwoPassSm90 {
     BackwardParams const& backward = params.backward;
     const int thread = threadIdx.x - 128;
     typename OfQueries::Consumer consumer{backward, shared.query_tiles, shared.query_barriers, thread};
-    shared.queries.for_each([&](QueryTile const& tile) __attribute__((always_inline)) {
+    shared.queries.for_each([&](QueryTile const& tile, QueryTile const&) __attribute__((always_inline)) {
       Tensor acc = partition_fragment_C(Mma{}, Shape<Int<OfQueries::kM>, Int<OfQueries::kHeadDim>>{});
       clear(acc);
       consumer.run(typename OfQueries::Work(backward, tile), acc);
@@ -204,6 +210,7 @@ void launch_backward_two_pass_sm90(const BackwardPlan& plan, const BackwardTenso
                              plan.shared_memory};
   ragged ? launch(backward_two_pass_sm90<Row, true>, of_ragged, device, shape, params, stream)
          : launch(backward_two_pass_sm90<Row, false>, dense, device, shape, params, stream);
+  join_gradients(plan, backward, stream);
 }
 
 }  // namespace flashtile

@@ -107,7 +107,7 @@ struct BackwardKeysSm90 {
     /// flight, and no earlier, as no other thread block can take it then.
     template <class Ask>
     CUTE_DEVICE void run(Work const& work, Ask&& ask) {
-      int left = work.steps();
+      int left = work.steps;
       if (left == 0) return ask();
       const int ask_at = min(left, kStepsAhead);
       const TmaRows q_rows = work.q_rows(params.backward), k_rows = work.k_rows(params.backward);
@@ -184,7 +184,7 @@ struct BackwardKeysSm90 {
     template <class Accumulator>
     CUTE_DEVICE void run(Work const& work, Accumulator& tVrdV) {
       using namespace cute;
-      if (work.queries.empty()) return;
+      if (work.empty()) return;
       MmaS mma_s;
       MmaV mma_v;
       auto s_warpgroup = mma_s.get_slice(0);
@@ -270,7 +270,7 @@ struct BackwardKeysSm90 {
     template <class Accumulator>
     CUTE_DEVICE void run(Work const& work, Accumulator& tKrdK) {
       using namespace cute;
-      if (work.queries.empty()) return;
+      if (work.empty()) return;
       MmaS mma_s;
       MmaK mma_k;
       auto s_warpgroup = mma_s.get_slice(0);

@@ -97,7 +97,7 @@ struct BackwardMainloopSm80 {
     alignas(16) float delta[kStages][kM];
   };
 
-  using Work = KeyBlock<kM, kN, true>;
+  using Work = KeyBlock<kM, kN, true, false>;
 
   enum Role { kWeights, kGradients };
 
@@ -213,7 +213,7 @@ struct BackwardMainloopSm80 {
     asm volatile("bar.sync %0, %1;" ::"r"(3 + what), "n"(kThreads) : "memory");
   }
 
-  /// A step is one of the tiles of queries that see a key: all those of the group's first head, then of its second, …
+  /// A step is one of the tiles of queries that see a key: see GroupWalk.
   struct Step {
     int head;
     int m_block;
@@ -306,17 +306,15 @@ struct BackwardMainloopSm80 {
   // that order holds even where no dQ is wanted, so that dK and dV are the same.
   CUTE_DEVICE bool backwards() const { return kKnowsOrderedDq && params.deterministic; }
   CUTE_DEVICE bool in_order() const { return backwards() && params.dq; }
-  CUTE_DEVICE Step first_step() const {
-    return {work.kv_head * params.group, backwards() ? work.queries.last() : work.queries.first()};
-  }
+  CUTE_DEVICE int first_of_head() const { return backwards() ? work.queries.last() : work.queries.first(); }
   CUTE_DEVICE Step next(Step step) const {
     step.m_block = work.queries.next_around(step.m_block, backwards() ? -1 : 1);
-    if (step.m_block == first_step().m_block) ++step.head;
+    if (step.m_block == first_of_head()) ++step.head;
     return step;
   }
   /// Returns the step before `step`, where sums are in order.
   CUTE_DEVICE Step previous(Step step) const {
-    if (step.m_block == first_step().m_block) --step.head;
+    if (step.m_block == first_of_head()) --step.head;
     step.m_block = work.queries.next_around(step.m_block, 1);
     return step;
   }
@@ -403,9 +401,8 @@ struct BackwardMainloopSm80 {
   template <class Accumulator>
   CUTE_DEVICE void run(Accumulator& gradient) const {
     using namespace cute;
-    if (work.queries.empty()) return;
+    if (work.empty()) return;
     const bool partial = (work.n_block + 1) * kN > work.sequence.k.used;
-    const int last_head = (work.kv_head + 1) * params.group - 1;
     const bool steep = params.steep();
 
     Tensor cS = make_identity_tensor(Shape<Int<kN>, Int<kM>>{});                            // (N, M)
@@ -413,8 +410,8 @@ struct BackwardMainloopSm80 {
     Tensor sKeys = tile<SmemLayout<kN, kHeadDim>>(weighs() ? shared.k : shared.v);          // (N, head_dim)
     Tensor sScores = tile<SmemLayout<kN, kM>>(weighs() ? shared.weights : shared.dscores);  // (N, M)
 
-    const Step first = first_step();
-    Step step = first;
+    Step step = {work.first_head, work.first_tile_of_head};
+    int left = work.steps;
     int stage = 0;
     load_keys();
     load_queries(step, stage);
@@ -422,7 +419,7 @@ struct BackwardMainloopSm80 {
     CUTE_NO_UNROLL
     while (true) {
       const Step ahead = next(step);
-      const bool more = ahead.head <= last_head;
+      const bool more = left > 1;
       Element* q = shared.q[stage];
       Element* dout = shared.dout[stage];
       Tensor sQueries = tile<SmemLayout<kM, kHeadDim>>(weighs() ? q : dout);    // (M, head_dim)
@@ -438,7 +435,7 @@ struct BackwardMainloopSm80 {
       // warp learns here that its own turn has come, it need not ask again.
       bool turn = false;
       if (in_order()) {
-        if (step.head != first.head || step.m_block != first.m_block) pass(previous(step));
+        if (left < work.steps) pass(previous(step));
         turn = sum_of(step).ready(work.n_block);
       }
       if (weighs())
@@ -467,6 +464,7 @@ struct BackwardMainloopSm80 {
       if (params.dq) add_to_dq(step, turn);
       if (!more) break;
       step = ahead;
+      --left;
       if (kStages == 2) stage ^= 1;
     }
     if (in_order()) pass(step);

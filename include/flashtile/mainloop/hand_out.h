@@ -47,14 +47,15 @@ struct HandOut {
     if (threadIdx.x % 32 == 0) asked.arrive();
   }
 
-  /// Whole warps call it. It calls `visit(work)` for each piece, all of which is uniform.
+  /// Whole warps call it. It calls `visit(work, kept)` for each piece, all of which is uniform. `kept` is the same
+  /// piece in shared memory: what is needed of it late need not be in registers until then.
   template <class Visit>
   CUTE_DEVICE void for_each(Visit&& visit) {
     CUTE_NO_UNROLL
     for (Ring<2>::Cursor at{};; at.advance()) {
       ring.wait_full(at);
       if (!pieces[at.stage].there) return;
-      visit(of_lane(pieces[at.stage].work, 0));
+      visit(of_lane(pieces[at.stage].work, 0), static_cast<Work const&>(pieces[at.stage].work));
       ring.release_by_thread(at);  // racecheck counts only what a thread itself did before it arrives
     }
   }

@@ -5,58 +5,58 @@
 
 #include "flashtile/load/tma.h"
 #include "flashtile/params.h"
-#include "flashtile/scheduler/sections.h"
+#include "flashtile/scheduler/group_walk.h"
 
 namespace flashtile {
 
-/// KeyBlock is a block of kN keys, and the tiles of kM queries of all heads of its group that see one of them.
+/// KeyBlock is a block of kN keys, and the tiles of kM queries of all heads of its group that see one of them, or a
+/// part of these tiles: where blocks of keys are too few for the GPU, each is the work of `params.parts` thread blocks.
+/// They leave what they contribute to dK and dV in the workspace, where join_gradients finds it.
 ///
 /// In a dense batch blocks are ordered section by section (see BlockOfSection): first comes block 0 of each KV head,
 /// which has the most work under a causal mask, and at last the one with the least, so that thread blocks end together.
 ///
 /// Queries go from the first to the last. Under a full mask all blocks of a head would begin with the same tile, and
 /// contend when they add to dQ: so each begins with a tile of its own and wraps around. Where they add in order they go
-/// from the last query to the first: see SumOfDq. (Ampere's kernel always begins with the first or the last.)
+/// from the last query to the first: see SumOfDq.
 ///
-/// With kRagged, sequences may be ragged. A kernel that never sees such has their lengths among its parameters.
-template <int kM, int kN, bool kRagged>
-struct KeyBlock {
-  int batch, kv_head, n_block, group;
-  BlockWalk queries;
-  int start, step;  // first tile of `queries` for this block, and the direction: 1 or −1
-  int first_tile;   // first tile of all heads' queries in the workspace
+/// The parts of a block are neighbours in the order. So a block's parts come after all parts of the blocks before it of
+/// the same head, and a part that waits for the sum of another block only ever waits for one that comes before it. It
+/// should be of the same queries, too, or it would wait for most of that part: under a mask, where the walks of blocks
+/// differ, parts that add in order have whole heads.
+///
+/// With kRagged, sequences may be ragged. A kernel that never sees such has their lengths among its parameters. Without
+/// kTurns, all blocks begin with the first or the last tile.
+template <int kM, int kN, bool kRagged, bool kTurns = true>
+struct KeyBlock : GroupWalk {
+  int batch, kv_head, n_block;
+  int place;       // among the parts of all blocks, of which one thread block takes this one
+  int first_tile;  // first tile of all heads' queries in the workspace
   struct Nothing {};
   [[no_unique_address]] std::conditional_t<kRagged, Sequence, Nothing> sequence;
 
   KeyBlock() = default;
 
-  /// Makes block `index` of a dense batch.
-  CUTE_DEVICE KeyBlock(BackwardParams const& params, int index) {
-    const auto found = BlockOfSection::at(index, params.batch * params.heads_k, params.n_blocks, params.heads_at_once);
-    n_block = found.rank;
-    batch = found.head / params.heads_k;
-    kv_head = found.head - batch * params.heads_k;
-    if constexpr (kRagged) sequence = params.sequences.at(batch);
+  /// Makes part `index` of all parts of all blocks of a dense batch.
+  CUTE_DEVICE KeyBlock(BackwardParams const& params, int index) : place(index) {
+    take(params, params.dense_key_tile(params.parts.quotient(index)));
     first_tile = batch * params.heads * params.m_blocks;
     find_queries(params, params.n_blocks);
   }
 
-  /// Returns whether there is a block `index`, and if so sets *this to it.
+  /// Returns whether there is a part `index`, and if so sets *this to it.
   CUTE_DEVICE bool find(BackwardParams const& params, int index) {
     if (!kRagged || !params.ragged_keys.given()) {
       *this = KeyBlock(params, index);
       return true;
     }
-    RaggedTile tile;
-    if (!params.ragged_keys.find(index, params.heads_k, false, tile)) return false;
-    batch = tile.entry->batch;
-    kv_head = tile.head;
-    n_block = tile.block;
-    if constexpr (kRagged) {
-      sequence = tile.entry->sequence;
+    BackwardParams::KeyTile tile;
+    if (!params.find_key_tile(params.parts.quotient(index), tile)) return false;
+    place = index;
+    take(params, tile);
+    if constexpr (kRagged)
       first_tile = params.sequences.q.first_place(batch, sequence.q.first, params.workspace.tile_m);
-    }
-    find_queries(params, tile.entry->blocks_of_sequence);
+    find_queries(params, tile.blocks_of_sequence);
     return true;
   }
 
@@ -89,34 +89,43 @@ struct KeyBlock {
     return first_tile + head * params.m_blocks + m_block;
   }
 
-  /// Returns how many tiles of queries there are.
-  CUTE_DEVICE int steps() const { return group * queries.blocks(); }
+  /// Finds the steps of the part, once all else is known.
+  CUTE_DEVICE void take_part(BackwardParams const& params) {
+    const bool whole_heads = params.deterministic && !params.scores.mask.shows_all();
+    cut(kv_head * params.group, params.group, params.parts.remainder(place), params.parts, whole_heads);
+  }
 
   /// Calls `visit(head, m_block)` for each tile.
   template <class Visit>
   CUTE_DEVICE void for_each(Visit&& visit) const {
-    int head = kv_head * group;
-    int m_block = start;
+    int head = first_head;
+    int m_block = first_tile_of_head;
     CUTE_NO_UNROLL
-    for (int left = steps(); left > 0; --left) {
+    for (int left = steps; left > 0; --left) {
       visit(head, m_block);
-      m_block = queries.next_around(m_block, step);
-      if (m_block == start) ++head;
+      advance(head, m_block);
     }
   }
 
  private:
+  CUTE_DEVICE void take(BackwardParams const& params, BackwardParams::KeyTile const& tile) {
+    batch = tile.batch;
+    kv_head = tile.kv_head;
+    n_block = tile.n_block;
+    if constexpr (kRagged) sequence = tile.sequence;
+  }
+
   CUTE_DEVICE void find_queries(BackwardParams const& params, int n_blocks) {
-    group = params.group;
     const Lengths lengths = this->lengths(params);
     const Range keys = {n_block * kN, min((n_block + 1) * kN, lengths.k)};
     queries = {};
-    if (group > 0) queries = params.scores.mask.walk(keys, kM, lengths.transposed());
+    if (params.group > 0) queries = params.scores.mask.walk(keys, kM, lengths.transposed());
     start = params.deterministic ? queries.last() : queries.first();
     step = params.deterministic ? -1 : 1;
     // First tiles are spread as evenly as can be. The quotient is approximate, as a 64-bit one would be a call.
-    if (params.scores.mask.shows_all() && !params.deterministic)
+    if (kTurns && params.scores.mask.shows_all() && !params.deterministic)
       start += int(__umulhi(unsigned(queries.end() - start), unsigned(n_block) * (~0u / unsigned(n_blocks))));
+    take_part(params);
   }
 };
 

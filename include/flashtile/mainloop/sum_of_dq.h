@@ -11,9 +11,9 @@ namespace flashtile {
 /// see add to it.
 ///
 /// In order (deterministic), blocks add from the first to the last, so that the rounding is the same in every run. No
-/// thread block waits for ever: in that order blocks start, by a thread block's index or as they are asked for, and all
-/// go from the last query to the first. Under a causal mask all of them see the last: so those that run at a time are a
-/// step apart.
+/// thread block waits for ever: in that order blocks start, by a thread block's index or as they are asked for, each
+/// with all of its parts (see KeyBlock), and all go from the last query to the first. Under a causal mask all of them
+/// see the last: so those that run at a time are a step apart.
 ///
 /// In any order, the first to come stores what others add to, which spares clearing the memory beforehand. The others
 /// wait while it does. Ampere's kernel adds to zeros instead, and has a state only where sums are in order.

@@ -91,7 +91,7 @@ class OnePassConsumerSm90 {
       release();
       auto tKrdK = Fragments::gradient_of_keys();
       auto tVrdV = Fragments::gradient_of_keys();
-      if (work.queries.empty()) {  // with one call of finish() the accumulators would be copied
+      if (work.empty()) {  // with one call of finish() the accumulators would be copied
         cute::clear(tKrdK);
         cute::clear(tVrdV);
         return finish(work, tKrdK, tVrdV);

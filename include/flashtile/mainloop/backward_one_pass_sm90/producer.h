@@ -30,16 +30,16 @@ struct OnePassProducerSm90 {
 
   template <class Release>
   CUTE_DEVICE void load(Work const& work, Release&& release) {
-    if (work.queries.empty()) return release();
-    int left = work.steps();
+    if (work.empty()) return release();
+    int left = work.steps;
     // The next block may be handed out early enough before this one's end for its tiles to be in flight by then.
     const int release_at = min(left, Mainloop::kStepsAhead);
     const auto load_keys = [&](auto columns, CUtensorMap const& map, Ring<1>& ring, Element* to) {
       std::uint64_t* barrier = ring.fill(keys_at, [] { return sizeof(SharedStorage::k); });
       load_tile<kN, kHeadDim, columns>(map, barrier, to, work.k_rows(params.backward), work.n_block * kN, work.kv_head);
     };
+    bool first = true;
     work.for_each([&](int head, int m_block) {
-      const bool first = head == work.kv_head * work.group && m_block == work.start;
       const auto load_queries = [&](CUtensorMap const& map, std::uint64_t* barrier, Element* to) {
         load_tile<kM, kHeadDim, kColumns>(map, barrier, to, work.q_rows(params.backward), m_block * kM, head);
       };
@@ -54,6 +54,7 @@ struct OnePassProducerSm90 {
       barrier = shared.dout_barriers.fill(at, [] { return sizeof(SharedStorage::dout[0]); });
       load_queries(params.dout, barrier, shared.dout[at.stage]);
       if (first) load_keys(cute::Int<kColumns>{}, params.v, shared.v_barriers, shared.v);
+      first = false;
       at.advance();
       if (left-- == release_at) release();
     });

@@ -29,7 +29,7 @@ struct OnePassSchedulerSm90 {
       });
       // No other thread block can have what is taken, so it is taken late. But a block that is soon done should not
       // wait for the counter's answer.
-      taken = more && shared.work.steps() <= Mainloop::kStepsAhead;
+      taken = more && shared.work.steps <= Mainloop::kStepsAhead;
       if (taken) index = take();
     }
   }
@@ -57,7 +57,10 @@ struct OnePassBlocksSm90 {
   CUTE_DEVICE void for_each(Visit&& visit_and_release) const {
     const auto visit = [&](Work const& work) __attribute__((always_inline)) { visit_and_release(work, [] {}); };
     if constexpr (Mainloop::kTakes == Takes::kBlock) {
-      visit(only);
+      // Each role finds the steps again: so these are in uniform registers, as the consumers are short of others.
+      Work work = only;
+      work.take_part(params.backward);
+      visit(work);
     } else if constexpr (Mainloop::kTakes == Takes::kBlocks) {
       // Rounds alternate in direction: under a mask, the thread block that got the longest block of one gets the
       // shortest of the next.

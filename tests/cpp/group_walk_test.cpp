@@ -1,0 +1,116 @@
+// These tests check that the parts of a block of keys visit what the whole block visits, in the same order.
+#include "flashtile/scheduler/group_walk.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "flashtile/mask/mask.h"
+
+namespace flashtile {
+namespace {
+
+using Steps = std::vector<std::pair<int, int>>;  // (head, tile)
+
+Steps steps_of(const GroupWalk& walk) {
+  Steps steps;
+  int head = walk.first_head, tile = walk.first_tile_of_head;
+  for (int i = 0; i < walk.steps; ++i) {
+    steps.emplace_back(head, tile);
+    walk.advance(head, tile);
+  }
+  return steps;
+}
+
+/// Calls `visit(walk)` for walks of all masks, with every first tile in both directions.
+template <class Visit>
+void for_each_walk(Visit&& visit) {
+  constexpr int kM = 3, kN = 4;
+  for (const Band band : {Band::full(), Band::causal(), Band{7, 2}}) {
+    for (const Lengths n : {Lengths{0, 9}, Lengths{1, 1}, Lengths{14, 9}, Lengths{5, 20}, Lengths{20, 5}}) {
+      for (int key = 0; key < n.k; key += kN) {
+        const Range keys = {key, std::min(key + kN, n.k)};
+        const BlockWalk queries = Mask{band.transposed()}.walk(keys, kM, n.transposed());
+        for (const int step : {1, -1}) {
+          if (queries.empty()) visit(GroupWalk{.queries = queries, .start = 0, .step = step});
+          for (int start = queries.first(); start < queries.end(); ++start)
+            visit(GroupWalk{.queries = queries, .start = start, .step = step});
+        }
+      }
+    }
+  }
+}
+
+TEST(GroupWalk, VisitsEveryTileOfEveryHeadFromItsStartAround) {
+  for_each_walk([](GroupWalk walk) {
+    constexpr int kHead = 6, kGroup = 3;
+    walk.cut(kHead, kGroup, 0, Divisor(1), false);
+    Steps expected;
+    for (int head = kHead; head < kHead + kGroup; ++head) {
+      int tile = walk.start;
+      for (int i = 0; i < walk.queries.blocks(); ++i) {
+        expected.emplace_back(head, tile);
+        tile = walk.queries.next_around(tile, walk.step);
+      }
+    }
+    ASSERT_EQ(steps_of(walk), expected);
+  });
+}
+
+TEST(GroupWalk, PartsAreTheWholeWalkInOrder) {
+  for_each_walk([](GroupWalk walk) {
+    for (const int group : {0, 1, 2, 5}) {
+      for (const bool whole_heads : {false, true}) {
+        walk.cut(group, group, 0, Divisor(1), whole_heads);
+        const Steps whole = steps_of(walk);
+        for (int parts = 1; parts <= static_cast<int>(whole.size()) + 2; ++parts) {
+          const int unit = whole_heads ? walk.queries.blocks() : 1, units = whole_heads ? group : walk.steps;
+          const int longest = (units + parts - 1) / parts * unit;
+          Steps joined;
+          for (int i = 0; i < parts; ++i) {
+            GroupWalk part = walk;
+            part.cut(group, group, i, Divisor(parts), whole_heads);
+            ASSERT_LE(part.steps, longest);
+            ASSERT_TRUE(!whole_heads || part.empty() || part.first_tile_of_head == walk.start);
+            const Steps steps = steps_of(part);
+            joined.insert(joined.end(), steps.begin(), steps.end());
+          }
+          ASSERT_EQ(joined, whole);
+        }
+      }
+    }
+  });
+}
+
+// In a fixed order, a block of keys adds to a tile of dQ when the block before it has: that has to be a part that comes
+// before it in the order in which thread blocks take them, and the same part of its block, which is about as far.
+TEST(GroupWalk, WhoAddsToATileBeforeIsTheSamePartOfTheBlockBefore) {
+  constexpr int kM = 3, kN = 4, kGroup = 5;
+  for (const Band band : {Band::full(), Band::causal(), Band{7, 2}}) {
+    for (const Lengths n : {Lengths{14, 9}, Lengths{5, 20}, Lengths{40, 33}}) {
+      for (int parts = 1; parts < 12; ++parts) {
+        std::vector<std::pair<std::pair<int, int>, int>> adds;  // a step, and the index of the part that takes it
+        const int blocks = (n.k + kN - 1) / kN;
+        for (int index = 0; index < blocks * parts; ++index) {
+          const int key = index / parts * kN;
+          GroupWalk part{.queries = Mask{band.transposed()}.walk({key, std::min(key + kN, n.k)}, kM, n.transposed())};
+          part.start = part.queries.last();
+          part.step = -1;
+          part.cut(0, kGroup, index % parts, Divisor(parts), band != Band::full());
+          for (const auto& step : steps_of(part)) adds.emplace_back(step, index);
+        }
+        std::sort(adds.begin(), adds.end());
+        for (std::size_t i = 1; i < adds.size(); ++i) {
+          if (adds[i].first == adds[i - 1].first) {
+            ASSERT_EQ(adds[i].second, adds[i - 1].second + parts);
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flashtile
