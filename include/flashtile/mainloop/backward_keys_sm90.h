@@ -227,17 +227,23 @@ struct BackwardKeysSm90 {
         }
         const auto one = [](int, int) { return 1.0f; };
         if (capped || kKnowsDropout) [[unlikely]] {  // those handed over have the softcap's slope as a factor
-          KeptOf<decltype(tScS)> kept;
-          if constexpr (kKnowsDropout)
-            kept = kept.template of<Rows::kKeys>(params.dropout, work.batch, head, tScS, key, m_block * kM);
           if (capped)
             weigh(scores, tScS, weights, stage, [&](int r, int c) { return score_tile.cap_slope(scores(r, c)); });
           else
             weigh(scores, tScS, weights, stage, one);
-          if constexpr (kKnowsDropout) kept.mark_words(weights);
+          if constexpr (kKnowsDropout)
+            DropoutTile<Rows::kKeys>(params.dropout, work.batch, head, key, m_block * kM)
+                .for_each(tScS, [&](int, int c, auto kept) { kept.mark_words(weights, c); });
           hand_over(weights);
-          weigh(scores, tScS, weights, stage, one);
-          if constexpr (kKnowsDropout) kept.keep_words(weights);
+          if constexpr (kKnowsDropout) {
+            Tensor marked = make_tensor_like(weights);
+            copy(weights, marked);
+            if (capped) weigh(scores, tScS, weights, stage, one);
+            CUTE_UNROLL
+            for (int i = 0; i < size(weights); ++i) weights(i) = drop_marked(weights(i), marked(i));
+          } else {
+            weigh(scores, tScS, weights, stage, one);
+          }
         } else {
           weigh(scores, tScS, weights, stage, one);
           hand_over(weights);
@@ -307,16 +313,23 @@ struct BackwardKeysSm90 {
         barriers.dout.release_by_warp(at);
         if constexpr (kKnowsDropout) {
           CUTE_UNROLL
-          for (int i = 0; i < size(tSrdP); ++i)
-            tSrdP(i) = weights(i / 2) & (i % 2 ? 0x80000000 : 0x8000) ? 0.0f : params.dropout.scale * tSrdP(i);
-          CUTE_UNROLL
-          for (int i = 0; i < size(weights); ++i) weights(i) &= 0x7fff7fff;
+          for (int i = 0; i < size(weights); ++i) {
+            tSrdP(2 * i) = keep_unmarked<0>(tSrdP(2 * i), weights(i));
+            tSrdP(2 * i + 1) = keep_unmarked<1>(tSrdP(2 * i + 1), weights(i));
+            weights(i) &= 0x7fff7fff;
+          }
         }
         for_column_pairs(tScS, tiles.statistics[stage][1], [&](int c, float2 delta) {
           CUTE_UNROLL
           for (int r = 0; r < size<0>(dp); ++r) {
             const float low = float(tKrdS(2 * (c + r))), high = float(tKrdS(2 * (c + r) + 1));
-            weights(c + r) = round_pair<Element>(low * (dp(r, c) - delta.x), high * (dp(r, c + 1) - delta.y));
+            if constexpr (kKnowsDropout) {
+              const float scale = params.dropout.scale;  // of the weights that stay
+              weights(c + r) = round_pair<Element>(low * fmaf(scale, dp(r, c), -delta.x),
+                                                   high * fmaf(scale, dp(r, c + 1), -delta.y));
+            } else {
+              weights(c + r) = round_pair<Element>(low * (dp(r, c) - delta.x), high * (dp(r, c + 1) - delta.y));
+            }
           }
         });
         start_matmul(mma_k, tKrdS, tKrQ(_, _, _, stage), tKrdK, opening);
