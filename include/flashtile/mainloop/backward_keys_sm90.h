@@ -155,17 +155,20 @@ struct BackwardKeysSm90 {
     typename Ring<1>::Cursor keys_at{};
     typename Ring<2>::Cursor weights_at{};
 
-    /// Rounds the weights that scores, (row, column), have, times `slope(row, column)`.
-    template <class Scores, class Coord, class Weights, class Slope>
+    /// Rounds the weights that scores, (row, column), have, times `slope(row, column)`. With kDropsMarked, those that
+    /// are marked in what `weights` had before become 0.
+    template <bool kDropsMarked = false, class Scores, class Coord, class Weights, class Slope>
     CUTE_DEVICE void weigh(Scores& scores, Coord const& tScS, Weights& weights, int stage, Slope&& slope) const {
       using namespace cute;
       const float unit_log2 = params.scores.map.unit_log2;
       for_column_pairs(tScS, tiles.statistics[stage][0], [&](int c, float2 lse) {
         CUTE_UNROLL
-        for (int r = 0; r < size<0>(scores); ++r)
-          weights(c + r) =
+        for (int r = 0; r < size<0>(scores); ++r) {
+          const std::uint32_t pair =
               round_pair<Element>(exp2_approx(fmaf(scores(r, c), unit_log2, -lse.x)) * slope(r, c),
                                   exp2_approx(fmaf(scores(r, c + 1), unit_log2, -lse.y)) * slope(r, c + 1));
+          weights(c + r) = kDropsMarked ? drop_marked(pair, weights(c + r)) : pair;
+        }
       });
     }
 
@@ -235,14 +238,11 @@ struct BackwardKeysSm90 {
             DropoutTile<Rows::kKeys>(params.dropout, work.batch, head, key, m_block * kM)
                 .for_each(tScS, [&](int, int c, auto kept) { kept.mark_words(weights, c); });
           hand_over(weights);
-          if constexpr (kKnowsDropout) {
-            Tensor marked = make_tensor_like(weights);
-            copy(weights, marked);
-            if (capped) weigh(scores, tScS, weights, stage, one);
-            CUTE_UNROLL
-            for (int i = 0; i < size(weights); ++i) weights(i) = drop_marked(weights(i), marked(i));
+          if (capped || !kKnowsDropout) {
+            weigh<kKnowsDropout>(scores, tScS, weights, stage, one);
           } else {
-            weigh(scores, tScS, weights, stage, one);
+            CUTE_UNROLL
+            for (int i = 0; i < size(weights); ++i) weights(i) = drop_marked(weights(i), weights(i));
           }
         } else {
           weigh(scores, tScS, weights, stage, one);

@@ -114,7 +114,11 @@ struct DropoutTile {
   BytesAtLeast kept{dropout.drop_below};
 
   CUTE_DEVICE DropoutTile(Dropout const& dropout, int batch, int head, int first_row, int first_column)
-      : dropout(dropout), batch(batch), head(head), first_row(first_row), first_column(first_column) {}
+      : dropout(dropout), batch(batch), head(head), first_row(first_row), first_column(first_column) {
+    // The asm hides the value from the compiler, which would begin the words of all tiles of these rows ahead of their
+    // loop, and hold what it knows of them in scarce registers.
+    asm volatile("" : "+r"(this->first_row));
+  }
 
   /// Returns what stays in a thread's rows r and r + 1, and in its columns from c on: the first kColumns of them, and
   /// as many more. `coord` has the coordinates in the tile. All threads of a warp call it at once.
