@@ -31,18 +31,18 @@ void local_ranges(Range* target, Range rows, int times_rows, Range columns, int 
   }
 }
 
-/// Fills the factor of each weight: 0 where it is dropped. It goes by whole squares of 16 × 16, which hold all four of
-/// the elements that share random words, since tiles begin at multiples of 16.
+/// Fills the factor of each weight: 0 where it is dropped. It goes by whole squares of 16 × 16, which hold all sixteen
+/// of the elements that share random words, since tiles begin at multiples of 16.
 void fill_dropout(float* target, const Dropout& dropout, const TileRows& rows, int stride) {
   for (int key = rows.keys.begin; key < rows.keys.end; key += 16) {
     for (int query = rows.queries.begin; query < rows.queries.end; query += 16) {
-      for (int i = 0; i < 64; ++i) {
-        const int row = query + i % 8, column = key + i / 8;
+      for (int i = 0; i < 16; ++i) {
+        const int row = query + i % 4 * 2, column = key + i / 4 * 2;
         const Philox words = dropout.words(rows.batch, rows.heads.first, row, column);
         float* const at = target + (column - rows.keys.begin) * stride + (row - rows.queries.begin);
-        for (const bool key_8 : {false, true})
-          for (const bool query_8 : {false, true})
-            at[8 * (key_8 * stride + query_8)] = dropout.keeps(words, query_8, key_8) ? dropout.scale : 0.0f;
+        for (const int of_key : {0, 1, 8, 9})
+          for (const int of_row : {0, 1, 8, 9})
+            at[of_key * stride + of_row] = dropout.keeps(words, of_row, of_key) ? dropout.scale : 0.0f;
       }
     }
   }

@@ -108,8 +108,9 @@ def attention(
         alibi_slopes: float32, (H_q) or (B, H_q), of any strides. Gets no gradient.
         sinks: (H_q), any floating dtype and stride, summed in float32: a logit for each query head that no value
             belongs to. It takes weight from the columns, and gets a gradient.
-        dropout_p: the probability, at least 0 and below 1, with which a weight is dropped; 0: none. Also in backward,
-            where the same weights are dropped. Pass 0 in evaluation.
+        dropout_p: the probability, at least 0 and below 1, with which a weight is dropped; 0: none. It is rounded to a
+            multiple of 1/256, in the formula as well, but not to 0 or 1. Also in backward, where the same weights are
+            dropped. Pass 0 in evaluation.
         seed: of dropout, an int from 0 to 2^64 - 1. A weight is dropped by its place (b, h, i, j) and the seed alone,
             alike on every device. By default drawn from PyTorch's CPU generator, by a compiled function in each run,
             so torch.manual_seed and activation checkpointing repeat it; in a captured CUDA graph it is fixed.
@@ -147,7 +148,7 @@ def attention(
     FlashAttention (Dao et al. 2022, arXiv:2205.14135) and FlashAttention-2 (Dao 2023, arXiv:2307.08691); grouped
     queries, Ainslie et al. 2023 (arXiv:2305.13245); ALiBi, Press et al. 2021 (arXiv:2108.12409); sliding window,
     Longformer (Beltagy et al. 2020, arXiv:2004.05150); softcap, Gemma 2 (2024, arXiv:2408.00118); sinks, gpt-oss
-    (2025, arXiv:2508.10925); dropout's random numbers, Philox 4×32-10 (Salmon et al. 2011,
+    (2025, arXiv:2508.10925); dropout's random numbers, Philox 4×32-7 (Salmon et al. 2011,
     doi:10.1145/2063384.2063405).
     """
     if attn_mask is not ... or is_causal is not ...:

@@ -51,8 +51,8 @@ def scaled_dot_product_attention(
             (B, 1, 1, S_k). It may hide any keys, and the host reads no value of it: visible keys and values are
             gathered to the front (a copy) and attended to as a ragged batch, on every device. Or a
             ``torch.nn.attention.bias.CausalBias`` of the size (S_q, S_k), which takes no memory.
-        dropout_p: the probability with which a weight is dropped. The seed is drawn from PyTorch's CPU generator, so
-            torch.manual_seed repeats it; other weights are dropped than by PyTorch.
+        dropout_p: the probability with which a weight is dropped, rounded to a multiple of 1/256. The seed is drawn
+            from PyTorch's CPU generator, so torch.manual_seed repeats it; other weights are dropped than by PyTorch.
         is_causal: hide columns right of the diagonal that begins at the top left.
         scale: factor of the scores; by default 1/√D.
         enable_gqa: let H_q be a multiple of H_k. Heads are read by index, not copied.

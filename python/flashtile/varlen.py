@@ -143,8 +143,9 @@ def attention_varlen(
         alibi_slopes: float32, (H_q) or (B, H_q), of any strides. Gets no gradient.
         sinks: (H_q), any floating dtype and stride, summed in float32: a logit for each query head that no value
             belongs to. It takes weight from the columns, and gets a gradient.
-        dropout_p: the probability, at least 0 and below 1, with which a weight is dropped; 0: none. Also in backward,
-            where the same weights are dropped. Pass 0 in evaluation.
+        dropout_p: the probability, at least 0 and below 1, with which a weight is dropped; 0: none. It is rounded to a
+            multiple of 1/256, but not to 0 or 1. Also in backward, where the same weights are dropped. Pass 0 in
+            evaluation.
         seed: of dropout, an int from 0 to 2^64 - 1. A weight is dropped by its place (b, h, i, j), where b counts
             sequences and i, j count within one, and the seed alone. By default drawn from PyTorch's CPU generator.
         deterministic: whether the gradients must be the same bits in every run. By default what

@@ -76,14 +76,15 @@ def difference_rounding(q, k, v, dout, scale=None, dropout_p=0.0, out=None):
     return row_rounding(q, k, error, scale)
 
 
-def sink_rounding(out, lse, dout, sinks):
+def sink_rounding(out, lse, dout, sinks, keys=0):
     """The error that dsinks may have from the rounding of `out`: where every head has one number, the formula may be
     right by luck. A backward takes delta = Σ dout · out, each product off by up to eps/2, and sums over rows; errors of
-    either sign add up like a random walk."""
+    either sign add up like a random walk. So do those of the float32 sum over `keys` that `out` was before."""
     lse = lse.double().transpose(-1, -2)  # (B, S_q, H_q), or (T_q, H_q)
     steps = (dout.double() * out.double()).square().sum(dim=-1) * (sinks.double() - lse).exp().square()
     steps = steps.where(lse > -math.inf, 0)  # of a ragged batch's rows that do not count
-    return torch.finfo(out.dtype).eps * steps.flatten(0, -2).sum(dim=0).max().sqrt().item()
+    eps = torch.finfo(out.dtype).eps + torch.finfo(torch.float32).eps / 2 * math.sqrt(keys)
+    return eps * steps.flatten(0, -2).sum(dim=0).max().sqrt().item()
 
 
 def assert_bitwise(actual, expected, what="out"):

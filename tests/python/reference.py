@@ -23,9 +23,9 @@ def visible(seqlen_q, seqlen_k, causal=False, window=None, device="cpu", rows=No
 
 
 def _philox(counter, key):
-    """Philox 4×32-10: the four words of `counter`, four int64 tensors that broadcast, under `key`, two ints."""
+    """Philox 4×32-7: the four words of `counter`, four int64 tensors that broadcast, under `key`, two ints."""
     low = 0xFFFFFFFF
-    for i in range(10):
+    for i in range(7):
         # Products wrap around at 2^64, which leaves all their bits.
         a, b = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
         k0, k1 = (key[0] + i * 0x9E3779B9) & low, (key[1] + i * 0xBB67AE85) & low
@@ -33,14 +33,20 @@ def _philox(counter, key):
     return counter
 
 
+def dropout_threshold(p):
+    """The number below which a weight's random byte drops it: `p` in units of 1/256, which are what may be had."""
+    return min(max(math.floor(p * 256 + 0.5), 1), 255) if p > 0 else 0
+
+
 def dropout_factors(batch, heads, rows, columns, p, seed, entry=0):
     """(batch, heads, rows, columns): 0 where a weight is dropped, elsewhere what it is multiplied with."""
     h, b = (torch.arange(n, device=rows.device) for n in (heads, batch))
     b, h, i, j = b[:, None, None, None] + entry, h[:, None, None], rows[:, None], columns
-    words = torch.stack(torch.broadcast_tensors(*_philox((i & ~8, j & ~8, h, b), (seed & 0xFFFFFFFF, seed >> 32))))
-    mine = ((i >> 3 & 1) + 2 * (j >> 3 & 1)).expand(words.shape[1:])
-    drop_below = int(p * 2**32 + 0.5)
-    return (words.gather(0, mine[None])[0] >= drop_below) * (2**32 / (2**32 - drop_below))
+    words = torch.stack(torch.broadcast_tensors(*_philox((i & ~9, j & ~9, h, b), (seed & 0xFFFFFFFF, seed >> 32))))
+    mine = ((i & 1) + 2 * (j & 1)).expand(words.shape[1:])
+    place = 8 * ((i >> 3 & 1) + 2 * (j >> 3 & 1))
+    drop_below = dropout_threshold(p)
+    return ((words.gather(0, mine[None])[0] >> place & 0xFF) >= drop_below) * (256 / (256 - drop_below))
 
 
 def attention(

@@ -349,19 +349,19 @@ def kept_in_backward(q, k, width, **options):
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (101, 36)}], ids=str)
 @pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
-def test_the_same_weights_are_dropped_everywhere(device, causal, head_dim, head_dim_v):
+def test_the_same_weights_are_dropped_everywhere(device, mask, head_dim, head_dim_v):
     """On every device, in forward and backward, by every kernel: those that the recipe says, in the share asked for."""
     case = Case("kept", dtype=BF16, heads_q=2, heads_k=2, seqlen_q=333, seqlen_k=517, head_dim=head_dim)
     q, k, _ = case.tensors(device)
-    p = 0.3
     rows, columns = (torch.arange(n, device=device) for n in (333, 517))
-    kept = reference.dropout_factors(2, 2, rows, columns, p, SEED) > 0
+    kept = reference.dropout_factors(2, 2, rows, columns, 0.3, SEED) > 0
+    p = 77 / 256  # the nearest multiple of 1/256
     assert (kept.double().mean(dim=(2, 3)) - (1 - p)).abs().max() < 5 * math.sqrt(p * (1 - p) / kept[0, 0].numel())
     assert len({tuple(x.flatten()[:64].tolist()) for x in kept.flatten(0, 1)}) == 4  # each head has its own
-    expected = kept & reference.visible(333, 517, causal, device=device)
-    options = dict(causal=causal, dropout_p=p, seed=SEED)
+    expected = kept & reference.visible(333, 517, device=device, **mask)
+    options = dict(dropout_p=0.3, seed=SEED, **mask)
     assert torch.equal(kept_in_forward(q, k, head_dim_v, **options), expected)
     assert torch.equal(kept_in_backward(q, k, head_dim_v, **options), expected)
 

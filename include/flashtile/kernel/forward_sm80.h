@@ -76,7 +76,9 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) forward_sm80(const __
   if (!find_tile()) return;
   const int first_row = tile.m_block * Mainloop::kM;
   const Range rows = {first_row, min(first_row + Mainloop::kM, sequence.q.used)};
-  const VisibleKeys<Mainloop::kN> keys(params.scores.mask, rows, sequence.lengths());
+  int first_key = params.scores.mask.columns(rows.begin, sequence.lengths()).begin;
+  if constexpr (Mainloop::kKnowsDropout) first_key = params.dropout.tile_begin(first_key);
+  const VisibleKeys<Mainloop::kN> keys(params.scores.mask, rows, sequence.lengths(), first_key);
 
   typename Mainloop::Softmax softmax(params.scores.map.unit_log2);
   Tensor tOrO = partition_fragment_C(typename Mainloop::TiledMma{},

@@ -155,17 +155,20 @@ struct BackwardKeysSm90 {
     typename Ring<1>::Cursor keys_at{};
     typename Ring<2>::Cursor weights_at{};
 
-    /// Rounds the weights that scores, (row, column), have, times `slope(row, column)`.
-    template <class Scores, class Coord, class Weights, class Slope>
+    /// Rounds the weights that scores, (row, column), have, times `slope(row, column)`. With kDropsMarked, those that
+    /// are marked in what `weights` had before become 0.
+    template <bool kDropsMarked = false, class Scores, class Coord, class Weights, class Slope>
     CUTE_DEVICE void weigh(Scores& scores, Coord const& tScS, Weights& weights, int stage, Slope&& slope) const {
       using namespace cute;
       const float unit_log2 = params.scores.map.unit_log2;
       for_column_pairs(tScS, tiles.statistics[stage][0], [&](int c, float2 lse) {
         CUTE_UNROLL
-        for (int r = 0; r < size<0>(scores); ++r)
-          weights(c + r) =
+        for (int r = 0; r < size<0>(scores); ++r) {
+          const std::uint32_t pair =
               round_pair<Element>(exp2_approx(fmaf(scores(r, c), unit_log2, -lse.x)) * slope(r, c),
                                   exp2_approx(fmaf(scores(r, c + 1), unit_log2, -lse.y)) * slope(r, c + 1));
+          weights(c + r) = kDropsMarked ? drop_marked(pair, weights(c + r)) : pair;
+        }
       });
     }
 
@@ -227,17 +230,20 @@ struct BackwardKeysSm90 {
         }
         const auto one = [](int, int) { return 1.0f; };
         if (capped || kKnowsDropout) [[unlikely]] {  // those handed over have the softcap's slope as a factor
-          KeptOf<decltype(tScS)> kept;
-          if constexpr (kKnowsDropout)
-            kept = kept.template of<Rows::kKeys>(params.dropout, work.batch, head, tScS, key, m_block * kM);
           if (capped)
             weigh(scores, tScS, weights, stage, [&](int r, int c) { return score_tile.cap_slope(scores(r, c)); });
           else
             weigh(scores, tScS, weights, stage, one);
-          if constexpr (kKnowsDropout) kept.mark_words(weights);
+          if constexpr (kKnowsDropout)
+            DropoutTile<Rows::kKeys>(params.dropout, work.batch, head, key, m_block * kM)
+                .for_each(tScS, [&](int, int c, auto kept) { kept.mark_words(weights, c); });
           hand_over(weights);
-          weigh(scores, tScS, weights, stage, one);
-          if constexpr (kKnowsDropout) kept.keep_words(weights);
+          if (capped || !kKnowsDropout) {
+            weigh<kKnowsDropout>(scores, tScS, weights, stage, one);
+          } else {
+            CUTE_UNROLL
+            for (int i = 0; i < size(weights); ++i) weights(i) = drop_marked(weights(i), weights(i));
+          }
         } else {
           weigh(scores, tScS, weights, stage, one);
           hand_over(weights);
@@ -307,16 +313,23 @@ struct BackwardKeysSm90 {
         barriers.dout.release_by_warp(at);
         if constexpr (kKnowsDropout) {
           CUTE_UNROLL
-          for (int i = 0; i < size(tSrdP); ++i)
-            tSrdP(i) = weights(i / 2) & (i % 2 ? 0x80000000 : 0x8000) ? 0.0f : params.dropout.scale * tSrdP(i);
-          CUTE_UNROLL
-          for (int i = 0; i < size(weights); ++i) weights(i) &= 0x7fff7fff;
+          for (int i = 0; i < size(weights); ++i) {
+            tSrdP(2 * i) = keep_unmarked<0>(tSrdP(2 * i), weights(i));
+            tSrdP(2 * i + 1) = keep_unmarked<1>(tSrdP(2 * i + 1), weights(i));
+            weights(i) &= 0x7fff7fff;
+          }
         }
         for_column_pairs(tScS, tiles.statistics[stage][1], [&](int c, float2 delta) {
           CUTE_UNROLL
           for (int r = 0; r < size<0>(dp); ++r) {
             const float low = float(tKrdS(2 * (c + r))), high = float(tKrdS(2 * (c + r) + 1));
-            weights(c + r) = round_pair<Element>(low * (dp(r, c) - delta.x), high * (dp(r, c + 1) - delta.y));
+            if constexpr (kKnowsDropout) {
+              const float scale = params.dropout.scale;  // of the weights that stay
+              weights(c + r) = round_pair<Element>(low * fmaf(scale, dp(r, c), -delta.x),
+                                                   high * fmaf(scale, dp(r, c + 1), -delta.y));
+            } else {
+              weights(c + r) = round_pair<Element>(low * (dp(r, c) - delta.x), high * (dp(r, c + 1) - delta.y));
+            }
           }
         });
         start_matmul(mma_k, tKrdS, tKrQ(_, _, _, stage), tKrdK, opening);

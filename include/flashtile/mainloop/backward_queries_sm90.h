@@ -16,6 +16,7 @@ struct BackwardQueriesSm90 {
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
   static constexpr int kHeadDimV = kV.head_dim_v;
+  static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
   static constexpr int kStages = 2;  // stages of K, which is read longer than V
   static constexpr int kWarpgroups = 2;
   static constexpr int kStepsAhead = kStages + 1;  // iterations before a tile's end when the next is asked for
@@ -237,14 +238,18 @@ struct BackwardQueriesSm90 {
           barriers.q.release_by_warp(queries_at);
           barriers.dout.release_by_warp(queries_at);
         }
-        if constexpr (kV.knows(Features::kDropout))
-          KeptOf<decltype(tScS)>::template of<Rows::kQueries>(params.dropout, work.tile.batch, work.tile.head, tScS,
-                                                              first_row, n_block * kN)
-              .keep(dp, params.dropout.scale);
+        if constexpr (kKnowsDropout)
+          DropoutTile<Rows::kQueries>(params.dropout, work.tile.batch, work.tile.head, first_row, n_block * kN)
+              .for_each(tScS, [&](int r, int c, auto kept) { kept.keep(dp, r, c); });
         CUTE_UNROLL
         for (int r = 0; r < size<0>(scores); ++r) {
           CUTE_UNROLL
-          for (int c = 0; c < size<1>(scores); ++c) scores(r, c) *= dp(r, c) - rows.delta[r];
+          for (int c = 0; c < size<1>(scores); ++c) {
+            if constexpr (kKnowsDropout)
+              scores(r, c) *= fmaf(params.dropout.scale, dp(r, c), -rows.delta[r]);
+            else
+              scores(r, c) *= dp(r, c) - rows.delta[r];
+          }
         }
         round_to(tSrS, tQrdS);
         start_matmul(mma_q, tQrdS, tQrK(_, _, _, stage), tQrdQ, opening);

@@ -334,10 +334,12 @@ struct BackwardMainloopSm80 {
     using namespace cute;
     weigh(acc, tScS, step, edge, steep, lse_log2);
     Tensor scores = rows_and_columns(acc);  // (row, column)
-    if (drops())
-      KeptOf<Coord>::template of<Rows::kKeys, 8 * kSharers>(params.dropout, work.batch, step.head, tScS,
-                                                            work.n_block * kN, step.m_block * kM)
-          .mark(scores);
+    if constexpr (kKnowsDropout) {
+      if (drops())
+        DropoutTile<Rows::kKeys, 8 * kSharers>(params.dropout, work.batch, step.head, work.n_block * kN,
+                                               step.m_block * kM)
+            .for_each(tScS, [&](int r, int c, auto kept) { kept.mark(scores, r, c); });
+    }
     await(kOutputGradientIsThere);  // dO is there, and the other role no longer reads the last step's dS and Q
     if (capped()) {
       Tensor handed = make_fragment_like(acc);

@@ -4,107 +4,165 @@
 #include <cute/tensor.hpp>
 
 #include "flashtile/math/dropout.h"
-#include "flashtile/math/round.h"
 
 namespace flashtile {
 
 /// Rows says which side of a tile of scores its rows are.
 enum class Rows { kQueries, kKeys };
 
-/// Kept has a bit for each score (row, column) of one thread, which is set where its weight stays. Four scores share
-/// their random words: two rows by two columns that lie 8 apart.
-template <int kRows, int kColumns>
+/// Repeats the top bits of bytes, 0 to 3 of `low` and 4 to 7 of `high`, eight times each. Hexadecimal digit i of
+/// kBytes, from the last on, says whose becomes byte i.
+template <std::uint32_t kBytes>
+CUTE_DEVICE std::uint32_t repeat_top_bits(std::uint32_t low, std::uint32_t high) {
+  std::uint32_t repeated;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(repeated) : "r"(low), "r"(high), "n"(kBytes | 0x8888));
+  return repeated;
+}
+
+/// Kept says which of a thread's weights stay in rows r = 0 and 1, which lie 8 apart, and in columns c = 0, 1 and, with
+/// kColumns = 4, 2 and 3, which lie 8 further on. They share one Philox. Answers are masks, of all ones where a weight
+/// stays.
+template <Rows kSide, int kColumns>
 struct Kept {
-  using Bits = std::conditional_t<(kColumns > 32), std::uint64_t, std::uint32_t>;
-  Bits bits[kRows];
+  std::uint32_t of_even, of_odd;  // the top bit of each byte is that of a weight, in even and in odd columns
 
-  /// Makes the bits for the tile from `first_row`, a multiple of 16, and `first_column` on; `coord` has the coordinates
-  /// in it. A thread has two columns of every kColumnStep.
-  template <Rows kSide, int kColumnStep = 8, class Coord>
-  CUTE_DEVICE static Kept of(Dropout const& dropout, int batch, int head, Coord const& coord, int first_row,
-                             int first_column) {
-    using namespace cute;
-    // Otherwise the column 8 further on has other words, or is another thread's.
-    const bool two_columns = kColumnStep == 8 && first_column % 16 == 0;
-    Kept kept;
-    const int column_of_thread = first_column + get<1>(coord(0, 0));
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; r += 2) {
-      const int row = first_row + get<0>(coord(r, 0));
-      Bits upper = 0, lower = 0;  // bits of rows r and r + 1
-      CUTE_NO_UNROLL
-      for (int c = 0; c < kColumns; ++c) {
-        if (two_columns && (c & 2)) continue;
-        const int column = column_of_thread + c / 2 * kColumnStep + c % 2;
-        const bool column_8 = (column & 8) != 0;
-        constexpr bool kKeys = kSide == Rows::kKeys;
-        const Philox words = kKeys ? dropout.words(batch, head, column, row) : dropout.words(batch, head, row, column);
-        const auto bit = [&](bool row_8, bool column_8) -> Bits {
-          return kKeys ? dropout.keeps(words, column_8, row_8) : dropout.keeps(words, row_8, column_8);
-        };
-        upper |= bit(false, column_8) << c;
-        lower |= bit(true, column_8) << c;
-        if (two_columns) {
-          upper |= bit(false, true) << (c + 2);
-          lower |= bit(true, true) << (c + 2);
-        }
-      }
-      kept.bits[r] = upper;
-      kept.bits[r + 1] = lower;
-    }
-    return kept;
+  /// Returns a mask for a word of two weights of 16 bits, those of columns c, which is even, and c + 1.
+  template <int r, int c>
+  CUTE_DEVICE std::uint32_t pair() const {
+    return repeat_top_bits<0x4400 + 0x1111 * byte_of(r, c)>(of_even, of_odd);
+  }
+  /// Returns a mask for a value of 32 bits.
+  template <int r, int c>
+  CUTE_DEVICE std::uint32_t one() const {
+    const std::uint32_t word = c % 2 == 0 ? of_even : of_odd;
+    return repeat_top_bits<0x1111 * byte_of(r, c)>(word, word);
   }
 
-  CUTE_DEVICE bool operator()(int r, int c) const { return bits[r] >> c & 1; }
-
-  /// Sets dropped values (row, column) of the columns from `first` on to 0, and multiplies the others with `scale`.
+  /// Sets dropped values (row, column) to 0, of which the first is at (row, column).
   template <class Values>
-  CUTE_DEVICE void keep(Values&& values, float scale = 1, int first = 0) const {
-    using namespace cute;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(values); ++c) values(r, c) = (*this)(r, first + c) ? scale * values(r, c) : 0.0f;
-    }
+  CUTE_DEVICE void keep(Values& values, int row, int column) const {
+    for_each([&](auto r, auto c) {
+      float& value = values(row + r, column + c);
+      value = __uint_as_float(__float_as_uint(value) & one<r, c>());
+    });
   }
-
   /// Makes dropped weights negative: weights never are, so the sign tells who takes them next which were dropped.
   template <class Values>
-  CUTE_DEVICE void mark(Values&& weights) const {
-    using namespace cute;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      CUTE_UNROLL
-      for (int c = 0; c < kColumns; ++c) weights(r, c) = (*this)(r, c) ? weights(r, c) : -weights(r, c);
-    }
+  CUTE_DEVICE void mark(Values& weights, int row, int column) const {
+    for_each([&](auto r, auto c) {
+      float& weight = weights(row + r, column + c);
+      weight = __uint_as_float(__float_as_uint(weight) | (~one<r, c>() & 0x80000000));
+    });
   }
-
-  /// Sets dropped weights to 0 in `words`, each of which is two weights of 16 bits, as a wgmma has them: two columns of
-  /// row 0, of row 1, …
+  /// Does the same in `words`, each of which is two weights of 16 bits, as a matmul has them: two columns of row 0, of
+  /// row 1, … The first is at `column` of row 0.
   template <class Words>
-  CUTE_DEVICE void keep_words(Words&& words) const {
-    for_words(words, [](std::uint32_t& word, std::uint32_t kept) { word &= kept; });
+  CUTE_DEVICE void keep_words(Words& words, int column) const {
+    for_each_pair([&](auto r, auto c) { words(column + c + r) &= pair<r, c>(); });
   }
   template <class Words>
-  CUTE_DEVICE void mark_words(Words&& words) const {
-    for_words(words, [](std::uint32_t& word, std::uint32_t kept) { word |= ~kept & 0x80008000; });
+  CUTE_DEVICE void mark_words(Words& words, int column) const {
+    for_each_pair([&](auto r, auto c) { words(column + c + r) |= ~pair<r, c>() & 0x80008000; });
   }
 
  private:
-  template <class Words, class Visit>
-  CUTE_DEVICE void for_words(Words& words, Visit&& visit) const {
+  /// Returns where in a word the byte of row r and column c is; where kColumns = 2, DropoutTile has shifted it there.
+  static constexpr int byte_of(int r, int c) {
+    const int row = 8 * r, column = c / 2 * 8;
+    return kSide == Rows::kKeys ? Dropout::byte_of(column, row) : Dropout::byte_of(row, column);
+  }
+  template <class Visit>
+  CUTE_DEVICE static void for_each(Visit&& visit) {
+    for_each_pair([&](auto r, auto c) {
+      visit(r, c);
+      visit(r, cute::Int<c + 1>{});
+    });
+  }
+  template <class Visit>
+  CUTE_DEVICE static void for_each_pair(Visit&& visit) {
     using namespace cute;
-    static_assert(kRows == 2);
-    CUTE_UNROLL
-    for (int i = 0; i < size(words); ++i) {
-      const int r = i % 2, c = i / 2 * 2;
-      visit(words(i), ((*this)(r, c) ? 0xffffu : 0) | ((*this)(r, c + 1) ? 0xffff0000u : 0));
-    }
+    cute::for_each(make_int_sequence<2>{}, [&](auto r) {
+      cute::for_each(make_int_sequence<kColumns / 2>{}, [&](auto i) { visit(r, Int<2 * i>{}); });
+    });
   }
 };
 
-/// KeptOf is Kept for the scores of `Coord`, a tensor of coordinates (row, column).
-template <class Coord>
-using KeptOf = Kept<decltype(cute::size<0>(Coord{}))::value, decltype(cute::size<1>(Coord{}))::value>;
+/// Sets a weight to 0 in `word`, of two, where that of `marked` is marked.
+CUTE_DEVICE std::uint32_t drop_marked(std::uint32_t word, std::uint32_t marked) {
+  return word & ~repeat_top_bits<0x3311>(marked, marked);
+}
+/// Returns 0 where weight i of `marked` is marked, else `value`.
+template <int i>
+CUTE_DEVICE float keep_unmarked(float value, std::uint32_t marked) {
+  return __uint_as_float(__float_as_uint(value) & ~repeat_top_bits<i == 0 ? 0x1111 : 0x3333>(marked, marked));
+}
+
+/// DropoutTile says which weights of a tile stay, of one thread, which has two columns of every kColumnStep. The tile
+/// begins at `first_row` and `first_column`, multiples of 16.
+///
+/// A thread's rows and its neighbour's, four lanes away, differ in bit 0, so each needs half of the words of the same
+/// Philox. They take turns: of two neighbouring sets of columns each makes one, and gives the other half away.
+template <Rows kSide, int kColumnStep = 8>
+struct DropoutTile {
+  static constexpr int kColumns = kColumnStep == 8 ? 4 : 2;  // a thread's columns that share words
+  static constexpr int kStep = kColumns / 2 * kColumnStep;   // from these columns to the next
+  static_assert(kColumnStep == 8 || kColumnStep == 16 || kColumnStep == 32);
+  using Columns = Kept<kSide, kColumns>;
+
+  Dropout const& dropout;
+  int batch, head, first_row, first_column;
+  BytesAtLeast kept{dropout.drop_below};
+
+  CUTE_DEVICE DropoutTile(Dropout const& dropout, int batch, int head, int first_row, int first_column)
+      : dropout(dropout), batch(batch), head(head), first_row(first_row), first_column(first_column) {
+    // The asm hides the value from the compiler, which would begin the words of all tiles of these rows ahead of their
+    // loop, and hold what it knows of them in scarce registers.
+    asm volatile("" : "+r"(this->first_row));
+  }
+
+  /// Returns what stays in a thread's rows r and r + 1, and in its columns from c on: the first kColumns of them, and
+  /// as many more. `coord` has the coordinates in the tile. All threads of a warp call it at once.
+  template <class Coord>
+  CUTE_DEVICE cute::array<Columns, 2> at(Coord const& coord, int r, int c) const {
+    using namespace cute;
+    const int row = first_row + get<0>(coord(r, 0)), column = first_column + get<1>(coord(0, 0)) + c / kColumns * kStep;
+    const bool odd = row & 1;
+    const int made = odd ? column + kStep : column;  // the column whose words this thread makes
+    constexpr bool kKeys = kSide == Rows::kKeys;
+    const Philox words = kKeys ? dropout.words(batch, head, made, row) : dropout.words(batch, head, row, made);
+    array<Columns, 2> found;
+    const auto share = [&](auto column_0, std::uint32_t Columns::* flags) {
+      constexpr int kOfEven = kKeys ? Dropout::word_of(column_0, 0) : Dropout::word_of(0, column_0);
+      constexpr int kOfOdd = kKeys ? Dropout::word_of(column_0, 1) : Dropout::word_of(1, column_0);
+      const std::uint32_t of_even = kept(words.word[kOfEven]), of_odd = kept(words.word[kOfOdd]);
+      const std::uint32_t given = __shfl_xor_sync(~0u, odd ? of_even : of_odd, 4);
+      found[0].*flags = odd ? given : of_even;
+      found[1].*flags = odd ? of_odd : given;
+    };
+    share(_0{}, &Columns::of_even);
+    share(_1{}, &Columns::of_odd);
+    if constexpr (kColumns == 2) {  // all of this thread's columns have the same bit 3
+      const int shift = 8 * (kKeys ? Dropout::byte_of(column, 0) : Dropout::byte_of(0, column));
+      for (Columns& columns : found) columns = {columns.of_even >> shift, columns.of_odd >> shift};
+    }
+    return found;
+  }
+
+  /// Calls `visit(r, c, kept)` for all of a thread's rows and columns, with the Kept whose first are r and c.
+  template <class Coord, class Visit>
+  CUTE_DEVICE void for_each(Coord const& coord, Visit&& visit) const {
+    using namespace cute;
+    static_assert(size<0>(Coord{}) % 2 == 0 && size<1>(Coord{}) % (2 * kColumns) == 0);
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(coord); r += 2) {
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(coord); c += 2 * kColumns) {
+        const auto found = at(coord, r, c);
+        visit(r, c, found[0]);
+        visit(r, c + kColumns, found[1]);
+      }
+    }
+  }
+};
 
 }  // namespace flashtile

@@ -198,24 +198,32 @@ struct ForwardMainloopSm80 {
       float factor[kRowsPerThread];
       if (softmax.fit(scores, factor)) [[unlikely]]
         scale_rows(rows_of_o, factor);
-      KeptOf<decltype(tScS)> kept;
-      if constexpr (kKnowsDropout) {
-        if (drops)
-          kept = kept.template of<Rows::kQueries>(params.dropout, tile.batch, tile.head, tScS, tile.m_block * kM,
-                                                  keys.key(n_block));
-      }
 
       Tensor sVt = make_tensor(make_smem_ptr(acquire<kStepV>(n_block)), SmemLayoutVt{});  // (head_dim, N)
       Tensor tOsV = copy_v_thread.partition_S(sVt);                                       // (copy, head_dim, k)
       Tensor tOrV = mma_thread.partition_fragment_B(make_tensor(sVt.data(), VtFragmentLayout{}));  // (mma, head_dim, k)
       Tensor tOrV_copy = copy_v_thread.retile_D(tOrV);  // (copy, head_dim, k)
+      array<array<typename DropoutTile<Rows::kQueries>::Columns, 2>, kRowsPerThread / 2> kept;
       CUTE_UNROLL
       for (int k = 0; k < size<2>(tOrV); ++k) {
         copy(copy_v, tOsV(_, _, k), tOrV_copy(_, _, k));
         Tensor tSrS_k = n16_block(tSrS, k);  // (mma, m, 2)
         softmax.exponentiate(rows_and_columns(tSrS_k));
-        if (drops) kept.keep(rows_and_columns(tSrS_k), 1, 4 * k);
-        gemm(mma, as_operand_a<Element>(tSrS_k), tOrV(_, _, k), tOrO);
+        Tensor tOrP = as_operand_a<Element>(tSrS_k);  // (mma, m)
+        if constexpr (kKnowsDropout) {
+          static_assert(kN % 32 == 0);  // what stays is found for two k at once
+          if (drops) {
+            const DropoutTile<Rows::kQueries> drop(params.dropout, tile.batch, tile.head, tile.m_block * kM,
+                                                   keys.key(n_block));
+            Tensor weights = recast<std::uint32_t>(tOrP);
+            CUTE_UNROLL
+            for (int r = 0; r < kRowsPerThread; r += 2) {
+              if (k % 2 == 0) kept[r / 2] = drop.at(tScS, r, 4 * k);
+              kept[r / 2][k % 2].keep_words(weights, 2 * r);
+            }
+          }
+        }
+        gemm(mma, tOrP, tOrV(_, _, k), tOrO);
       }
     }
   }

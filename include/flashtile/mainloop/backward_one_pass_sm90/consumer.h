@@ -157,7 +157,9 @@ class OnePassConsumerSm90 {
     else
       weigh(scores, weights, stage, [](float) { return 1.0f; });
     wait_matmul<0>(tSrdP);
-    if (kKnowsDropout && backward.dropout.active()) drop(other, weights, work, head, m_block);
+    if constexpr (kKnowsDropout) {
+      if (backward.dropout.active()) drop(other, weights, work, head, m_block);
+    }
     start_matmul(mma_kv, tVrP, tVrdO(_, _, _, stage), tVrdV, opening);
     differentiate(scores, other, weights, stage);
     round_to(tSrS, tKrdS);
@@ -217,12 +219,14 @@ class OnePassConsumerSm90 {
     });
   }
 
+  /// Sets to 0 what is dropped of the weights, and of dP in `other`.
   template <class Scores, class Weights>
   CUTE_DEVICE void drop(Scores& other, Weights& weights, Work const& work, int head, int m_block) {
-    const auto kept = KeptOf<decltype(tScS)>::template of<Rows::kKeys>(backward.dropout, work.batch, head, tScS,
-                                                                       work.n_block * kN, m_block * kM);
-    kept.keep_words(weights);
-    kept.keep(other, backward.dropout.scale);
+    DropoutTile<Rows::kKeys>(backward.dropout, work.batch, head, work.n_block * kN, m_block * kM)
+        .for_each(tScS, [&](int r, int c, auto kept) {
+          kept.keep_words(weights, c);
+          kept.keep(other, r, c);
+        });
   }
 
   /// Turns weights, and dP in `other`, into dS in `scores`.
@@ -234,8 +238,14 @@ class OnePassConsumerSm90 {
       for (int r = 0; r < size<0>(scores); ++r) {
         const float2 weight =
             Mainloop::kRoundedWeights ? unround<Element>(weights(c + r)) : float2{scores(r, c), scores(r, c + 1)};
-        scores(r, c) = weight.x * (other(r, c) - delta.x);
-        scores(r, c + 1) = weight.y * (other(r, c + 1) - delta.y);
+        if constexpr (kKnowsDropout) {
+          const float scale = backward.dropout.scale;  // of the weights that stay
+          scores(r, c) = weight.x * fmaf(scale, other(r, c), -delta.x);
+          scores(r, c + 1) = weight.y * fmaf(scale, other(r, c + 1), -delta.y);
+        } else {
+          scores(r, c) = weight.x * (other(r, c) - delta.x);
+          scores(r, c + 1) = weight.y * (other(r, c + 1) - delta.y);
+        }
       }
     });
   }

@@ -196,7 +196,9 @@ class ForwardConsumerSm90 {
     while (true) {
       if (!weighed) [[unlikely]]
         weigh_again();
-      if (drops) drop(n_block);
+      if constexpr (Mainloop::kKnowsDropout) {
+        if (drops) drop(n_block);
+      }
       n_block = walk.next(n_block);
       if (n_block == walk.end()) break;
       if (Mainloop::kPeelInterior && !maps && !drops && !walk.is_edge(n_block)) {
@@ -261,9 +263,10 @@ class ForwardConsumerSm90 {
   }
 
   CUTE_DEVICE void drop(int n_block) {
-    KeptOf<decltype(tScS)>::template of<Rows::kQueries>(params.forward.dropout, work().tile.batch, work().tile.head,
-                                                        tScS, work().tile.m_block * kM, work().keys.key(n_block))
-        .keep_words(cute::recast<std::uint32_t>(tOrP));
+    auto weights = cute::recast<std::uint32_t>(tOrP);
+    DropoutTile<Rows::kQueries>(params.forward.dropout, work().tile.batch, work().tile.head, work().tile.m_block * kM,
+                                work().keys.key(n_block))
+        .for_each(tScS, [&](int, int c, auto kept) { kept.keep_words(weights, c); });
   }
 
   Params const& params;

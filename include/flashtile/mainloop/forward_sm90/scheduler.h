@@ -63,6 +63,10 @@ struct ForwardSchedulerSm90 {
       if constexpr (Mainloop::kOverPages) {  // so that boxes lie within pages
         const int first = forward.scores.mask.columns(queries.begin, work.sequence.lengths()).begin / kN * kN;
         work.keys = VisibleKeys<kN>(forward.scores.mask, queries, work.sequence.lengths(), first);
+      } else if constexpr (Mainloop::kKnowsDropout) {
+        const int first = forward.scores.mask.columns(queries.begin, work.sequence.lengths()).begin;
+        work.keys =
+            VisibleKeys<kN>(forward.scores.mask, queries, work.sequence.lengths(), forward.dropout.tile_begin(first));
       } else {
         work.keys = VisibleKeys<kN>(forward.scores.mask, queries, work.sequence.lengths());
       }
