@@ -118,6 +118,7 @@ struct BackwardParams {
   Dropout dropout;
   float scale;
   bool deterministic;
+  bool from_last;  // blocks of keys walk from the last query to the first: see KeyBlock
   int batch;
   int heads;     // query heads
   int heads_k;   // KV heads
@@ -245,6 +246,7 @@ struct BackwardParams {
         .dropout = p.dropout,
         .scale = p.scale,
         .deterministic = p.deterministic,
+        .from_last = plan.from_last,
         .batch = p.batch,
         .heads = p.heads_q,
         .heads_k = p.heads_k,
