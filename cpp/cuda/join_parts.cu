@@ -43,6 +43,7 @@ template <class Element>
 __global__ void __launch_bounds__(kThreads) join_parts_kernel(const __grid_constant__ JoinParams params) {
   ForwardParams const& forward = params.forward;
   const ForwardParts& parts = forward.parts;
+  await_kernel_before();
   const int place = params.blocks_of_tile.quotient(blockIdx.x);
   const int chunk = params.blocks_of_tile.remainder(blockIdx.x) * kThreads + int(threadIdx.x);
   const int row = params.chunks_of_row.quotient(chunk), column = params.chunks_of_row.remainder(chunk) * kColumns;
@@ -90,7 +91,7 @@ void join_parts(const ForwardPlan& plan, const ForwardParams& params, Stream str
   const int blocks_of_tile = (tile_m * chunks_of_row + kThreads - 1) / kThreads;
   const int tiles = static_cast<int>(plan.tiles / plan.splits);
   const JoinParams join{params, tile_m, Divisor(chunks_of_row), Divisor(blocks_of_tile)};
-  const LaunchShape shape{tiles * blocks_of_tile, kThreads, 0};
+  const LaunchShape shape{tiles * blocks_of_tile, kThreads, 0, true};
   const Device device = plan.problem.device;
   plan.variant.dtype == DType::kFloat16
       ? launch(join_parts_kernel<ElementOf<DType::kFloat16>>, half, device, shape, join, stream)

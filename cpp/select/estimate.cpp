@@ -15,7 +15,9 @@ namespace h200 {
 // A tile of 192 rows of Hopper's forward is faster in the steady state than one of 128, but has a longer prologue and
 // epilogue.
 constexpr double kSpeedOf192Rows = 1.06;        // speed per row relative to a tile of 128,
-constexpr double kSpeedOf192NarrowRows = 1.24;  // and at head dimension 64
+constexpr double kSpeedOf192NarrowRows = 1.24;  // at head dimension 64,
+constexpr double kSpeedOf192RowsOf80 = 1.17;    // at 80 (an H100, as the next),
+constexpr double kSpeedOf192OddRows = 1.38;     // and at 72 and 88, whose rows begin within sectors of the L2 cache
 constexpr double kEndsOf128Rows = 100;          // a tile's prologue and epilogue, in the time of keys
 constexpr double kEndsOf192Rows = 180;
 
@@ -46,6 +48,16 @@ double keys_per_tile(const Variant& v, const Problem& p, HeadPacking packing) {
   return std::min(all, seen + (packing.query(v.tile_m) + v.tile_n) / 2.0);
 }
 
+/// Returns the speed of a tile of 192 rows relative to one of 128, row by row. It reads keys from the L2 cache less
+/// often, so it gains where these reads are more than the matmuls can hide.
+double speed_of_192_rows(const Variant& v, const Problem& p) {
+  if (v.head_dim == 64) return h200::kSpeedOf192NarrowRows;
+  if (v.head_dim != 96) return h200::kSpeedOf192Rows;
+  return p.head_dim % 16 != 0 ? h200::kSpeedOf192OddRows
+         : p.head_dim < 96    ? h200::kSpeedOf192RowsOf80
+                              : h200::kSpeedOf192Rows;
+}
+
 /// Returns whether all tiles have about equal work: then the last wave of tiles takes as long as a full one, however
 /// few tiles it has. Under a mask the tiles with little work fill it.
 bool equal_work(const Problem& p) {
@@ -55,7 +67,7 @@ bool equal_work(const Problem& p) {
 /// Returns the time of all tiles, each of whose keys are divided among `splits` thread blocks.
 double time_of_tiles(const Variant& v, const Problem& p, HeadPacking packing, int splits, const DeviceInfo& device) {
   const bool large = v.tile_m == 192;
-  const double speed = large ? (v.head_dim == 64 ? h200::kSpeedOf192NarrowRows : h200::kSpeedOf192Rows) * 128 / 192 : 1;
+  const double speed = large ? speed_of_192_rows(v, p) * 128 / 192 : 1;
   const double ends = large ? h200::kEndsOf192Rows : h200::kEndsOf128Rows;
   const auto time_of = [&](double keys) { return keys / splits / speed + ends; };
   const std::int64_t tiles_of_head = (packing.rows(p.seqlen_q) + v.tile_m - 1) / v.tile_m;

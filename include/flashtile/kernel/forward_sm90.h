@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     if (Mainloop::kMemory.staged) prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.out));
     shared.init_barriers();
   }
-  __syncthreads();  // all threads wait for the barriers' initialisation
+  __syncthreads();                                 // all threads wait for the barriers' initialisation
+  if (Mainloop::kSplits) let_next_kernel_start();  // join_parts() waits for this one's results
 
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();

@@ -53,6 +53,7 @@ struct ScoreTile {
   TileCoord tile;
   int first_row;
   Lengths lengths;
+  const float* slope = nullptr;  // the tile's ALiBi slope, where it has been looked up
 
   /// Returns tanh x as 1 − 2 / (1 + e^2x), with an absolute error. Small arguments, which softcaps far above the scores
   /// give, lose their precision by that: for these kAny takes a polynomial. Relative errors are 3e-8 then, and 2e-6 for
@@ -121,7 +122,7 @@ struct ScoreTile {
   template <class Scores, class Coord>
   CUTE_DEVICE void stretch(Scores& scores, Coord const& coord, int first_column) const {
     using namespace cute;
-    const float outer = params.map.outer, slope = params.slopes.at(tile.batch, tile.head);
+    const float outer = params.map.outer, slope_of_head = slope ? *slope : params.slopes.at(tile.batch, tile.head);
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
       // The first column's distance is converted once for a row: a conversion takes as long as an exponential.
@@ -130,7 +131,7 @@ struct ScoreTile {
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c) {
         const float distance = fabsf(first + float(get<1>(coord(r, c)) - column));
-        scores(r, c) = outer * scores(r, c) - slope * distance;
+        scores(r, c) = outer * scores(r, c) - slope_of_head * distance;
       }
     }
   }

@@ -191,7 +191,8 @@ class ForwardConsumerSm90 {
     release_operands(walk.first());
     opening = ScaleOut::Zero;
     int n_block = walk.first();
-    bool weighed = weigh<true>(n_block, false_type{});
+    form_scores(n_block);
+    bool weighed = weigh<true>();
     CUTE_NO_UNROLL
     while (true) {
       if (!weighed) [[unlikely]]
@@ -221,26 +222,29 @@ class ForwardConsumerSm90 {
     turns.pass();
     wait_matmul<1>(tSrS);
     release_operands(n_block);
+    if (!interior_only) form_scores(n_block);  // P·V goes on meanwhile
     finish_output<0>();
     opening = ScaleOut::One;
-    return weigh<false>(n_block, interior_only);
+    return weigh<false>();
+  }
+
+  /// Turns the raw scores of a block into scores, −inf where they do not count.
+  CUTE_DEVICE void form_scores(int n_block) {
+    auto scores = rows_and_columns(tSrS);  // (row, column)
+    const bool edge = walk.is_edge(n_block);
+    if (!edge && !maps) return;
+    const ScoreTile<HeadPacking> score_tile{params.forward.scores, work().tile, work().tile.m_block * kM,
+                                            work().keys.lengths, &work().slope};
+    if (maps) score_tile.template map<Softcaps::kUsual>(scores, tScS, n_block * kN);
+    if (edge) score_tile.mask(scores, tScS, n_block * kN);
   }
 
   /// Turns scores into weights. Few blocks outgrow the reference that the tile's first block has set, and few rows are
   /// steep: for these it returns false, and leaves them to weigh_again(). So the loops have what all blocks need, and
   /// nothing else.
-  template <bool kFirst, class InteriorOnly>
-  CUTE_DEVICE bool weigh(int n_block, InteriorOnly interior_only) {
-    using namespace cute;
-    Tensor scores = rows_and_columns(tSrS);  // (row, column)
-    const bool edge = walk.is_edge(n_block);
-    if (!interior_only && (edge || maps)) {
-      const ScoreTile<HeadPacking> score_tile{params.forward.scores, work().tile, work().tile.m_block * kM,
-                                              work().keys.lengths};
-      if (maps) score_tile.template map<Softcaps::kUsual>(scores, tScS, n_block * kN);
-      if (edge) score_tile.mask(scores, tScS, n_block * kN);
-    }
-    if (kFirst) softmax.begin(scores);
+  template <bool kFirst>
+  CUTE_DEVICE bool weigh() {
+    if (kFirst) softmax.begin(rows_and_columns(tSrS));
     softmax.weigh(tSrS, tOrP, added, false);  // no branch stands before it, so it begins while P·V is waited for
     if (softmax.outgrown(added)) return false;
     softmax.row[0].sum += added[0];

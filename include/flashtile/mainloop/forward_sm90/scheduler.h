@@ -55,6 +55,8 @@ struct ForwardSchedulerSm90 {
       const Span &q = work.sequence.q, &k = work.sequence.k;
       work.kv_head = forward.group.quotient(forward.scores.packing.first_head(work.tile.head));
       forget();
+      work.slope = forward.scores.slopes.at(work.tile.batch, work.tile.head);
+      forget();
       work.q_rows = TmaRows::of(forward.sequences.q, work.tile.batch, q, q.used);
       forget();
       work.k_rows = TmaRows::of(forward.sequences.k, work.tile.batch, k, k.used);

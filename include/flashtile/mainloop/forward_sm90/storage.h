@@ -96,6 +96,7 @@ struct ForwardMainloopSm90 {
   struct Work {
     TileCoord tile;
     int kv_head;
+    float slope;  // of ALiBi: consumers would wait for memory with each block of keys
     Sequence sequence;
     TmaRows q_rows, k_rows;
     VisibleKeys<kN> keys;
