@@ -46,15 +46,18 @@ struct KeyWork {
   double waits = 0;                 // steps that the last block of a head is behind the first
 
   static KeyWork of(const Problem& problem, const Variant& v) {
+    constexpr int kSamples = 16;  // blocks that are looked at, since each call makes a plan
     const Problem p = problem.dense();
     const int tile_m = v.two_passes() ? 64 : v.tile_m;  // the pass over blocks of keys has smaller tiles of queries
     const int blocks = key_blocks(p, v);
     KeyWork work{.blocks = std::int64_t{p.batch} * p.heads_k * blocks};
-    for (int n = 0; n < blocks; ++n) {
+    const int samples = p.band == Band::full() ? 1 : std::min(blocks, kSamples);
+    for (int i = 0; i < samples; ++i) {
+      const int n = static_cast<int>(std::int64_t{i} * blocks / samples);
       const Range keys = {n * v.tile_n, std::min((n + 1) * v.tile_n, p.seqlen_k)};
       const double steps =
           1.0 * p.group() * p.mask().transposed().walk(keys, tile_m, p.lengths().transposed()).blocks();
-      work.average += steps / blocks;
+      work.average += steps / samples;
       work.longest = std::max(work.longest, steps);
     }
     const bool in_order = p.deterministic && !v.two_passes();
@@ -89,7 +92,8 @@ struct KeyWork {
 int parts_of_key_block(const BackwardPlan& plan, const DeviceInfo& device) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
-  const int at_once = device.multiprocessors * std::max(device.max_shared_memory / plan.shared_memory, 1);
+  const int of_multiprocessor = v.arch == Arch::kSm90 ? 1 : std::max(device.max_shared_memory / plan.shared_memory, 1);
+  const int at_once = device.multiprocessors * of_multiprocessor;
   const std::int64_t most = plan.tiles == 0 ? 1 : h200::kMostWaves * at_once / plan.tiles;
   if (most < 2) return 1;
   const KeyWork work = KeyWork::of(p, v);

@@ -46,13 +46,15 @@ def test_gradients_of_long_sequences(head_dim, causal):
 @pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_gradients_of_more_than_2_to_31_elements(head_dim):
-    """The last head's gradients are those it has alone. One block of keys: nothing adds up in dq."""
+    """The last head's gradients are those it has alone. One block of keys: nothing adds up in dq. Its queries are
+    divided among thread blocks, alone among more of them."""
     seqlen = 2**31 // (64 * head_dim) + 100
     tensors = [randn(1, length, 64, head_dim) for length in (seqlen, 30, 30, seqlen)]
     many = backward(*tensors)
     alone = backward(*(x[:, :, -1:] for x in tensors))
-    for what, a, b in zip(("dq", "dk", "dv"), many[2:], alone[2:], strict=True):
-        assert_bitwise(a[:, :, -1:], b, what)
+    assert_bitwise(many[2][:, :, -1:], alone[2], "dq")
+    for a, b in zip(many[3:], alone[3:], strict=True):
+        torch.testing.assert_close(a[:, :, -1:], b, rtol=2 * torch.finfo(BF16).eps, atol=1e-4 * b.abs().max().item())
 
 
 @pytest.mark.usefixtures("much_memory")
@@ -69,13 +71,15 @@ def test_gradients_of_more_than_65535_heads_and_sequences(batch, heads, head_dim
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_key_blocks_of_more_heads_than_take_turns(head_dim):
     """35 KV heads of 16 or 32 blocks: the last section of them, see KeyBlock, is not full."""
-    slack = 2 * torch.finfo(BF16).eps  # alone, several thread blocks may share a block: sums of another order
+    # Alone, several thread blocks may share a block, or a row of the forward: sums of another order, and an out that is
+    # rounded another way, which changes delta.
+    slack = 2 * torch.finfo(BF16).eps
     tensors = [randn(5, 2000, 7, head_dim) for _ in range(4)]
     together = backward(*tensors, causal=True)
     for b in range(5):
         alone = backward(*(x[b : b + 1] for x in tensors), causal=True)
         for a, b_alone in zip(together[3:], alone[3:], strict=True):
-            torch.testing.assert_close(a[b : b + 1], b_alone, rtol=slack, atol=1e-4 * b_alone.abs().max().item())
+            torch.testing.assert_close(a[b : b + 1], b_alone, rtol=slack, atol=4e-3 * b_alone.abs().max().item())
 
 
 @pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (96, 72), (128, 128), (192, 128), (256, 256)])
@@ -87,7 +91,8 @@ def test_key_blocks_that_thread_blocks_take_in_turn(
     seqlen_q, seqlen_k, group, options, head_dim, head_dim_v, deterministic
 ):
     """As on Hopper, where they are many and see few queries, some of them none; alone each has a thread block, or
-    several."""
+    several, and a forward that may split keys."""
+    same_forward = head_dim <= 128 and seqlen_k <= 500  # so few keys are not split
     shapes = ((seqlen_q, group, head_dim), (seqlen_k, 1, head_dim), (seqlen_k, 1, head_dim_v))
     tensors = [randn(240, *shape) for shape in (*shapes, (seqlen_q, group, head_dim_v))]
     options = {"deterministic": deterministic, **options}
@@ -95,11 +100,12 @@ def test_key_blocks_that_thread_blocks_take_in_turn(
     for b in (0, 121, 239):
         alone = backward(*(x[b : b + 1] for x in tensors), **options)[2:]
         for what, a, b_alone in zip(("dq", "dk", "dv"), together, alone, strict=True):
-            if what == "dq" and deterministic:
+            if what == "dq" and deterministic and same_forward:
                 assert_bitwise(a[b : b + 1], b_alone, what)
                 continue
-            # The same float32 parts add up in any order: a rounding or two of the result, and of the parts that cancel.
-            slack = 1e-4 * b_alone.abs().max().item()
+            # The same float32 parts add up in any order: a rounding or two of the result, and of the parts that cancel;
+            # and an out that is rounded another way changes delta.
+            slack = (1e-4 if same_forward else 4e-3) * b_alone.abs().max().item()
             torch.testing.assert_close(a[b : b + 1], b_alone, rtol=2 * torch.finfo(BF16).eps, atol=slack)
 
 
