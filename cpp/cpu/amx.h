@@ -26,7 +26,7 @@ class TileScope {};
 #if defined(FLASHTILE_EMULATE_AMX)
 constexpr bool kHasTiles = true;
 
-thread_local Vec tiles[8][kTileRows];
+thread_local Vec emulated[8][kTileRows];
 thread_local bool tiles_are_configured = false;
 
 /// The instructions take and give subnormals as 0.
@@ -39,7 +39,7 @@ class TileScope<true> {
  public:
   TileScope() {
     // A tile holds nothing before it is loaded; NaN shows in the results of a kernel that forgets it.
-    std::memset(tiles, 0xff, sizeof(tiles));
+    std::memset(emulated, 0xff, sizeof(emulated));
     tiles_are_configured = true;
   }
   ~TileScope() { tiles_are_configured = false; }
@@ -51,17 +51,17 @@ class TileScope<true> {
 template <int kTile>
 FLASHTILE_INLINE void load_tile(const float* from, std::int64_t stride) {
   if (!tiles_are_configured) __builtin_trap();
-  for (int row = 0; row < kTileRows; ++row) tiles[kTile][row] = load(from + row * stride);
+  for (int row = 0; row < kTileRows; ++row) emulated[kTile][row] = load(from + row * stride);
 }
 template <int kTile>
 FLASHTILE_INLINE void store_tile(float* to, std::int64_t stride) {
   if (!tiles_are_configured) __builtin_trap();
-  for (int row = 0; row < kTileRows; ++row) store(to + row * stride, tiles[kTile][row]);
+  for (int row = 0; row < kTileRows; ++row) store(to + row * stride, emulated[kTile][row]);
 }
 template <int kTile>
 FLASHTILE_INLINE void clear_tile() {
   if (!tiles_are_configured) __builtin_trap();
-  for (int row = 0; row < kTileRows; ++row) tiles[kTile][row] = Vec{};
+  for (int row = 0; row < kTileRows; ++row) emulated[kTile][row] = Vec{};
 }
 
 /// Adds in the order of the instruction's description: products of low and of high halves are summed apart, each from
@@ -73,11 +73,11 @@ FLASHTILE_INLINE void multiply_tiles() {
   for (int row = 0; row < kTileRows; ++row) {
     Vec of_low{}, of_high{};
     for (int word = 0; word < kTileWords; ++word) {
-      const Vec a = splat(tiles[kA][row][word]), b = tiles[kB][word];
+      const Vec a = splat(emulated[kA][row][word]), b = emulated[kB][word];
       of_low = flush(of_low + low(a) * low(b));
       of_high = flush(of_high + high(a) * high(b));
     }
-    tiles[kC][row] = flush(tiles[kC][row] + flush(of_low + of_high));
+    emulated[kC][row] = flush(emulated[kC][row] + flush(of_low + of_high));
   }
 }
 #elif defined(__AMX_BF16__)
