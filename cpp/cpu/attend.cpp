@@ -11,7 +11,6 @@ AttendMemory take_attend_memory(Arena& arena, const Sizes& s, bool dropout) {
                       .queries_transposed = arena.take(d * m),
                       .keys = arena.take(n * d),
                       .values = arena.take(n * d_v),
-                      .value_steps = arena.take(n * d_v),
                       .scores = arena.take(n * m),
                       .probabilities = arena.take(n * m),
                       .out = arena.take(m * d_v),

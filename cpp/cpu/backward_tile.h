@@ -29,7 +29,7 @@ void load_queries(const Sizes& sizes, const BackwardBuffers& to, int queries, He
 template <class T>
 void load_keys(const Sizes& sizes, const BackwardBuffers& to, int keys, HeadRows k, HeadRows v) {
   constexpr Product kProduct = kProductOf<T>;
-  const int padded_keys = round_up(keys, 2);
+  const int padded_keys = round_up(keys, kKeyPadding<kProduct>);
   load_rows<T>(to.keys, k, keys, sizes.head_dim, padded_keys);
   load_rows<T>(to.values, v, keys, sizes.head_dim_v, padded_keys);
   steps_of<kProduct>(to.key_steps, to.keys, padded_keys, sizes.head_dim);
@@ -80,7 +80,7 @@ template <Product kProduct, bool kPlain>
 void score_gradients(const BackwardTile& t) {
   const BackwardBuffers& to = t.buffers;
   const int stride = t.sizes.tile_m;
-  for (int key = 0; key < t.tile.keys; key += 2) {
+  for (int key = 0; key < round_up(t.tile.keys, kKeyPadding<kProduct>); key += 2) {
     for (int query = 0; query < t.tile.queries; query += 2 * kLanes) {
       Gradient g[2][2];
       for (int i = 0; i < 2; ++i) {
@@ -142,23 +142,31 @@ void add_key_gradient(const BackwardTile& t, float* target, const float* left, c
 /// Adds dQ += dS·K.
 template <Product kProduct>
 void add_query_gradient(const BackwardTile& t, const float* dscore_steps, const float* keys) {
-  contract_visible<kProduct, Order::kSteps>({.a = dscore_steps,
-                                             .a_stride = t.sizes.tile_m,
-                                             .b = keys,
-                                             .b_stride = column_stride(t.sizes.head_dim),
-                                             .c = t.dq,
-                                             .c_stride = column_stride(t.sizes.head_dim),
-                                             .rows = t.tile.queries,
-                                             .columns = t.sizes.head_dim,
-                                             .steps = t.tile.keys,
-                                             .steps_of_row = t.tile.visible.keys_of_query},
-                                            t.buffers.shield);
+  constexpr bool kTiles = kUsesTiles<kProduct>;
+  const int row_words = t.sizes.tile_n / 2;
+  if constexpr (kTiles) {
+    // Tiles want dS, in rows of pairs of keys. Scores are not needed any more.
+    transpose_words(t.buffers.scores, row_words, dscore_steps, t.sizes.tile_m,
+                    round_up(t.tile.keys, kKeyPadding<kProduct>) / 2, round_up(t.tile.queries, kLanes));
+  }
+  contract_visible<kProduct, kTiles ? Order::kRows : Order::kSteps>({.a = kTiles ? t.buffers.scores : dscore_steps,
+                                                                     .a_stride = kTiles ? row_words : t.sizes.tile_m,
+                                                                     .b = keys,
+                                                                     .b_stride = column_stride(t.sizes.head_dim),
+                                                                     .c = t.dq,
+                                                                     .c_stride = column_stride(t.sizes.head_dim),
+                                                                     .rows = t.tile.queries,
+                                                                     .columns = t.sizes.head_dim,
+                                                                     .steps = t.tile.keys,
+                                                                     .steps_of_row = t.tile.visible.keys_of_query},
+                                                                    t.buffers.shield);
 }
 
 template <class T>
 void backward_tile(const BackwardTile& t) {
   constexpr Product kProduct = kProductOf<T>;
   constexpr bool kPairs = kProduct == Product::kPairs;
+  [[maybe_unused]] const TileScope<kUsesTiles<kProduct>> tiles;
   const BackwardBuffers& at = t.buffers;
   const int width = t.sizes.head_dim, width_v = t.sizes.head_dim_v;
   multiply_transposed<kProduct>(t, at.scores, at.keys, at.queries_transposed, width);
@@ -183,10 +191,9 @@ void backward_tile(const BackwardTile& t) {
   }
 }
 
-/// Loads a square of the caller's elements as words, one register for each column of words, with 0 past the last row
-/// and column.
+/// Loads a square of the caller's elements as words, one register for each row, with 0 past the last row and column.
 template <class T>
-FLASHTILE_INLINE void load_columns(Vec (&square)[kLanes], HeadRows source, int row, int rows, int word, int words) {
+FLASHTILE_INLINE void load_square(Vec (&square)[kLanes], HeadRows source, int row, int rows, int word, int words) {
   constexpr int kPerWord = elements_per_step(kProductOf<T>);
   for (int i = 0; i < kLanes; ++i) {
     float values[kLanes] = {};
@@ -201,20 +208,43 @@ FLASHTILE_INLINE void load_columns(Vec (&square)[kLanes], HeadRows source, int r
     }
     square[i] = load(values);
   }
-  transpose(square);
 }
 
-/// Adds in the order in which block() adds dO·V: so dP − delta is exactly 0 where a row sees only one key.
+/// Returns a square's diagonal.
+FLASHTILE_INLINE Vec diagonal(const Vec (&square)[kLanes]) {
+  Vec v{};
+  for (int i = 0; i < kLanes; ++i) v[i] = square[i][i];
+  return v;
+}
+
+/// Adds in the order in which contract adds dO·V: so dP − delta is exactly 0 where a row sees only one key.
 template <class T>
 void row_dots(float* sums, HeadRows a, HeadRows b, int rows, int columns) {
-  const int words = columns / elements_per_step(kProductOf<T>);
+  constexpr Product kProduct = kProductOf<T>;
+  [[maybe_unused]] const TileScope<kUsesTiles<kProduct>> tiles;
+  const int words = columns / elements_per_step(kProduct);
   for (int row = 0; row < rows; row += kLanes) {
     Vec sum{};
+    if constexpr (kUsesTiles<kProduct>) clear_tile<0>();
     for (int word = 0; word < words; word += kLanes) {
       Vec x[kLanes], y[kLanes];
-      load_columns<T>(x, a, row, rows, word, words);
-      load_columns<T>(y, b, row, rows, word, words);
-      for (int i = 0; i < kLanes; ++i) sum = multiply_add<kProductOf<T>>(sum, x[i], y[i]);
+      load_square<T>(x, a, row, rows, word, words);
+      load_square<T>(y, b, row, rows, word, words);
+      transpose(y);
+      if constexpr (kUsesTiles<kProduct>) {
+        // Only the diagonal is wanted, but no other instruction is sure to round as these do.
+        load_tile<4>(reinterpret_cast<const float*>(x), kLanes);
+        load_tile<6>(reinterpret_cast<const float*>(y), kLanes);
+        multiply_tiles<0, 4, 6>();
+      } else {
+        transpose(x);
+        for (int i = 0; i < kLanes; ++i) sum = multiply_add<kProduct>(sum, x[i], y[i]);
+      }
+    }
+    if constexpr (kUsesTiles<kProduct>) {
+      Vec products[kLanes];
+      store_tile<0>(reinterpret_cast<float*>(products), kLanes);
+      sum = diagonal(products);
     }
     for (int i = 0; i < min(kLanes, rows - row); ++i) sums[row + i] = sum[i];
   }

@@ -7,6 +7,7 @@
 
 #include <cstring>
 
+#include "amx.h"
 #include "flashtile/range.h"
 #include "simd.h"
 
@@ -18,6 +19,14 @@ enum class Product { kFloats, kPairs };
 constexpr int elements_per_step(Product product) {
   return product == Product::kPairs ? 2 : 1;
 }
+
+/// This says whether products are formed in tiles: see amx.h.
+template <Product kProduct>
+constexpr bool kUsesTiles = kHasTiles && kProduct == Product::kPairs;
+
+/// Along the summed index A and B go on with zeros up to a multiple of this many elements.
+template <Product kProduct>
+constexpr int kStepPadding = elements_per_step(kProduct) * (kUsesTiles<kProduct> ? kTileWords : 1);
 
 /// This says how A lies in memory: with a row's steps side by side, or with a step's rows side by side.
 enum class Order { kRows, kSteps };
@@ -101,9 +110,84 @@ Block find_block(int rows, int vectors) {
   return block<kProduct, kOrder, kRows, kVectors>;
 }
 
+/// Does what block() does for as many tiles of rows and columns, 1 or 2, where A lies in rows.
+template <int kRows, int kColumns>
+void tile_block(const Contraction& t, int row, int column, Range words) {
+  const std::int64_t a_stride = t.a_stride, b_stride = t.b_stride, c_stride = t.c_stride;
+  const float* a = t.a + row * a_stride + words.begin;
+  const float* b = t.b + words.begin * b_stride + column;
+  clear_tile<0>();
+  if constexpr (kColumns > 1) clear_tile<1>();
+  if constexpr (kRows > 1) clear_tile<2>();
+  if constexpr (kRows > 1 && kColumns > 1) clear_tile<3>();
+  for (int word = words.begin; word < words.end; word += kTileWords) {
+    load_tile<4>(a, a_stride);
+    load_tile<6>(b, b_stride);
+    multiply_tiles<0, 4, 6>();
+    if constexpr (kColumns > 1) {
+      load_tile<7>(b + kTileWords, b_stride);
+      multiply_tiles<1, 4, 7>();
+    }
+    if constexpr (kRows > 1) {
+      load_tile<5>(a + kTileRows * a_stride, a_stride);
+      multiply_tiles<2, 5, 6>();
+      if constexpr (kColumns > 1) multiply_tiles<3, 5, 7>();
+    }
+    a += kTileWords;
+    b += kTileWords * b_stride;
+  }
+  const auto store_tiles = [](float* to, std::int64_t stride) {
+    store_tile<0>(to, stride);
+    if constexpr (kColumns > 1) store_tile<1>(to + kTileWords, stride);
+    if constexpr (kRows > 1) store_tile<2>(to + kTileRows * stride, stride);
+    if constexpr (kRows > 1 && kColumns > 1) store_tile<3>(to + kTileRows * stride + kTileWords, stride);
+  };
+  float* const target = t.c + row * c_stride + column;
+  if (!t.accumulate) return store_tiles(target, c_stride);
+  alignas(64) float sums[kRows * kTileRows][kColumns * kTileWords];
+  store_tiles(sums[0], kColumns * kTileWords);
+  const float* const factors = t.factor != nullptr ? t.factor + row : nullptr;
+  const int rows = min(kRows * kTileRows, t.rows - row);
+  for (int i = 0; i < rows; ++i) {
+    const float factor = factors != nullptr ? factors[i] : 1.0f;
+    for (int j = 0; j < kColumns * kTileWords; j += kLanes) {
+      float* const at = target + i * c_stride + j;
+      store(at, load(at) * factor + load(sums[i] + j));
+    }
+  }
+}
+
+/// Does what contract does, in blocks of up to 2 × 2 tiles. A and C have rows up to the next multiple of kTileRows;
+/// those of C past the last are only written where C counts as 0 before.
+inline void contract_tiles(const Contraction& t) {
+  constexpr int kStepsOfTile = 2 * kTileWords;
+  for (int row = 0; row < t.rows; row += 2 * kTileRows) {
+    const int rows = min(2 * kTileRows, t.rows - row);
+    Range words{0, (t.steps + kStepsOfTile - 1) / kStepsOfTile * kTileWords};
+    if (t.steps_of_row != nullptr) {
+      words.begin = t.steps_of_row[row].begin / kStepsOfTile * kTileWords;
+      words.end = (t.steps_of_row[row + rows - 1].end + kStepsOfTile - 1) / kStepsOfTile * kTileWords;
+    }
+    for (int column = 0; column < t.columns; column += 2 * kTileWords) {
+      if (t.columns_of_row != nullptr) {
+        const int begin = t.columns_of_row[row].begin, end = t.columns_of_row[row + rows - 1].end;
+        if (end <= column || begin >= column + 2 * kTileWords) continue;
+      }
+      const bool tall = rows > kTileRows, wide = t.columns - column > kTileWords;
+      const auto block =
+          tall ? (wide ? tile_block<2, 2> : tile_block<2, 1>) : (wide ? tile_block<1, 2> : tile_block<1, 1>);
+      block(t, row, column, words);
+    }
+  }
+}
+
 /// Multiplies; it writes columns up to the next multiple of kLanes.
 template <Product kProduct, Order kOrder>
 void contract(const Contraction& t) {
+  if constexpr (kUsesTiles<kProduct>) {
+    static_assert(kOrder == Order::kRows);
+    return contract_tiles(t);
+  }
   constexpr int kPerStep = elements_per_step(kProduct);
   for (int column = 0; column < t.columns; column += kPanel) {
     const int vectors = min(kBlockVectors, (t.columns - column + kLanes - 1) / kLanes);
@@ -127,7 +211,8 @@ void contract(const Contraction& t) {
 template <Product kProduct>
 void copy_visible(float* target, const Contraction& t, Range visible) {
   constexpr int kPerStep = elements_per_step(kProduct);
-  for (int step = 0; step * kPerStep < t.steps; ++step) {
+  const int steps = (t.steps + kStepPadding<kProduct> - 1) / kStepPadding<kProduct> * kStepPadding<kProduct>;
+  for (int step = 0; step * kPerStep < steps; ++step) {
     const float* from = t.b + static_cast<std::int64_t>(step) * t.b_stride;
     float* to = target + static_cast<std::int64_t>(step) * t.b_stride;
     const int first = step * kPerStep, last = first + kPerStep - 1;

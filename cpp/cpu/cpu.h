@@ -19,7 +19,7 @@ std::int64_t forward_workspace_bytes(const ForwardPlan& plan);
 std::int64_t backward_workspace_bytes(const Problem& problem, const Variant& variant, int threads);
 std::int64_t kvcache_workspace_bytes(const KvcachePlan& plan);
 
-enum class InstructionSet : std::uint8_t { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
+enum class InstructionSet : std::uint8_t { kBaseline, kAvx2, kAvx512, kAvx512Bf16, kAmxBf16 };
 
 const char* name_of(InstructionSet set);
 

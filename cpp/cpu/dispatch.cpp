@@ -4,6 +4,14 @@
 #include <cmath>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace flashtile::cpu {
 
 // kernels.cpp defines these, compiled once for each instruction set.
@@ -12,9 +20,32 @@ const Kernels& baseline_kernels(DType dtype);
 const Kernels& avx2_kernels(DType dtype);
 const Kernels& avx512_kernels(DType dtype);
 const Kernels& avx512_bf16_kernels(DType dtype);
+#if defined(FLASHTILE_AMX_KERNELS)
+const Kernels& FLASHTILE_AMX_KERNELS(DType dtype);
+#endif
 #endif
 
 namespace {
+
+/// Returns whether this process may use AMX's tiles and their dot products of bfloat16. Linux gives the state of tiles
+/// only to processes that ask.
+bool may_use_amx() {
+#if defined(FLASHTILE_EMULATE_AMX)
+  return true;
+#elif defined(FLASHTILE_AMX_KERNELS) && defined(__linux__)
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;  // in edx of leaf 7
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0 || (edx & kBf16) == 0 || (edx & kTile) == 0) return false;
+  // Something has found AVX-512 before, so that there is XCR0. Its bits 17 and 18 are the system's consent.
+  constexpr unsigned kTileState = 1u << 17 | 1u << 18;
+  __asm__ volatile("xgetbv" : "=a"(eax), "=d"(edx) : "c"(0));
+  if ((eax & kTileState) != kTileState) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 std::vector<InstructionSet> detect() {
   std::vector<InstructionSet> sets{InstructionSet::kBaseline};
@@ -28,7 +59,9 @@ std::vector<InstructionSet> detect() {
     return sets;
   }
   sets.push_back(InstructionSet::kAvx512);
-  if (__builtin_cpu_supports("avx512bf16")) sets.push_back(InstructionSet::kAvx512Bf16);
+  if (!__builtin_cpu_supports("avx512bf16")) return sets;
+  sets.push_back(InstructionSet::kAvx512Bf16);
+  if (may_use_amx()) sets.push_back(InstructionSet::kAmxBf16);
 #endif
   return sets;
 }
@@ -39,7 +72,7 @@ std::atomic<InstructionSet>& chosen() {
 }
 
 /// Returns whether scores differ by less than 2^-38 if all products of Q·K below float32's normal range, 2^-126, count
-/// as 0, which is how the instruction for dot products of bfloat16 takes them. There are up to 2^8 of them in a score.
+/// as 0, which is how the instructions for dot products of bfloat16 take them. There are up to 2^8 of them in a score.
 bool tiny_products_are_nothing(const Problem& problem) {
   constexpr float kLargestScale = 0x1p80f;
   return std::abs(problem.scale) <= kLargestScale && std::abs(problem.score_map().inner) <= kLargestScale;
@@ -53,6 +86,7 @@ const char* name_of(InstructionSet set) {
     case InstructionSet::kAvx2: return "avx2";
     case InstructionSet::kAvx512: return "avx512";
     case InstructionSet::kAvx512Bf16: return "avx512_bf16";
+    case InstructionSet::kAmxBf16: return "amx_bf16";
   }
   return "unknown";
 }
@@ -79,6 +113,12 @@ const Kernels& kernels(const Problem& problem) {
     case InstructionSet::kAvx512: return avx512_kernels(dtype);
     case InstructionSet::kAvx512Bf16:
       return tiny_products_are_nothing(problem) ? avx512_bf16_kernels(dtype) : avx512_kernels(dtype);
+    case InstructionSet::kAmxBf16:
+#if defined(FLASHTILE_AMX_KERNELS)
+      return tiny_products_are_nothing(problem) ? FLASHTILE_AMX_KERNELS(dtype) : avx512_kernels(dtype);
+#else
+      break;  // never detected
+#endif
   }
 #endif
   return baseline_kernels(dtype);

@@ -71,30 +71,48 @@ void online_softmax(const ForwardBlock& block, const Tile& tile, int column) {
     store(to.sum + i, load(to.sum + i) * rescale);
     sum[j] = Vec{};
   }
-  const auto probability = [&](int key, int j) {
+  const auto probability = [&](int key, int j, Vec& total) {
     const int at = key * stride + j * kLanes;
     const Vec p = exp2(load(scores + at) - reference[j], unit_log2);
-    sum[j] += p;
+    total += p;
     return tile.dropout == nullptr ? p : p * load(tile.dropout + column + at);
   };
-  constexpr int kPerStep = elements_per_step(kProduct);
-  float* const target = (kProduct == Product::kPairs ? to.probabilities : to.scores) + column;
-  const auto hide_keys = [&](int begin, int end) {
-    for (int key = begin; key < end; key += kPerStep) {
-      for (int j = 0; j < kVectors; ++j) store(target + key / kPerStep * stride + j * kLanes, Vec{});
-    }
+  const auto step = [&](int key, int j, Vec& total) {
+    const Vec p = probability(key, j, total);
+    if constexpr (kProduct == Product::kFloats) return p;
+    return interleave_halves(narrow(p, key + 1 < seen.end ? probability(key + 1, j, total) : Vec{}));
   };
-  hide_keys(0, seen.begin);
-  for (int key = seen.begin; key < seen.end; key += kPerStep) {
+  if constexpr (kUsesTiles<kProduct>) {
+    // Tiles want P, in rows of pairs of keys.
+    const int row_words = block.sizes.tile_n / 2;
     for (int j = 0; j < kVectors; ++j) {
-      Vec p = probability(key, j);
-      if constexpr (kProduct == Product::kPairs) {
-        p = interleave_halves(narrow(p, key + 1 < seen.end ? probability(key + 1, j) : Vec{}));
+      Vec total{};
+      float* const rows = to.probabilities + (column + j * kLanes) * row_words;
+      for (int key = 0; key < tile.keys; key += 2 * kLanes) {
+        Vec square[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+          const int at = key + 2 * i;
+          square[i] = seen.begin <= at && at < seen.end ? step(at, j, total) : Vec{};
+        }
+        transpose(square);
+        for (int i = 0; i < kLanes; ++i) store(rows + i * row_words + key / 2, square[i]);
       }
-      store(target + key / kPerStep * stride + j * kLanes, p);
+      sum[j] = total;
     }
+  } else {
+    constexpr int kPerStep = elements_per_step(kProduct);
+    float* const target = (kProduct == Product::kPairs ? to.probabilities : to.scores) + column;
+    const auto hide_keys = [&](int begin, int end) {
+      for (int key = begin; key < end; key += kPerStep) {
+        for (int j = 0; j < kVectors; ++j) store(target + key / kPerStep * stride + j * kLanes, Vec{});
+      }
+    };
+    hide_keys(0, seen.begin);
+    for (int key = seen.begin; key < seen.end; key += kPerStep) {
+      for (int j = 0; j < kVectors; ++j) store(target + key / kPerStep * stride + j * kLanes, step(key, j, sum[j]));
+    }
+    hide_keys(round_up(seen.end, kPerStep), tile.keys);
   }
-  hide_keys(round_up(seen.end, kPerStep), tile.keys);
   for (int j = 0; j < kVectors; ++j) {
     float* const total = to.sum + column + j * kLanes;
     store(total, load(total) + sum[j]);
@@ -106,10 +124,10 @@ void forward_tile(const ForwardBlock& block, const Tile& tile, HeadRows k, HeadR
   constexpr Product kProduct = kProductOf<T>;
   const Sizes& sizes = block.sizes;
   const ForwardBuffers& at = block.buffers;
-  const int padded_keys = round_up(tile.keys, 2);
+  constexpr bool kPairs = kProduct == Product::kPairs, kTiles = kUsesTiles<kProduct>;
+  [[maybe_unused]] const TileScope<kTiles> tiles;
   load_rows<T>(at.keys, k, tile.keys, sizes.head_dim, tile.keys);
-  load_rows<T>(at.values, v, tile.keys, sizes.head_dim_v, padded_keys);
-  const float* const values = steps_of<kProduct>(at.value_steps, at.values, padded_keys, sizes.head_dim_v);
+  load_steps<T>(at.values, v, tile.keys, sizes.head_dim_v, round_up(tile.keys, kKeyPadding<kProduct>));
 
   contract<kProduct, Order::kRows>({.a = at.keys,
                                     .a_stride = summed_stride<kProduct>(sizes.head_dim),
@@ -133,18 +151,19 @@ void forward_tile(const ForwardBlock& block, const Tile& tile, HeadRows k, HeadR
     online_softmax<kProduct, 1>(block, tile, column);
   }
 
-  contract_visible<kProduct, Order::kSteps>({.a = kProduct == Product::kPairs ? at.probabilities : at.scores,
-                                             .a_stride = sizes.tile_m,
-                                             .b = values,
-                                             .b_stride = column_stride(sizes.head_dim_v),
-                                             .c = at.out,
-                                             .c_stride = column_stride(sizes.head_dim_v),
-                                             .rows = block.queries,
-                                             .columns = sizes.head_dim_v,
-                                             .steps = tile.keys,
-                                             .factor = at.rescale,
-                                             .steps_of_row = tile.visible.keys_of_query},
-                                            at.shield);
+  constexpr Order kOrder = kTiles ? Order::kRows : Order::kSteps;
+  contract_visible<kProduct, kOrder>({.a = kPairs ? at.probabilities : at.scores,
+                                      .a_stride = kTiles ? sizes.tile_n / 2 : sizes.tile_m,
+                                      .b = at.values,
+                                      .b_stride = column_stride(sizes.head_dim_v),
+                                      .c = at.out,
+                                      .c_stride = column_stride(sizes.head_dim_v),
+                                      .rows = block.queries,
+                                      .columns = sizes.head_dim_v,
+                                      .steps = tile.keys,
+                                      .factor = at.rescale,
+                                      .steps_of_row = tile.visible.keys_of_query},
+                                     at.shield);
 }
 
 template <class T>

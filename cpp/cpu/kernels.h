@@ -60,8 +60,7 @@ struct ForwardBuffers {
   float* queries;             // (M, D)
   float* queries_transposed;  // (D, M)
   float* keys;                // (N, D)
-  float* values;              // (N, D_v)
-  float* value_steps;         // (N, D_v), values in the order in which a matmul sums over keys
+  float* values;              // (N, D_v), in the order in which a matmul sums over keys
   float* scores;              // (N, M)
   float* probabilities;       // (N, M), P^T in the order in which a matmul sums over keys
   float* out;                 // (M, D_v)

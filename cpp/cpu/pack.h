@@ -86,6 +86,10 @@ constexpr int column_stride(int width) {
   return round_up(width, kLanePadding);
 }
 
+/// Keys of a tile are loaded, and their weights written, with zeros up to a multiple of this.
+template <Product kProduct>
+constexpr int kKeyPadding = kStepPadding<kProduct> > 2 ? kStepPadding<kProduct> : 2;
+
 template <class T>
 FLASHTILE_INLINE T* row_at(const HeadRows& rows, int row) {
   return static_cast<T*>(rows.data) + (rows.starts == nullptr ? row * rows.stride : rows.starts[row]);
@@ -107,17 +111,18 @@ void load_rows(float* target, HeadRows source, int rows, int width, int padded_r
   constexpr Product kProduct = kProductOf<T>;
   const int stride = summed_stride<kProduct>(width), words = width / elements_per_step(kProduct);
   for (int row = 0; row < padded_rows; ++row, target += stride) {
-    const bool real = row < rows;
-    if (real) {
-      const T* const from = row_at<T>(source, row);
-      prefetch(row_at<T>(source, min(row + kRowsAhead, rows - 1)), width);
-      if constexpr (kProduct == Product::kPairs) {
-        std::memcpy(target, from, static_cast<std::size_t>(width) * sizeof(T));
-      } else {
-        for (int i = 0; i < width; ++i) target[i] = widen(from[i]);
-      }
+    if (row >= rows) {
+      for (int i = 0; i < stride; ++i) target[i] = 0;
+      continue;
     }
-    for (int i = real ? words : 0; i < stride; ++i) target[i] = 0;
+    const T* const from = row_at<T>(source, row);
+    prefetch(row_at<T>(source, min(row + kRowsAhead, rows - 1)), width);
+    if constexpr (kProduct == Product::kPairs) {
+      for (int i = 0; i < stride; i += kLanes) store(target + i, load_words(from + 2 * i, words - i));
+    } else {
+      for (int i = 0; i < width; ++i) target[i] = widen(from[i]);
+      for (int i = width; i < stride; ++i) target[i] = 0;
+    }
   }
 }
 
@@ -134,24 +139,49 @@ FLASHTILE_INLINE void transpose_words(float* target, int target_stride, const fl
   }
 }
 
+/// These are the words of a row of pairs.
+struct Words {
+  const void* data;
+  int count;
+};
+
+/// Writes words that hold one column of two rows each, with zeros up to `stride`.
+FLASHTILE_INLINE void pair_rows(float* target, Words low, Words high, int stride) {
+  for (int word = 0; 2 * word < stride; word += kLanes) {
+    const auto load_at = [word](Words row) {
+      return load_words(static_cast<const std::uint32_t*>(row.data) + word, row.count - word);
+    };
+    Vec first, second;
+    pair_halves(load_at(low), load_at(high), first, second);
+    store(target + 2 * word, first);
+    if (2 * word + kLanes < stride) store(target + 2 * word + kLanes, second);
+  }
+}
+
 /// Returns rows in the order in which a matmul sums over them: for floats `source` itself; for pairs each word of
 /// `target` holds one column of two neighbouring rows.
 template <Product kProduct>
 const float* steps_of(float* target, const float* source, int rows, int width) {
   if constexpr (kProduct == Product::kFloats) return source;
   const int source_stride = summed_stride<kProduct>(width), target_stride = column_stride(width);
-  for (int row = 0; row < rows; row += 2) {
-    const float* const low = source + row * source_stride;
-    const float* const high = low + source_stride;
-    float* const to = target + row / 2 * target_stride;
-    for (int word = 0; 2 * word < width; ++word) {
-      const std::uint32_t a = bits_of(low[word]), b = bits_of(high[word]);
-      const std::uint64_t both = ((b & 0xffff0000ull) << 32) | ((a & 0xffff0000ull) << 16) | (b << 16) | (a & 0xffffu);
-      std::memcpy(to + 2 * word, &both, 8);
-    }
-    for (int i = width; i < target_stride; ++i) to[i] = 0;
+  for (int row = 0; row < rows; row += 2, source += 2 * source_stride, target += target_stride)
+    pair_rows(target, {source, width / 2}, {source + source_stride, width / 2}, target_stride);
+  return target - rows / 2 * target_stride;
+}
+
+/// Loads `rows` rows in the order of steps_of, with zeros up to `padded_rows`.
+template <class T>
+void load_steps(float* target, HeadRows source, int rows, int width, int padded_rows) {
+  if constexpr (kProductOf<T> == Product::kFloats) return load_rows<T>(target, source, rows, width, padded_rows);
+  const int stride = column_stride(width);
+  for (int row = 0; row < padded_rows; row += 2, target += stride) {
+    const auto words_of = [&](int at) {
+      const T* const from = row_at<T>(source, min(at, rows - 1));
+      prefetch(row_at<T>(source, min(at + kRowsAhead, rows - 1)), width);
+      return Words{from, at < rows ? width / 2 : 0};
+    };
+    pair_rows(target, words_of(row), words_of(row + 1), stride);
   }
-  return target;
 }
 
 /// Stores target = factor · source, rounded to T.

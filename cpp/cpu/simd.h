@@ -179,6 +179,23 @@ FLASHTILE_INLINE Vec interleave_halves(Vec v) {
   const IntVec order = iota() | ((iota() + 16) << 16);
   return (Vec)_mm512_permutexvar_epi16((__m512i)order, (__m512i)v);
 }
+
+/// Loads the first `count` of 16 words; the others become 0, and their memory is not read.
+FLASHTILE_INLINE Vec load_words(const void* p, int count) {
+  const unsigned mask = count >= kLanes ? 0xffffu : (1u << (count > 0 ? count : 0)) - 1;
+  return (Vec)_mm512_maskz_loadu_epi32(static_cast<__mmask16>(mask), p);
+}
+
+/// Pairs the 32 halves of `low` with those of `high`: words (low[0], high[0]), … go to `first`, those from half 16 on
+/// to `second`.
+FLASHTILE_INLINE void pair_halves(Vec low, Vec high, Vec& first, Vec& second) {
+  // Instructions that interleave do so within quarters of a register, so quarters get what they shall interleave: four
+  // halves of the first 16, then four of the others.
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m512i a = _mm512_permutexvar_epi64(order, (__m512i)low), b = _mm512_permutexvar_epi64(order, (__m512i)high);
+  first = (Vec)_mm512_unpacklo_epi16(a, b);
+  second = (Vec)_mm512_unpackhi_epi16(a, b);
+}
 #else
 constexpr bool kHasPairs = false;
 FLASHTILE_INLINE Vec dot_pairs(Vec acc, Vec, Vec) {
@@ -189,6 +206,13 @@ FLASHTILE_INLINE Vec narrow(Vec first, Vec) {
 }
 FLASHTILE_INLINE Vec interleave_halves(Vec v) {
   return v;
+}
+FLASHTILE_INLINE Vec load_words(const void*, int) {
+  return Vec{};
+}
+FLASHTILE_INLINE void pair_halves(Vec low, Vec high, Vec& first, Vec& second) {
+  first = low;
+  second = high;
 }
 #endif
 

@@ -1,5 +1,6 @@
 // This file binds facts about this build and this machine.
 #include "bindings.h"
+#include "cpu.h"
 #include "flashtile/flashtile.h"
 
 namespace flashtile::bindings {
@@ -14,12 +15,13 @@ nb::list names_of(const Rows& rows) {
 }
 
 nb::dict info() {
-  const DeviceInfo& cpu = device_info({DeviceType::kCpu, 0});
+  const DeviceInfo& device = device_info({DeviceType::kCpu, 0});
   nb::dict facts;
   facts["built_with_cuda"] = built_with_cuda();
   facts["cuda_architectures"] = cuda_architectures();
-  facts["cpu"] = cpu.name.c_str();
-  facts["cpu_threads"] = cpu.threads;
+  facts["cpu"] = device.name.c_str();
+  facts["cpu_threads"] = device.threads;
+  facts["cpu_instruction_set"] = cpu::name_of(cpu::instruction_set());
   facts["forward_kernels"] = names_of(forward_rows());
   facts["backward_kernels"] = names_of(backward_rows());
   return facts;

@@ -29,7 +29,8 @@ def info() -> Info:
     """Returns versions, what was compiled, and the devices found, as a dict that prints readably.
 
     Keys: flashtile, torch (versions), built_with_cuda (bool), cuda_architectures (str), cpu (str), cpu_threads (int),
-    gpus (list of names), forward_kernels and backward_kernels (lists of variant names that this build can run).
+    cpu_instruction_set (str, the one that runs, such as avx512_bf16), gpus (list of names), forward_kernels and
+    backward_kernels (lists of variant names that this build can run).
 
     >>> import flashtile
     >>> print(flashtile.info())  # doctest: +SKIP

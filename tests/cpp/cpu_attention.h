@@ -357,9 +357,10 @@ inline void compare(const Attention& a, const Expected& e) {
   }
 }
 
-inline void expect_close(const Problem& p) {
+inline void expect_close(const Problem& p, int tile = 32) {
   SCOPED_TRACE(name_of(p.dtype));
   Attention a(p);
+  a.tile = tile;
   const Expected e = expect(a);
   on_every_instruction_set([&] {
     a.run(2);

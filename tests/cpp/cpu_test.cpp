@@ -52,6 +52,24 @@ TEST(Cpu, MatchesDoublePrecisionForEveryWidth) {
   }
 }
 
+TEST(Cpu, MatchesDoublePrecisionForTilesOfEverySize) {
+  std::mt19937 random(1);
+  const auto up_to = [&](int most) { return 1 + static_cast<int>(random() % most); };
+  for (const DType dtype : kDTypes) {
+    for (int head_dim = 8; head_dim <= 256; head_dim += 8) {
+      // One tile of up to 128 queries and keys, or that and a smaller one.
+      const Band bands[] = {Band::full(), Band::causal(), Band{up_to(40), up_to(40)}};
+      Problem p = problem_of(dtype, up_to(160), up_to(160), head_dim, 8 * up_to(32), bands[up_to(3) - 1]);
+      p.batch = p.heads_q = p.heads_k = 1;
+      p.scale = 0.125f;
+      if (up_to(4) == 1) p.dropout = Dropout::of(0.2, 5);
+      SCOPED_TRACE(testing::Message() << p.seqlen_q << " queries, " << p.seqlen_k << " keys, head dimensions "
+                                      << head_dim << " and " << p.head_dim_v);
+      expect_close(p, 128);
+    }
+  }
+}
+
 TEST(Cpu, EmptyAndSingleSequences) {
   for (const DType dtype : kDTypes) {
     for (const int seqlen_q : {0, 1})
