@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kColumns = 4;  // columns that a thread has of a row
-constexpr int kAhead = 4;    // parts whose loads are in flight together
+constexpr int kAhead = 8;    // parts whose loads are in flight together
 
 struct JoinParams {
   ForwardParams forward;

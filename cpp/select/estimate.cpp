@@ -33,7 +33,8 @@ constexpr double kTileOf64Rows = 2.2;
 /// These constants are counted, for any Hopper GPU: times are in nanoseconds.
 namespace counted {
 
-constexpr double kLaunch = 4000;                 // a kernel behind another
+constexpr double kLaunch = 3500;                 // a kernel behind another
+constexpr double kPart = 150;                    // to load and to join one more part of a row
 constexpr double kBytes = 2500;                  // bytes that memory moves in a nanosecond
 constexpr double kFlopsOfMultiprocessor = 4000;  // FLOPs of one multiprocessor's matmuls in a nanosecond
 
@@ -91,7 +92,7 @@ double time_of_joining(const Variant& v, const Problem& p, HeadPacking packing, 
   const double rows = 1.0 * splits * packing.rows(p.seqlen_q) * p.batch * (p.heads_q / packing.heads());
   const double bytes = 2 * rows * 4 * (p.head_dim_v + 2);  // written, then read
   const double of_key = 2 * 128 * (v.head_dim + v.head_dim_v) / counted::kFlopsOfMultiprocessor;
-  return (counted::kLaunch + bytes / counted::kBytes) / of_key;
+  return (counted::kLaunch + counted::kPart * splits + bytes / counted::kBytes) / of_key;
 }
 
 }  // namespace

@@ -209,6 +209,27 @@ TEST(Mask, PartsOfVisibleKeysHaveEachBlockOnce) {
   });
 }
 
+// With ALiBi a tile begins at its diagonal, and comes back to the first block after the last.
+TEST(Mask, VisitsFromTheDiagonalHaveEachBlockOnce) {
+  constexpr int kN = 3;
+  for_each_mask([](Lengths n, Band band) {
+    for_each_tile(n, [&](Range rows, int) {
+      VisibleKeys<kN> keys(Mask{band}, rows, n);
+      for (int step = 0; step < keys.blocks; ++step) ASSERT_EQ(keys.visited(step), step);
+      const int row = rows.begin, diagonal = keys.lengths.diagonal(row);
+      keys.begin_at_diagonal(row);
+      std::vector<bool> seen(keys.blocks);
+      for (int step = 0; step < keys.blocks; ++step) {
+        ASSERT_FALSE(seen[keys.visited(step)]);
+        seen[keys.visited(step)] = true;
+      }
+      if (diagonal >= 0 && diagonal < keys.blocks * kN) {
+        ASSERT_EQ(keys.visited(0), diagonal / kN);
+      }
+    });
+  });
+}
+
 // This law lets a kernel start at the first key that its rows see, as if there were none before it.
 TEST(Mask, KeysBeforeTheFirstVisibleOneMayBeDropped) {
   for_each_mask([](Lengths n, Band band) {

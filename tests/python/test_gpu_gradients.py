@@ -92,13 +92,13 @@ def test_key_blocks_that_thread_blocks_take_in_turn(
 ):
     """As on Hopper, where they are many and see few queries, some of them none; alone each has a thread block, or
     several, and a forward that may split keys."""
-    same_forward = head_dim <= 128 and seqlen_k <= 500  # so few keys are not split
     shapes = ((seqlen_q, group, head_dim), (seqlen_k, 1, head_dim), (seqlen_k, 1, head_dim_v))
     tensors = [randn(240, *shape) for shape in (*shapes, (seqlen_q, group, head_dim_v))]
     options = {"deterministic": deterministic, **options}
-    together = backward(*tensors, **options)[2:]
+    out, _, *together = backward(*tensors, **options)
     for b in (0, 121, 239):
-        alone = backward(*(x[b : b + 1] for x in tensors), **options)[2:]
+        out_alone, _, *alone = backward(*(x[b : b + 1] for x in tensors), **options)
+        same_forward = torch.equal(out[b : b + 1], out_alone)  # not where it has another tile, or splits keys
         for what, a, b_alone in zip(("dq", "dk", "dv"), together, alone, strict=True):
             if what == "dq" and deterministic and same_forward:
                 assert_bitwise(a[b : b + 1], b_alone, what)
@@ -291,7 +291,8 @@ def test_a_deterministic_step_with_dropout_in_a_graph(head_dim):
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_backward_allocates_gradients_and_its_workspace(head_dim):
-    case = Case("memory", dtype=F16, batch=40, seqlen_q=1000, seqlen_k=1000, head_dim=head_dim)
+    # Tensors are multiples of 2 MiB, as PyTorch rounds large ones up to that.
+    case = Case("memory", dtype=F16, batch=128, seqlen_q=1024, seqlen_k=1024, head_dim=head_dim)
     q, k, v = case.tensors("cuda", requires_grad=True)
     out = flashtile.attention(q, k, v)
     dout = torch.randn_like(out)

@@ -49,6 +49,7 @@ struct VisibleKeys {
   int blocks;
   Range interior;   // blocks that need no mask test
   Lengths lengths;  // all rows, and the keys from `first` on
+  int turn = 0;     // the block that is visited first, before those that follow it and those before it
 
   VisibleKeys() = default;
   FLASHTILE_HOST_DEVICE VisibleKeys(Mask mask, Range rows, Lengths all)
@@ -80,6 +81,17 @@ struct VisibleKeys {
     lengths.k -= begin * kN;
     interior = {interior.begin > begin ? interior.begin - begin : 0, at_most(interior.end - begin, blocks)};
     if (interior.empty()) interior = {};
+  }
+  /// Visits first the block that holds the diagonal of `row`, or that is nearest to it.
+  FLASHTILE_HOST_DEVICE void begin_at_diagonal(int row) {
+    const int block = lengths.diagonal(row) / kN;
+    turn = block >= blocks ? blocks - 1 : block;
+    if (turn < 0) turn = 0;
+  }
+  /// Returns the block that is visited in a step, which counts from 0.
+  FLASHTILE_HOST_DEVICE int visited(int step) const {
+    const int block = step + turn;
+    return block < blocks ? block : block - blocks;
   }
   /// Returns the first key of a block, counted among all keys.
   FLASHTILE_HOST_DEVICE int key(int block) const { return first + block * kN; }

@@ -228,9 +228,10 @@ class ForwardConsumerSm90 {
     return weigh<false>();
   }
 
-  /// Turns the raw scores of a block into scores, −inf where they do not count.
-  CUTE_DEVICE void form_scores(int n_block) {
-    auto scores = rows_and_columns(tSrS);  // (row, column)
+  /// Turns the raw scores of a step's block into scores, −inf where they do not count.
+  CUTE_DEVICE void form_scores(int step) {
+    auto scores = rows_and_columns(tSrS);                         // (row, column)
+    const int n_block = maps ? work().keys.visited(step) : step;  // only ALiBi, which maps, changes the order
     const bool edge = walk.is_edge(n_block);
     if (!edge && !maps) return;
     const ScoreTile<HeadPacking> score_tile{params.forward.scores, work().tile, work().tile.m_block * kM,
@@ -269,7 +270,7 @@ class ForwardConsumerSm90 {
   CUTE_DEVICE void drop(int n_block) {
     auto weights = cute::recast<std::uint32_t>(tOrP);
     DropoutTile<Rows::kQueries>(params.forward.dropout, work().tile.batch, work().tile.head, work().tile.m_block * kM,
-                                work().keys.key(n_block))
+                                work().keys.key(work().keys.visited(n_block)))
         .for_each(tScS, [&](int, int c, auto kept) { kept.keep_words(weights, c); });
   }
 

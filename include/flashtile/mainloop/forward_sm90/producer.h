@@ -62,6 +62,9 @@ struct ForwardProducerSm90 {
     }
   }
 
+  /// Returns the first key of the block that is visited in a step.
+  CUTE_DEVICE static int key_of(Work const& work, int step) { return work.keys.key(work.keys.visited(step)); }
+
   CUTE_DEVICE void load_q(Work const& work) {
     // The loop is not unrolled, as registers are scarce.
     CUTE_NO_UNROLL
@@ -105,11 +108,11 @@ struct ForwardProducerSm90 {
       // them otherwise in the whole kernel, and consumers of D64 have 59 instructions between two matmuls, not 50.
       const auto walk = [&] { return work.keys.walk(); };
       if constexpr (kPaged) {
-        if (!walk().empty()) rows = rows_of_lane(work, work.keys.key(walk().first()));
+        if (!walk().empty()) rows = rows_of_lane(work, key_of(work, walk().first()));
       }
       CUTE_NO_UNROLL
       for (int n_block = walk().first(); n_block < walk().end(); n_block = walk().next(n_block)) {
-        const int key = work.keys.key(n_block);  // known before the wait for a stage: behind it, D96 lost 1 %
+        const int key = key_of(work, n_block);  // known before the wait for a stage: behind it, D96 lost 1 %
         std::uint64_t* barrier = fill(shared.k_barriers, at, [] { return sizeof(SharedStorage::k[0]); });
         load_keys<kHeadDim, kColumns>(params.k, barrier, shared.k[at.stage], work, key, rows);
         load_v(n_block == walk().first());
@@ -121,7 +124,7 @@ struct ForwardProducerSm90 {
         v_key = key;
         if constexpr (kPaged) {
           v_rows = rows;
-          if (n_block != walk().last()) rows = rows_of_lane(work, work.keys.key(walk().next(n_block)));
+          if (n_block != walk().last()) rows = rows_of_lane(work, key_of(work, walk().next(n_block)));
         }
         at.advance();
       }

@@ -76,6 +76,8 @@ struct ForwardSchedulerSm90 {
         forget();
         work.keys.take_part(work.split, forward.parts.splits.value);
       }
+      // ALiBi makes scores grow towards the diagonal. From there on, few blocks outgrow the reference of the first one.
+      if (forward.scores.slopes.data != nullptr) work.keys.begin_at_diagonal((queries.begin + queries.end) / 2);
     });
   }
 
