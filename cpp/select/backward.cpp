@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <limits>
 
 #include "cpu/cpu.h"
@@ -138,9 +137,6 @@ void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
   plan.parts = parts_of_key_block(plan, device);
-  if (const char* given = std::getenv("FLASHTILE_EXPERIMENT_PARTS")) plan.parts = std::max(std::atoi(given), 1);
-  plan.from_last = p.deterministic;
-  if (const char* given = std::getenv("FLASHTILE_EXPERIMENT_LAST")) plan.from_last |= std::atoi(given) != 0;
   plan.tiles *= plan.parts;
   const BackwardWorkspace workspace = BackwardWorkspace::of(p, v, plan.parts);
   countable("q", workspace.tiles, kTiles);  // the rows of these tiles still fit in int64

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
 #include <span>
 #include <string>
 
@@ -95,8 +94,7 @@ Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<c
       best.why = kSmallerTile;
       continue;
     }
-    Estimate here = estimate_of(row, estimated);
-    if (const char* given = std::getenv("FLASHTILE_EXPERIMENT_ROW"); given && name_of(v).find(given) != std::string::npos) here.time *= 1e-6;
+    const Estimate here = estimate_of(row, estimated);
     if (best.row && here.time == 0) break;  // there is nothing to compare: the first that fits is taken
     if (best.row) best.why = kFastest;
     if (!best.row || here.time < best.estimate.time) best.row = &row, best.estimate = here;
@@ -124,11 +122,6 @@ Choice<Row> choose_splits(const Choice<Row>& whole, Problem problem, const Devic
   const auto time = [&](const Row& row, const Problem& p) { return estimate_splits(row.variant, p, device); };
   Choice<Row> split = choose(problem, device, rows, splits, time);
   split.why = kSplitKeys;
-  if (const char* given = std::getenv("FLASHTILE_EXPERIMENT_SPLITS")) {
-    if (std::atoi(given) <= 1) return whole;
-    split.estimate.splits = std::atoi(given);
-    return split;
-  }
   return split.estimate.time > 0 && split.estimate.time < kClearly * whole.estimate.time ? split : whole;
 }
 

@@ -34,7 +34,7 @@ constexpr double kTileOf64Rows = 2.2;
 namespace counted {
 
 constexpr double kLaunch = 3500;                 // a kernel behind another
-constexpr double kPart = 150;                    // to load and to join one more part of a row
+constexpr double kPart = 350;                    // to load and to join one more part of a row
 constexpr double kBytes = 2500;                  // bytes that memory moves in a nanosecond
 constexpr double kFlopsOfMultiprocessor = 4000;  // FLOPs of one multiprocessor's matmuls in a nanosecond
 

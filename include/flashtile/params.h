@@ -118,7 +118,6 @@ struct BackwardParams {
   Dropout dropout;
   float scale;
   bool deterministic;
-  bool from_last;  // blocks of keys walk from the last query to the first: see KeyBlock
   int batch;
   int heads;     // query heads
   int heads_k;   // KV heads
@@ -246,7 +245,6 @@ struct BackwardParams {
         .dropout = p.dropout,
         .scale = p.scale,
         .deterministic = p.deterministic,
-        .from_last = plan.from_last,
         .batch = p.batch,
         .heads = p.heads_q,
         .heads_k = p.heads_k,

@@ -56,7 +56,6 @@ struct ForwardPlan : Plan {
   ForwardKernel run = nullptr;  // null: this build holds no such kernel (the plan is for another device)
 };
 struct BackwardPlan : Plan {
-  bool from_last = false;     // whether a block of keys walks from the last query to the first: see KeyBlock
   int heads_at_once = 1;      // KV heads whose key blocks are interleaved: see KeyBlock
   int parts_of_sequence = 1;  // of a ragged batch, as the next field: see RaggedOrder
   int blocks_of_section = 0;

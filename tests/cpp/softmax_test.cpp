@@ -58,11 +58,13 @@ TEST(ScoreMap, TanhNearZeroIsTanh) {
   for (const float scale : {1.0f, 0.125f, -0.3f, 0.0625f}) {
     for (const float softcap : {0.5f, 30.0f, 50.0f, 512.0f}) {
       const ScoreMap map = ScoreMap::of(scale, softcap, false);
-      ASSERT_EQ(map.near, 0.5f / std::fabs(map.inner));
+      ASSERT_EQ(map.near, ScoreMap::kNear / std::fabs(map.inner));
       double most = 0;
       for (int i = -1000; i <= 1000; ++i) {
         const float raw = map.near * static_cast<float>(i) / 1000;
-        most = std::max(most, std::fabs(double{map.tanh_near(raw)} - std::tanh(double{map.inner} * raw)));
+        float score[1] = {raw};
+        map.tanh_near(score);
+        most = std::max(most, std::fabs(double{score[0]} - std::tanh(double{map.inner} * raw)));
       }
       EXPECT_LE(most, 6e-8) << scale << " " << softcap;
     }

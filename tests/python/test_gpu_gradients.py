@@ -303,7 +303,7 @@ def test_backward_allocates_gradients_and_its_workspace(head_dim):
     before = torch.cuda.memory_allocated()
     gradients = torch.autograd.grad(out, (q, k, v), dout)
     rows = case.batch * case.heads_q * 1024  # in whole tiles
-    expected = sum(2 * x.numel() for x in gradients) + 4 * rows * (case.head_dim + 4)
+    expected = sum(2 * x.numel() for x in gradients) + 4 * rows * (case.head_dim + 4) + 8 * (rows // 64)
     assert torch.cuda.max_memory_allocated() - before <= expected + 4 * 512  # PyTorch rounds each to 512 bytes
 
 

@@ -120,10 +120,10 @@ struct KeyBlock : GroupWalk {
     const Range keys = {n_block * kN, min((n_block + 1) * kN, lengths.k)};
     queries = {};
     if (params.group > 0) queries = params.scores.mask.walk(keys, kM, lengths.transposed());
-    start = params.from_last ? queries.last() : queries.first();
-    step = params.from_last ? -1 : 1;
+    start = params.deterministic ? queries.last() : queries.first();
+    step = params.deterministic ? -1 : 1;
     // First tiles are spread as evenly as can be. The quotient is approximate, as a 64-bit one would be a call.
-    if (kTurns && params.scores.mask.shows_all() && !params.from_last)
+    if (kTurns && params.scores.mask.shows_all() && !params.deterministic)
       start += int(__umulhi(unsigned(queries.end() - start), unsigned(n_block) * (~0u / unsigned(n_blocks))));
     take_part(params);
   }

@@ -109,12 +109,23 @@ struct ScoreTile {
   template <class Scores>
   CUTE_DEVICE bool cap_near(Scores& scores) const {
     using namespace cute;
-    float largest = 0;
+    constexpr int kTogether = 8;
+    static_assert(size(decltype(scores.layout()){}) % kTogether == 0);
+    float largest[kTogether] = {};
     CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) largest = fmaxf(largest, fabsf(scores(i)));
-    if (__any_sync(0xffffffff, largest > params.map.near)) return false;
+    for (int i = 0; i < size(scores); ++i) largest[i % kTogether] = fmaxf(largest[i % kTogether], fabsf(scores(i)));
     CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) scores(i) = params.map.tanh_near(scores(i));
+    for (int i = 1; i < kTogether; ++i) largest[0] = fmaxf(largest[0], largest[i]);
+    if (__any_sync(0xffffffff, largest[0] > params.map.near)) return false;
+    CUTE_UNROLL
+    for (int first = 0; first < size(scores); first += kTogether) {
+      float some[kTogether];
+      CUTE_UNROLL
+      for (int i = 0; i < kTogether; ++i) some[i] = scores(first + i);
+      params.map.tanh_near(some);
+      CUTE_UNROLL
+      for (int i = 0; i < kTogether; ++i) scores(first + i) = some[i];
+    }
     return true;
   }
 

@@ -35,7 +35,8 @@ struct ScoreMap {
   float unit_log2 = kLog2e;  // unit · log2 e, which makes scores exponents of 2
   bool capped = false;
   bool stretched = false;
-  static constexpr int kNearTerms = 5;
+  static constexpr int kNearTerms = 4;
+  static constexpr float kNear = 0.4f;
   float near = -1;                    // up to which |raw| tanh_near() may be asked; below 0: of none
   float near_terms[kNearTerms] = {};  // the minimax coefficients of tanh(x) / x in x², times powers of `inner`
 
@@ -46,10 +47,10 @@ struct ScoreMap {
     const float factor = map.capped ? softcap : scale;
     map.inner = map.capped ? std::clamp(scale / softcap, -kLargest, kLargest) : 0;
     // With factors out of this range, no model's, powers of them would leave float32.
-    if (std::fabs(map.inner) >= 0x1p-13f && std::fabs(map.inner) <= 0x1p13f) map.near = 0.5f / std::fabs(map.inner);
+    if (std::fabs(map.inner) >= 0x1p-13f && std::fabs(map.inner) <= 0x1p13f) map.near = kNear / std::fabs(map.inner);
     double power = map.inner;
     int term = 0;
-    for (const double of_x : {0.999999932, -0.333327762, 0.133205706, -0.0527621262, 0.0167375584}) {
+    for (const double of_x : {0.999999573, -0.333297261, 0.132505668, -0.0468257252}) {
       map.near_terms[term++] = static_cast<float>(of_x * power);
       power *= double{map.inner} * map.inner;
     }
@@ -62,12 +63,15 @@ struct ScoreMap {
 
   FLASHTILE_HOST_DEVICE bool maps() const { return capped || stretched; }
 
-  /// Returns tanh(inner · raw), to 6e-8, of a raw score up to `near`, where |inner · raw| is at most 0.5.
-  FLASHTILE_HOST_DEVICE float tanh_near(float raw) const {
-    const float square = raw * raw;
-    float sum = near_terms[kNearTerms - 1];
-    for (int n = kNearTerms - 2; n >= 0; --n) sum = fmaf(sum, square, near_terms[n]);
-    return raw * sum;
+  /// Replaces raw scores up to `near`, where |inner · raw| is at most kNear, by tanh(inner · raw), to 6e-8. Those that
+  /// are given together take each step together, as each step of one of them waits for the one before.
+  template <int kCount>
+  FLASHTILE_HOST_DEVICE void tanh_near(float (&raw)[kCount]) const {
+    float square[kCount], sum[kCount];
+    for (int i = 0; i < kCount; ++i) square[i] = raw[i] * raw[i], sum[i] = near_terms[kNearTerms - 1];
+    for (int n = kNearTerms - 2; n >= 0; --n)
+      for (int i = 0; i < kCount; ++i) sum[i] = fmaf(sum[i], square[i], near_terms[n]);
+    for (int i = 0; i < kCount; ++i) raw[i] *= sum[i];
   }
 };
 

@@ -77,7 +77,8 @@ struct ForwardSchedulerSm90 {
         work.keys.take_part(work.split, forward.parts.splits.value);
       }
       // ALiBi makes scores grow towards the diagonal. From there on, few blocks outgrow the reference of the first one.
-      if (forward.scores.slopes.data != nullptr) work.keys.begin_at_diagonal((queries.begin + queries.end) / 2);
+      // Under a causal mask all rows see the first row's diagonal.
+      if (forward.scores.slopes.data != nullptr) work.keys.begin_at_diagonal(queries.begin);
     });
   }
 
