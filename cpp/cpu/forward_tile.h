@@ -13,7 +13,7 @@ void forward_begin(const ForwardBlock& block) {
   constexpr Product kProduct = kProductOf<T>;
   const Sizes& sizes = block.sizes;
   const ForwardBuffers& to = block.buffers;
-  load_rows<T>(to.queries, block.q, block.queries, sizes.head_dim, sizes.tile_m);
+  load_rows<T>(to.queries, block.q, block.queries, sizes.head_dim, {0, sizes.tile_m});
   const int stride = summed_stride<kProduct>(sizes.head_dim);
   transpose_words(to.queries_transposed, sizes.tile_m, to.queries, stride, sizes.tile_m, stride);
   std::memset(to.out, 0, sizeof(float) * sizes.tile_m * column_stride(sizes.head_dim_v));
@@ -126,7 +126,7 @@ void forward_tile(const ForwardBlock& block, const Tile& tile, HeadRows k, HeadR
   const ForwardBuffers& at = block.buffers;
   constexpr bool kPairs = kProduct == Product::kPairs, kTiles = kUsesTiles<kProduct>;
   [[maybe_unused]] const TileScope<kTiles> tiles;
-  load_rows<T>(at.keys, k, tile.keys, sizes.head_dim, tile.keys);
+  load_rows<T>(at.keys, k, tile.keys, sizes.head_dim, {0, tile.keys});
   load_steps<T>(at.values, v, tile.keys, sizes.head_dim_v, round_up(tile.keys, kKeyPadding<kProduct>));
 
   contract<kProduct, Order::kRows>({.a = at.keys,

@@ -105,12 +105,13 @@ FLASHTILE_INLINE void prefetch(const T* row, int width) {
   for (int i = 0; i < width; i += kOfLine) __builtin_prefetch(row + i);
 }
 
-/// Loads `rows` rows as words, side by side along the row, with zeros up to the stride and up to `padded_rows`.
+/// Loads the rows of `range` as words, side by side along the row, with zeros up to the stride. There are `rows` rows;
+/// those past the last are zeros.
 template <class T>
-void load_rows(float* target, HeadRows source, int rows, int width, int padded_rows) {
+void load_rows(float* target, HeadRows source, int rows, int width, Range range) {
   constexpr Product kProduct = kProductOf<T>;
   const int stride = summed_stride<kProduct>(width), words = width / elements_per_step(kProduct);
-  for (int row = 0; row < padded_rows; ++row, target += stride) {
+  for (int row = range.begin; row < range.end; ++row, target += stride) {
     if (row >= rows) {
       for (int i = 0; i < stride; ++i) target[i] = 0;
       continue;
@@ -118,7 +119,9 @@ void load_rows(float* target, HeadRows source, int rows, int width, int padded_r
     const T* const from = row_at<T>(source, row);
     prefetch(row_at<T>(source, min(row + kRowsAhead, rows - 1)), width);
     if constexpr (kProduct == Product::kPairs) {
-      for (int i = 0; i < stride; i += kLanes) store(target + i, load_words(from + 2 * i, words - i));
+      int i = 0;
+      for (; i + kLanes <= words; i += kLanes) store(target + i, load(reinterpret_cast<const float*>(from) + i));
+      if (i < stride) store(target + i, load_words(from + 2 * i, words - i));
     } else {
       for (int i = 0; i < width; ++i) target[i] = widen(from[i]);
       for (int i = width; i < stride; ++i) target[i] = 0;
@@ -147,12 +150,17 @@ struct Words {
 
 /// Writes words that hold one column of two rows each, with zeros up to `stride`.
 FLASHTILE_INLINE void pair_rows(float* target, Words low, Words high, int stride) {
-  for (int word = 0; 2 * word < stride; word += kLanes) {
-    const auto load_at = [word](Words row) {
-      return load_words(static_cast<const std::uint32_t*>(row.data) + word, row.count - word);
-    };
-    Vec first, second;
-    pair_halves(load_at(low), load_at(high), first, second);
+  const auto at = [](Words row, int word) { return static_cast<const float*>(row.data) + word; };
+  int word = 0;
+  Vec first, second;
+  for (; word + kLanes <= min(low.count, high.count); word += kLanes) {
+    pair_halves(load(at(low, word)), load(at(high, word)), first, second);
+    store(target + 2 * word, first);
+    store(target + 2 * word + kLanes, second);
+  }
+  for (; 2 * word < stride; word += kLanes) {
+    pair_halves(load_words(at(low, word), low.count - word), load_words(at(high, word), high.count - word), first,
+                second);
     store(target + 2 * word, first);
     if (2 * word + kLanes < stride) store(target + 2 * word + kLanes, second);
   }
@@ -172,7 +180,7 @@ const float* steps_of(float* target, const float* source, int rows, int width) {
 /// Loads `rows` rows in the order of steps_of, with zeros up to `padded_rows`.
 template <class T>
 void load_steps(float* target, HeadRows source, int rows, int width, int padded_rows) {
-  if constexpr (kProductOf<T> == Product::kFloats) return load_rows<T>(target, source, rows, width, padded_rows);
+  if constexpr (kProductOf<T> == Product::kFloats) return load_rows<T>(target, source, rows, width, {0, padded_rows});
   const int stride = column_stride(width);
   for (int row = 0; row < padded_rows; row += 2, target += stride) {
     const auto words_of = [&](int at) {
