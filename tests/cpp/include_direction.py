@@ -26,10 +26,10 @@ LEVELS = [
     {"row_results"},
     {"workspace"},
     {"plan"},
-    {"kvcache"},
+    {"kvcache", "forward_parts"},
     {"registry", "order_tiles", "append", "prefill"},
     {"flashtile", "params"},
-    {"kvcache_params", "join_gradients", "prepare_backward"},
+    {"kvcache_params", "join_gradients", "join_parts", "prepare_backward"},
     {"mainloop", "epilogue"},
     {"kernel"},
 ]
