@@ -124,13 +124,24 @@ def test_explain_refuses_a_device_that_it_does_not_know(device):
 
 def test_explain_tells_how_many_thread_blocks_share_a_block_of_keys():
     """In a backward that has few of them, as the cases of these names shall."""
-    few = [case for case in CASES if case.name.startswith("few_") and case.dtype is F16]
+    few = [case for case in CASES if case.name.startswith(("few_keys", "few_blocks")) and case.dtype is F16]
     assert few
     for case in few:
         text = flashtile.explain(*case.tensors(), **case.options(), device="H100")
         assert re.search(r"parts +([2-9]|\d\d+) thread blocks share", text.split("\n\n")[1]), f"{case}\n{text}"
     many = described(8, 4096, 32, 128)
     assert "thread blocks share" not in flashtile.explain(many, many, many, device="H100")
+
+
+def test_explain_tells_among_how_many_thread_blocks_keys_are_split():
+    """In a forward of few tiles, as the cases of these names shall be on Hopper."""
+    few = [case for case in CASES if case.name.startswith("few_rows") and case.dtype is F16]
+    assert few
+    for case in few:
+        text = flashtile.explain(*case.tensors(), **case.options(), device="H100")
+        assert re.search(r"splits +([2-9]|\d\d+) of a tile's keys", text.split("\n\n")[0]), f"{case}\n{text}"
+    many = described(8, 4096, 32, 128)
+    assert "of a tile's keys" not in flashtile.explain(many, many, many, device="H100")
 
 
 def test_explain_prints_sizes_that_people_can_read():
