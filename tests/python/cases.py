@@ -241,7 +241,7 @@ def _cases():
     for dtype in (F16, BF16):
         rows = dict(seqlen_q=190, dtype=dtype, **few)
         add("few_rows_window", window=(1500, 100), **rows)
-        add("few_rows_narrow_window", window=(700, 0), causal=True, layout="gaps", **rows)
+        add("narrow_window_of_many_keys", window=(700, 0), causal=True, layout="gaps", **rows)
         add("few_rows_alibi_softcap", alibi="per batch and head", softcap=9.0, causal=True, **rows)
         add("few_rows_sinks", sinks=0.0, causal=True, **rows)
         add("few_rows_sinks_above_all", sinks=60.0, **rows)
