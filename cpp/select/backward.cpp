@@ -21,20 +21,22 @@ constexpr int kFewQueries = 4096;             // with no more queries, a block's
 constexpr std::int64_t kShortHead = 1 << 16;  // a head is short up to here, in blocks of keys times head_dim²
 constexpr double kBusy = 0.95;                // a grid should use this share of the multiprocessors
 
-// These are counted from the kernels, not yet fitted to runs. Times are in microseconds, or in steps (see GroupWalk).
-constexpr double kFlops = 4e6;          // that the matmuls of one multiprocessor do in a microsecond
-constexpr double kBytes = 2.5e6;        // that a GPU moves to or from memory in one
+// These are counted from the kernels, not yet fitted to runs. Times are in nanoseconds, or in steps (see GroupWalk).
 constexpr double kEndsOfBlock = 2;      // prologue and epilogue of a thread block, in steps
 constexpr double kEndsOfPart = 2.5;     // and where it has a part of a block of keys, whose gradients are float32
-constexpr double kJoin = 4;             // the kernel that joins the parts, beside what it moves
+constexpr double kJoin = 4000;          // the kernel that joins the parts, beside what it moves
 constexpr double kFewestSteps = 4;      // of the longest part
 constexpr std::int64_t kMostWaves = 4;  // of thread blocks with a part, which bounds the workspace
-constexpr double kGain = 0.95;          // parts should take less than this share of the time without
 
 }  // namespace h200
 
 int key_blocks(const Problem& p, const Variant& v) {
   return std::max((p.seqlen_k + v.tile_n - 1) / v.tile_n, 1);
+}
+
+/// Returns how many queries a step of a block of keys has: of two passes the one over these has smaller tiles.
+int queries_of_step(const Variant& v) {
+  return v.two_passes() ? 64 : v.tile_m;
 }
 
 /// KeyWork is the work of all blocks of keys, in steps (see GroupWalk).
@@ -47,7 +49,6 @@ struct KeyWork {
   static KeyWork of(const Problem& problem, const Variant& v) {
     constexpr int kSamples = 16;  // blocks that are looked at, since each call makes a plan
     const Problem p = problem.dense();
-    const int tile_m = v.two_passes() ? 64 : v.tile_m;  // the pass over blocks of keys has smaller tiles of queries
     const int blocks = key_blocks(p, v);
     KeyWork work{.blocks = std::int64_t{p.batch} * p.heads_k * blocks};
     const int samples = p.band == Band::full() ? 1 : std::min(blocks, kSamples);
@@ -55,7 +56,7 @@ struct KeyWork {
       const int n = static_cast<int>(std::int64_t{i} * blocks / samples);
       const Range keys = {n * v.tile_n, std::min((n + 1) * v.tile_n, p.seqlen_k)};
       const double steps =
-          1.0 * p.group() * p.mask().transposed().walk(keys, tile_m, p.lengths().transposed()).blocks();
+          1.0 * p.group() * p.mask().transposed().walk(keys, queries_of_step(v), p.lengths().transposed()).blocks();
       work.average += steps / samples;
       work.longest = std::max(work.longest, steps);
     }
@@ -66,7 +67,7 @@ struct KeyWork {
     return work;
   }
 
-  /// Returns the estimated time of a backward, in microseconds, whose blocks of keys have `parts` parts each, while
+  /// Returns the estimated time of a backward, in nanoseconds, whose blocks of keys have `parts` parts each, while
   /// `at_once` thread blocks run at a time.
   double time(const Variant& v, Band band, int parts, int at_once) const {
     const double thread_blocks = static_cast<double>(blocks * parts);
@@ -79,10 +80,11 @@ struct KeyWork {
       const double of_queries = v.two_passes() ? 0.75 * static_cast<double>(blocks) * average : 0;
       steps = std::max(longest_part, (thread_blocks * of_part + of_queries) / at_once) + of_part / 2;
     }
-    const int tile_m = v.two_passes() ? 64 : v.tile_m, matmuls = v.two_passes() ? 4 : 5;
+    const int matmuls = v.two_passes() ? 4 : 5;
     const double columns = v.head_dim + v.head_dim_v;
-    const double join = h200::kJoin + 2 * 4 * thread_blocks * v.tile_n * columns / h200::kBytes;  // written, then read
-    return steps * matmuls * tile_m * v.tile_n * columns / h200::kFlops + (parts == 1 ? 0 : join);
+    const double join =
+        h200::kJoin + 2 * 4 * thread_blocks * v.tile_n * columns / counted::kBytes;  // written, then read
+    return steps * matmuls * queries_of_step(v) * v.tile_n * columns / counted::kFlops + (parts == 1 ? 0 : join);
   }
 };
 
@@ -97,7 +99,7 @@ int parts_of_key_block(const BackwardPlan& plan, const DeviceInfo& device) {
   if (most < 2) return 1;
   const KeyWork work = KeyWork::of(p, v);
   int best = 1;
-  double least = h200::kGain * work.time(v, p.band, 1, at_once);
+  double least = counted::kClearly * work.time(v, p.band, 1, at_once);
   for (int parts = 2; parts <= std::min<std::int64_t>(most, work.units); ++parts) {
     if (parts * h200::kFewestSteps > work.longest) break;
     const double time = work.time(v, p.band, parts, at_once);

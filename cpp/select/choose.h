@@ -109,20 +109,20 @@ Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<c
   return choose(problem, device, rows, suits, [](const Row& row, const Problem& p) { return estimate(row, p); });
 }
 
-/// Takes, instead of the row that was chosen, one that splits keys, where Hopper has one that serves and its estimate
-/// is clearly less. Sinks are no feature of such a row, as they are added when the parts of a row are joined.
+/// Takes the row of a forward; instead of it one that splits keys, where Hopper has one that serves and its estimate is
+/// clearly less. Sinks are no feature of such a row, as they are added when the parts of a row are joined.
 template <class Row, class Suits>
-Choice<Row> choose_splits(const Choice<Row>& whole, Problem problem, const DeviceInfo& device,
-                          std::span<const Row> rows, const Suits& suits) {
-  constexpr double kClearly = 0.95;  // an estimate is no more exact than that
+Choice<Row> choose_forward(Problem problem, const DeviceInfo& device, std::span<const Row> rows, const Suits& suits) {
+  const auto whole = choose(problem, device, rows, suits,
+                            [&](const Row& row, const Problem& p) { return estimate_forward(row.variant, p, device); });
   problem.sinks = false;
   const auto splits = [&](const Row& row) { return row.variant.may_split() && suits(row); };
   const auto serves_split = [&](const Row& row) { return splits(row) && serves(row, problem); };
   if (whole.row->variant.arch != Arch::kSm90 || !std::ranges::any_of(rows, serves_split)) return whole;
-  const auto time = [&](const Row& row, const Problem& p) { return estimate_splits(row.variant, p, device); };
-  Choice<Row> split = choose(problem, device, rows, splits, time);
+  Choice<Row> split = choose(problem, device, rows, splits,
+                             [&](const Row& row, const Problem& p) { return estimate_splits(row.variant, p, device); });
   split.why = kSplitKeys;
-  return split.estimate.time > 0 && split.estimate.time < kClearly * whole.estimate.time ? split : whole;
+  return split.estimate.time > 0 && split.estimate.time < counted::kClearly * whole.estimate.time ? split : whole;
 }
 
 }  // namespace flashtile

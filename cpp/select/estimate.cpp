@@ -30,15 +30,13 @@ constexpr double kTileOf64Rows = 2.2;
 
 }  // namespace h200
 
-/// These constants are counted, for any Hopper GPU: times are in nanoseconds.
-namespace counted {
+/// These constants are fitted to one shape on an H100 (docs/performance.md), in nanoseconds.
+namespace h100 {
 
-constexpr double kLaunch = 3500;                 // a kernel behind another
-constexpr double kPart = 350;                    // to load and to join one more part of a row
-constexpr double kBytes = 2500;                  // bytes that memory moves in a nanosecond
-constexpr double kFlopsOfMultiprocessor = 4000;  // FLOPs of one multiprocessor's matmuls in a nanosecond
+constexpr double kLaunch = 3500;  // a kernel behind another
+constexpr double kPart = 350;     // to load and to join one more part of a row
 
-}  // namespace counted
+}  // namespace h100
 
 /// Returns how many keys a tile is multiplied with, on average: those that its queries see, and those that are wasted
 /// in the tiles at the mask's edges.
@@ -91,8 +89,8 @@ HeadPacking widest_packing(const Problem& p) {
 double time_of_joining(const Variant& v, const Problem& p, HeadPacking packing, int splits) {
   const double rows = 1.0 * splits * packing.rows(p.seqlen_q) * p.batch * (p.heads_q / packing.heads());
   const double bytes = 2 * rows * 4 * (p.head_dim_v + 2);  // written, then read
-  const double of_key = 2 * 128 * (v.head_dim + v.head_dim_v) / counted::kFlopsOfMultiprocessor;
-  return (counted::kLaunch + counted::kPart * splits + bytes / counted::kBytes) / of_key;
+  const double of_key = 2 * 128 * (v.head_dim + v.head_dim_v) / counted::kFlops;
+  return (h100::kLaunch + h100::kPart * splits + bytes / counted::kBytes) / of_key;
 }
 
 }  // namespace

@@ -50,8 +50,9 @@ void plan_on_gpu(ForwardPlan& plan, const Estimate& estimate, const DeviceInfo& 
     if (!p.ragged) plan.scheduler = balanced_scheduler(plan, device);
   }
   if (p.ragged) plan_metadata(plan, places, device);
+  if (plan.splits == 1) return;
   plan.parts_at = (plan.workspace_bytes + 15) / 16 * 16;
-  plan.workspace_bytes += plan.splits == 1 ? 0 : plan.parts_at - plan.workspace_bytes + ForwardParts::bytes(plan);
+  plan.workspace_bytes = plan.parts_at + ForwardParts::bytes(plan);
 }
 
 }  // namespace
@@ -65,9 +66,7 @@ ForwardPlan plan_tiles(const Problem& problem, const Variant& v, const Estimate&
 }
 
 ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device) {
-  const auto time = [&](const ForwardRow& row, const Problem& p) { return estimate_forward(row.variant, p, device); };
-  const auto choice = choose_splits(choose(problem, device, forward_rows(), kEveryRow, time), problem, device,
-                                    forward_rows(), kEveryRow);
+  const auto choice = choose_forward(problem, device, forward_rows(), kEveryRow);
   ForwardPlan plan = plan_tiles(problem, choice.row->variant, choice.estimate, device);
   plan.why = choice.why;
   plan.run = choice.row->run;

@@ -51,17 +51,13 @@ Found over_pages(const KvcacheProblem& cache, const DeviceInfo& device) {
   };
   if (gpu_arch(kvcache_rows(), device, cache.problem, suits) != Arch::kSm90) return {};
   const Problem sequences = as_ragged(cache);
-  const auto time = [&](const KvcacheRow& row, const Problem& p) { return estimate_forward(row.variant, p, device); };
-  const auto choice =
-      choose_splits(choose(sequences, device, kvcache_rows(), suits, time), sequences, device, kvcache_rows(), suits);
+  const auto choice = choose_forward(sequences, device, kvcache_rows(), suits);
   return {plan_tiles(sequences, choice.row->variant, choice.estimate, device), choice.row->run};
 }
 
 Found over_rows(const KvcacheProblem& cache, const DeviceInfo& device) {
   const Problem sequences = as_ragged(cache);
-  const auto time = [&](const ForwardRow& row, const Problem& p) { return estimate_forward(row.variant, p, device); };
-  const auto choice = choose_splits(choose(sequences, device, forward_rows(), kEveryRow, time), sequences, device,
-                                    forward_rows(), kEveryRow);
+  const auto choice = choose_forward(sequences, device, forward_rows(), kEveryRow);
   if (choice.row->variant.arch != Arch::kSm90) return {};
   Found found{plan_tiles(sequences, choice.row->variant, choice.estimate, device), prefill_kernel()};
   found.forward->run = choice.row->run;

@@ -122,26 +122,22 @@ def test_explain_refuses_a_device_that_it_does_not_know(device):
         flashtile.explain(q, q, q, device="T4")
 
 
-def test_explain_tells_how_many_thread_blocks_share_a_block_of_keys():
-    """In a backward that has few of them, as the cases of these names shall."""
-    few = [case for case in CASES if case.name.startswith(("few_keys", "few_blocks")) and case.dtype is F16]
+@pytest.mark.parametrize(
+    "names, plan, words",
+    [
+        (("few_rows",), 0, "splits +{} of a tile's keys"),  # a forward of few tiles
+        (("few_keys", "few_blocks"), 1, "parts +{} thread blocks share"),  # a backward of few blocks of keys
+    ],
+)
+def test_explain_tells_how_work_is_shared_where_there_is_little(names, plan, words):
+    """Of the cases of these names, which shall have as little on Hopper, and not where there is more."""
+    few = [case for case in CASES if case.name.startswith(names) and case.dtype is F16]
     assert few
     for case in few:
         text = flashtile.explain(*case.tensors(), **case.options(), device="H100")
-        assert re.search(r"parts +([2-9]|\d\d+) thread blocks share", text.split("\n\n")[1]), f"{case}\n{text}"
+        assert re.search(words.format(r"([2-9]|\d\d+)"), text.split("\n\n")[plan]), f"{case}\n{text}"
     many = described(8, 4096, 32, 128)
-    assert "thread blocks share" not in flashtile.explain(many, many, many, device="H100")
-
-
-def test_explain_tells_among_how_many_thread_blocks_keys_are_split():
-    """In a forward of few tiles, as the cases of these names shall be on Hopper."""
-    few = [case for case in CASES if case.name.startswith("few_rows") and case.dtype is F16]
-    assert few
-    for case in few:
-        text = flashtile.explain(*case.tensors(), **case.options(), device="H100")
-        assert re.search(r"splits +([2-9]|\d\d+) of a tile's keys", text.split("\n\n")[0]), f"{case}\n{text}"
-    many = described(8, 4096, 32, 128)
-    assert "of a tile's keys" not in flashtile.explain(many, many, many, device="H100")
+    assert not re.search(words.format(r"\d+"), flashtile.explain(many, many, many, device="H100"))
 
 
 def test_explain_prints_sizes_that_people_can_read():
