@@ -17,6 +17,7 @@ struct LayOutParams {
 };
 
 __global__ void __launch_bounds__(kThreads) lay_out(const __grid_constant__ LayOutParams params) {
+  let_next_kernel_start();  // the forward kernel, which waits for these tables
   for (int b = threadIdx.x; b <= params.rows.batch; b += kThreads) {
     params.begins_q[b] = b * params.seqlen_q;
     params.begins_k[b] = b * params.rows.capacity;
@@ -71,21 +72,30 @@ void prefill(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, Str
     view.rank = 1;
     return view;
   };
-  ForwardTensors forward{.q = in_line(t.q),
+  const bool ragged = plan.prefill->problem.ragged;
+  ForwardTensors forward{.q = t.q,
                          .k = in_line(t.k_cache),
                          .v = in_line(t.v_cache),
                          .alibi_slopes = t.alibi_slopes,
                          .sinks = t.sinks,
-                         .out = in_line(t.out),
+                         .out = t.out,
                          .lse = t.lse,
-                         .cu_seqlens_q = p.ragged ? t.cu_seqlens_q : table(workspace.begins_q),
-                         .cu_seqlens_k = table(workspace.begins_k),
+                         .cu_seqlens_q = {},
+                         .cu_seqlens_k = {},
                          .seqused_q = {},
-                         .seqused_k = table(workspace.used_k)};
+                         .seqused_k = {}};
   if (plan.cache.rotary_dim > 0) {
+    const std::int64_t row = std::int64_t{p.heads_q} * p.head_dim;
     forward.q.data = at(plan.rotated_at);
-    forward.q.strides = {0, std::int64_t{p.heads_q} * p.head_dim, p.head_dim, 1};
+    forward.q.strides = {p.seqlen_q * row, row, p.head_dim, 1};
   }
+  if (!ragged) return attend(plan, t, forward, at(workspace.forward), stream);
+
+  forward.q = in_line(forward.q);
+  forward.out = in_line(forward.out);
+  forward.cu_seqlens_q = p.ragged ? t.cu_seqlens_q : table(workspace.begins_q);
+  forward.cu_seqlens_k = table(workspace.begins_k);
+  forward.seqused_k = table(workspace.used_k);
   const bool splits_lse = t.lse.given() && !p.ragged && p.batch > 1;
   if (splits_lse) forward.lse.data = at(workspace.lse);
 

@@ -1,5 +1,5 @@
 // This file declares attention of many query rows over a cache on Hopper: the forward kernel goes over the cache as
-// over ragged sequences.
+// over ragged sequences, or, with so few tiles in pages that none waits for another, as over a dense batch.
 #pragma once
 
 #include <numeric>
@@ -8,7 +8,8 @@
 
 namespace flashtile {
 
-/// These are offsets into the workspace, in bytes.
+/// These are offsets into the workspace, in bytes. A dense forward needs no tables, and writes the lse as callers have
+/// it.
 struct PrefillWorkspace {
   std::int64_t begins_q = 0;  // (B + 1), int32: where the sequences begin among all rows of q
   std::int64_t begins_k = 0;  // (B + 1), int32: and among all keys, where each sequence counts with its whole capacity
@@ -24,12 +25,13 @@ struct PrefillWorkspace {
       place = before;
       before = (before + bytes + 63) / 64 * 64;
     };
-    const std::int64_t tables = 4 * (std::int64_t{problem.batch} + 1);
+    const std::int64_t tables = forward.problem.ragged ? 4 * (std::int64_t{problem.batch} + 1) : 0;
+    const bool has_lse = forward.problem.ragged && !problem.ragged;
     before = (before + 63) / 64 * 64;
     take(workspace.begins_q, tables);
     take(workspace.begins_k, tables);
     take(workspace.used_k, tables);
-    take(workspace.lse, problem.ragged ? 0 : std::int64_t{4} * problem.batch * problem.seqlen_q * problem.heads_q);
+    take(workspace.lse, has_lse ? std::int64_t{4} * problem.batch * problem.seqlen_q * problem.heads_q : 0);
     take(workspace.forward, forward.workspace_bytes);
     workspace.bytes = before;
     return workspace;
@@ -44,7 +46,7 @@ inline int rows_of_box(const KvcacheProblem& cache, const Variant& v) {
 /// Launches a forward kernel on tensors that fit plan.prefill.
 using PrefillKernel = void (*)(const KvcachePlan&, const KvcacheTensors&, const ForwardTensors&, void* memory, Stream);
 
-/// Appends and rotates, writes where the sequences begin and end, and launches the forward kernel by `attend`.
+/// Appends and rotates, writes where ragged sequences begin and end, and launches the forward kernel by `attend`.
 void prefill(const KvcachePlan& plan, const KvcacheTensors& tensors, void* memory, Stream stream, PrefillKernel attend);
 
 /// Returns the launcher that does the same by plan.prefill's own kernel, for a cache without a table. It is null in a

@@ -4,6 +4,7 @@
 #include "flashtile/scheduler/ragged.h"
 #include "flashtile/scheduler/sections.h"
 #include "flashtile/scheduler/single.h"
+#include "flashtile/scheduler/tile_order.h"
 
 #include <gtest/gtest.h>
 
@@ -83,6 +84,12 @@ PersistentScheduler divided(int batch, int heads, int m_blocks, int heads_at_onc
   return scheduler;
 }
 
+void expect_same(TileCoord found, TileCoord expected) {
+  EXPECT_EQ(found.batch, expected.batch);
+  EXPECT_EQ(found.head, expected.head);
+  EXPECT_EQ(found.m_block, expected.m_block);
+}
+
 TEST(PersistentScheduler, CoversEveryTileOnce) {
   for (const int batch : {1, 3})
     for (const int heads : {1, 5, 8})
@@ -99,6 +106,7 @@ TEST(PersistentScheduler, CoversEveryTileOnce) {
                 ASSERT_TRUE(0 <= coord.batch && coord.batch < batch);
                 ASSERT_TRUE(0 <= coord.head && coord.head < heads);
                 ASSERT_TRUE(0 <= coord.m_block && coord.m_block < m_blocks);
+                expect_same(TileOrder::of(scheduler).tile(index), coord);
                 ASSERT_TRUE(seen.emplace(coord.batch, coord.head, coord.m_block).second) << "tile " << index;
               }
             EXPECT_EQ(seen.size(), scheduler.tiles());
@@ -130,6 +138,7 @@ TEST(PersistentScheduler, ReachesTheLastTileOfTheLargestProblem) {
   EXPECT_EQ(tiles, unsigned{kTiles});
   EXPECT_EQ(last, kTiles - 1u);
   EXPECT_EQ(scheduler.tile(last).batch, kTiles - 1);
+  expect_same(TileOrder::of(scheduler).tile(last), scheduler.tile(last));
 }
 
 TEST(PersistentScheduler, HasNothingToDoWithoutTiles) {

@@ -4,6 +4,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/epilogue/partial_gradient.h"
 #include "flashtile/math/online_softmax.h"
 #include "flashtile/params.h"
 
@@ -18,16 +19,15 @@ CUTE_DEVICE void store_part(ForwardParams const& params, TileCoord tile, int spl
   softmax.finish_sums();
   const ForwardParts& parts = params.parts;
   const std::int64_t first = (parts.place(params.sequences.q, tile, queries) + split) * kM;
+  const int first_column = get<1>(coord(0, 0)), columns = params.head_dim_v - first_column;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(rows); ++r) {
     const std::int64_t row = first + get<0>(coord(r, 0));
-    if (get<1>(coord(0, 0)) == 0) parts.state[row] = softmax.row[r];  // the first thread of each quad writes it
-    float* const out = parts.out + row * params.head_dim_v;
+    if (first_column == 0) parts.state[row] = softmax.row[r];  // the first thread of each quad writes it
+    float* const out = parts.out + row * params.head_dim_v + first_column;
     CUTE_UNROLL
-    for (int c = 0; c < size<1>(rows); c += 2) {
-      const int column = get<1>(coord(r, c));
-      if (column < params.head_dim_v) *reinterpret_cast<float2*>(out + column) = {rows(r, c), rows(r, c + 1)};
-    }
+    for (int c = 0; c < size<1>(rows); c += 2)  // a thread has two columns of each block of 8
+      store_pair_if(4 * c < columns, out + 4 * c, rows(r, c), rows(r, c + 1));
   }
 }
 

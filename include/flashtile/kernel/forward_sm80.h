@@ -3,6 +3,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/cuda/constants.h"
 #include "flashtile/cuda/launch.h"
 #include "flashtile/epilogue/final.h"
 #include "flashtile/mainloop/forward_sm80.h"
@@ -65,6 +66,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) forward_sm80(const __
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
   const int thread = threadIdx.x;
+  if (thread < 32) prefetch_constants(params);
   // The tile is found anew for the epilogue, as registers are too scarce to keep it.
   TileCoord tile;
   Sequence sequence;

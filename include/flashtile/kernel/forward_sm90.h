@@ -1,5 +1,5 @@
 // The forward kernel for Hopper has one persistent thread block per multiprocessor. Two or three of its warpgroups are
-// consumers; in one more, a thread (over pages a warp) is the producer, and a warp the scheduler, which hands out
+// consumers; one more has the producers, a few threads (over pages, warps), and the scheduler, a warp that hands out
 // tiles.
 #pragma once
 
@@ -7,6 +7,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/cuda/constants.h"
 #include "flashtile/cuda/launch.h"
 #include "flashtile/epilogue/direct.h"
 #include "flashtile/epilogue/partial.h"
@@ -33,20 +34,30 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
 
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
-  if (threadIdx.x == 0) {
+  const int warp = threadIdx.x / 32;
+  ForwardSchedulerSm90<Mainloop> scheduler{params, shared};
+  if (threadIdx.x == 0) shared.init_barriers();
+  if (warp == 1) scheduler.prepare();
+  if (warp == 2) prefetch_constants(params);
+  if (threadIdx.x == 96) {
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.q));
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.k));
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.v));
     if (Mainloop::kMemory.staged) prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.out));
-    shared.init_barriers();
   }
   __syncthreads();                                 // all threads wait for the barriers' initialisation
   if (Mainloop::kSplits) let_next_kernel_start();  // join_parts() waits for this one's results
 
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-    if (threadIdx.x < (Mainloop::kOverPages ? 32 : 1)) ForwardProducerSm90<Mainloop>{params, shared}.run();
-    if (threadIdx.x / 32 == 1) ForwardSchedulerSm90<Mainloop>{params, shared}.run();
+    if (warp == 1) scheduler.run();
+    if (threadIdx.x == 96) QueryProducerSm90<Mainloop>{params, shared}.run();
+    if constexpr (Mainloop::kOverPages) {
+      if (warp == 0) PagesProducerSm90<Mainloop>{params, shared}.run_keys();
+      if (warp == 2) PagesProducerSm90<Mainloop>{params, shared}.run_values();
+    } else {
+      if (threadIdx.x == 0) ForwardProducerSm90<Mainloop>{params, shared}.run();
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Mainloop::kRegisters>();
     const int thread = threadIdx.x - 128;
@@ -94,16 +105,17 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
 template <class Mainloop>
 ForwardParamsSm90 forward_params_sm90(const ForwardPlan& plan, const ForwardTensors& tensors, void* memory,
                                       int key_rows = Mainloop::kN) {
-  const bool ragged = plan.problem.ragged;
+  const bool ragged = plan.problem.ragged, keys_in_line = ragged || Mainloop::kOverPages;
   return {
       .forward = ForwardParams::of(plan, tensors, memory),
       .q = head_tiles(tensors.q, Mainloop::kM / Mainloop::kWarpgroups, Mainloop::kColumns, ragged, plan.packing),
-      .k = head_tiles(tensors.k, key_rows, Mainloop::kColumns, ragged),
-      .v = head_tiles(tensors.v, key_rows, Mainloop::kColumnsV, ragged),
+      .k = head_tiles(tensors.k, key_rows, Mainloop::kColumns, keys_in_line),
+      .v = head_tiles(tensors.v, key_rows, Mainloop::kColumnsV, keys_in_line),
       .out = Mainloop::kMemory.staged
                  ? head_tiles(tensors.out, Mainloop::kRowsOfWarp, Mainloop::kColumnsV, ragged, plan.packing)
                  : CUtensorMap{},
       .scheduler = ragged ? PersistentScheduler{} : *plan.scheduler,
+      .order = ragged ? TileOrder{} : TileOrder::of(*plan.scheduler),
       .taken = ragged && !plan.lists ? MarkedCount{static_cast<std::uint64_t*>(memory), MarkedCount::new_mark()}
                                      : MarkedCount{},
   };
@@ -116,7 +128,7 @@ void launch_forward_sm90(const ForwardPlan& plan, const Params& params, Stream s
   static_assert(sizeof(typename Mainloop::SharedStorage) == forward_shared_memory(Row::kVariant));
   static KernelHandles whole, split;
   const Device device = plan.problem.device;
-  const LaunchShape shape{plan.grid, Row::kVariant.threads(), plan.shared_memory, plan.lists};
+  const LaunchShape shape{plan.grid, Row::kVariant.threads(), plan.shared_memory, plan.problem.ragged};
   if (plan.lists) order_tiles(params.forward.sequences, params.forward.ragged, device, stream);
   if constexpr (Row::kVariant.may_split()) {
     if (plan.splits > 1) {

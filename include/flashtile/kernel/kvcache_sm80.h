@@ -11,6 +11,7 @@
 #include <cute/tensor.hpp>
 
 #include "flashtile/append.h"
+#include "flashtile/cuda/constants.h"
 #include "flashtile/cuda/launch.h"
 #include "flashtile/cuda/warp.h"
 #include "flashtile/kernel/kvcache_sm80/joining.h"
@@ -202,6 +203,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) kvcache_sm80(const __
   using Kernel = KvcacheKernelSm80<Row::kVariant>;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Kernel::SharedStorage*>(shared_bytes);
+  if (threadIdx.x < 32) prefetch_constants(params);
   const int team = params.heads_k.quotient(blockIdx.x), head = params.heads_k.remainder(blockIdx.x);
   const Kernel kernel{params, shared, team, head};
   KvcacheShare<Kernel::kM, Kernel::kItem>{params.schedule, team}.for_each(

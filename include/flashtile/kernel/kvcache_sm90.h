@@ -13,7 +13,7 @@ void attend_to_pages(const KvcachePlan& plan, const KvcacheTensors& cached, cons
   const ForwardPlan& forward = *plan.prefill;
   const int rows = rows_of_box(plan.cache, Row::kVariant);
   const PagedForwardParamsSm90 params{forward_params_sm90<Mainloop>(forward, tensors, memory, rows),
-                                      plan.cache.layout(cached), rows};
+                                      plan.cache.layout(cached), plan.cache.rows(cached), rows};
   launch_forward_sm90<Row, Keys::kInPages>(forward, params, stream);
 }
 

@@ -1,4 +1,5 @@
-// This file has the producer of Hopper's forward kernel, a thread (over pages a warp) that has TMA load tiles.
+// This file has the producers of Hopper's forward kernel, which have TMA load tiles: a thread for Q, and one for K and
+// V or, over pages, a warp for each.
 #pragma once
 
 #include "flashtile/load/tma.h"
@@ -6,92 +7,73 @@
 
 namespace flashtile {
 
-/// Loads Q, K and V, in the order in which consumers make room: the K of each block, then the V of the block before it,
-/// across tiles too, and Q after both: K0, Q, K1, V0, …, Kn, Vn-1, K0, Vn, Q, K1, V0, …
-///
-/// One thread loads them; over pages a warp does, of which each lane loads the boxes of one page.
+/// Loads the tile of Q of each piece of work. One thread does, apart from those that load keys, so that the first Q and
+/// the first K are on their way at once.
+template <class Mainloop>
+struct QueryProducerSm90 {
+  using Element = typename Mainloop::Element;
+  static constexpr int kWarpgroups = Mainloop::kWarpgroups;
+  static constexpr int kRows = Mainloop::kM / kWarpgroups;
+
+  typename Mainloop::Params const& params;
+  typename Mainloop::SharedStorage& shared;
+
+  CUTE_DEVICE void run() {
+    typename Ring<Mainloop::kWorks>::Cursor work_at{};
+    typename Ring<Mainloop::kStagesQ>::Cursor at{};
+    CUTE_NO_UNROLL
+    for (;; work_at.advance()) {
+      shared.work_barriers.wait_full(work_at);
+      typename Mainloop::Work const& work = shared.work[work_at.stage];
+      if (work.keys.blocks < 0) break;
+      if (work.keys.blocks > 0) {
+        load(work, at);
+        at.advance();
+      }
+      shared.work_barriers.release_by_thread(work_at);
+    }
+  }
+
+ private:
+  template <class Cursor>
+  CUTE_DEVICE void load(typename Mainloop::Work const& work, Cursor at) {
+    // The loop is not unrolled, as registers are scarce.
+    CUTE_NO_UNROLL
+    for (int w = 0; w < kWarpgroups; ++w) {
+      std::uint64_t* barrier =
+          shared.q_barriers[w].fill(at, [] { return kRows * Mainloop::kHeadDim * sizeof(Element); });
+      load_tile<Mainloop::kM, Mainloop::kHeadDim, Mainloop::kColumns>(
+          params.q, barrier, shared.q[at.stage] + w * kRows * Mainloop::kColumns, work.q_rows,
+          params.forward.scores.packing.query(work.tile.m_block * Mainloop::kM + w * kRows),
+          params.forward.scores.packing.first_head(work.tile.head));
+    }
+  }
+};
+
+/// Loads K and V, in the order in which consumers make room: the K of each block, then the V of the block before it,
+/// across tiles too: K0, K1, V0, …, Kn, Vn-1, K0, Vn, K1, V0, …
 template <class Mainloop>
 struct ForwardProducerSm90 {
   using Params = typename Mainloop::Params;
   using SharedStorage = typename Mainloop::SharedStorage;
-  using Element = typename Mainloop::Element;
   using Work = typename Mainloop::Work;
-  static constexpr bool kPaged = Mainloop::kOverPages;
-  static constexpr int kM = Mainloop::kM;
-  static constexpr int kN = Mainloop::kN;
-  static constexpr int kHeadDim = Mainloop::kHeadDim;
-  static constexpr int kHeadDimV = Mainloop::kHeadDimV;
-  static constexpr int kColumns = Mainloop::kColumns;
-  static constexpr int kColumnsV = Mainloop::kColumnsV;
-  static constexpr int kWarpgroups = Mainloop::kWarpgroups;
 
   Params const& params;
   SharedStorage& shared;
-  typename Ring<Mainloop::kStagesQ>::Cursor q_at{};
   typename Ring<Mainloop::kStages>::Cursor at{};  // stage of the next block
-
-  CUTE_DEVICE static bool leads() { return !kPaged || threadIdx.x % 32 == 0; }
-
-  template <class Barriers, class Cursor, class Prepare>
-  CUTE_DEVICE std::uint64_t* fill(Barriers& barriers, Cursor at, Prepare&& prepare) {
-    if (leads()) barriers.fill(at, prepare);
-    if (kPaged) __syncwarp();  // all lanes wait for lane 0, which has waited for the stage to be empty
-    return reinterpret_cast<std::uint64_t*>(&barriers.full[at.stage]);
-  }
-
-  /// Returns, over pages, the rows of a lane's box of the block that begins with `key`. A box behind the last key has
-  /// rows of the block's first one once more: no score of theirs counts.
-  CUTE_DEVICE TmaRows rows_of_lane(Work const& work, int key) const {
-    const int row = min(int(threadIdx.x % 32) * params.rows_of_box, kN - 1), used = work.sequence.k.used;
-    const int first = key + row < used ? key + row : key;
-    const int rows = min(params.rows_of_box, used - first);
-    const Pages::Place place = params.pages.at(work.tile.batch, first);
-    return TmaRows::ragged(place.page * params.pages.size.value + place.row, rows);
-  }
-
-  /// Loads the tile of K or V of the block that begins with `key`; over pages, each lane loads `rows`.
-  template <int kColumnsOfTile, int kColumnsOfBox>
-  CUTE_DEVICE void load_keys(CUtensorMap const& map, std::uint64_t* barrier, Element* tile, Work const& work, int key,
-                             TmaRows const& rows) {
-    if constexpr (kPaged) {
-      const int row = threadIdx.x % 32 * params.rows_of_box;
-      if (row < kN)
-        load_tile<kN, kColumnsOfTile, kColumnsOfBox>(map, barrier, tile + row * kColumnsOfBox, rows, 0, work.kv_head);
-    } else {
-      load_tile<kN, kColumnsOfTile, kColumnsOfBox>(map, barrier, tile, work.k_rows, key, work.kv_head);
-    }
-  }
-
-  /// Returns the first key of the block that is visited in a step.
-  CUTE_DEVICE static int key_of(Work const& work, int step) { return work.keys.key(work.keys.visited(step)); }
-
-  CUTE_DEVICE void load_q(Work const& work) {
-    // The loop is not unrolled, as registers are scarce.
-    CUTE_NO_UNROLL
-    for (int w = 0; w < kWarpgroups; ++w) {
-      constexpr int kRows = kM / kWarpgroups;
-      std::uint64_t* barrier = fill(shared.q_barriers[w], q_at, [] { return kRows * kHeadDim * sizeof(Element); });
-      if (leads())
-        load_tile<kM, kHeadDim, kColumns>(params.q, barrier, shared.q[q_at.stage] + w * kRows * kColumns, work.q_rows,
-                                          params.forward.scores.packing.query(work.tile.m_block * kM + w * kRows),
-                                          params.forward.scores.packing.first_head(work.tile.head));
-    }
-    q_at.advance();
-  }
 
   CUTE_DEVICE void run() {
     auto& works = shared.work_barriers;
     typename Ring<Mainloop::kWorks>::Cursor work_at{};
     // This is the block whose V is still to come, of the current tile or of the one before.
     int v_key = -1;
-    // Over pages these are the rows of the next block, looked up a block ahead, and of the one whose V is to come.
-    TmaRows rows, v_rows;
     const auto load_v = [&](bool of_tile_before) {
       if (v_key < 0) return;
       const auto v_at = at.previous();
       Work const& work = shared.work[of_tile_before ? work_at.previous().stage : work_at.stage];
-      std::uint64_t* barrier = fill(shared.v_barriers, v_at, [] { return sizeof(SharedStorage::v[0]); });
-      load_keys<kHeadDimV, kColumnsV>(params.v, barrier, shared.v[v_at.stage], work, v_key, v_rows);
+      std::uint64_t* barrier = shared.v_barriers.fill(v_at, [] { return sizeof(SharedStorage::v[0]); });
+      load_tile<Mainloop::kN, Mainloop::kHeadDimV, Mainloop::kColumnsV>(params.v, barrier, shared.v[v_at.stage],
+                                                                        work.k_rows, v_key, work.kv_head);
     };
     CUTE_NO_UNROLL
     for (;; work_at.advance()) {
@@ -99,36 +81,95 @@ struct ForwardProducerSm90 {
       Work const& work = shared.work[work_at.stage];
       if (work.keys.blocks <= 0) {  // consumers finish what they have before they go on
         load_v(true);
-        if (v_key >= 0 && leads()) works.release_by_thread(work_at.previous());
+        if (v_key >= 0) works.release_by_thread(work_at.previous());
         v_key = -1;
         if (work.keys.blocks < 0) break;
-        if (leads()) works.release_by_thread(work_at);
+        works.release_by_thread(work_at);
       }
       // The walk is read from shared memory each time, as registers are scarce: with a copy of it here ptxas allocates
       // them otherwise in the whole kernel, and consumers of D64 have 59 instructions between two matmuls, not 50.
       const auto walk = [&] { return work.keys.walk(); };
-      if constexpr (kPaged) {
-        if (!walk().empty()) rows = rows_of_lane(work, key_of(work, walk().first()));
-      }
       CUTE_NO_UNROLL
       for (int n_block = walk().first(); n_block < walk().end(); n_block = walk().next(n_block)) {
-        const int key = key_of(work, n_block);  // known before the wait for a stage: behind it, D96 lost 1 %
-        std::uint64_t* barrier = fill(shared.k_barriers, at, [] { return sizeof(SharedStorage::k[0]); });
-        load_keys<kHeadDim, kColumns>(params.k, barrier, shared.k[at.stage], work, key, rows);
+        // The key is known before the wait for a stage: behind it, D96 lost 1 %.
+        const int key = Mainloop::key_of_step(work, n_block);
+        std::uint64_t* barrier = shared.k_barriers.fill(at, [] { return sizeof(SharedStorage::k[0]); });
+        load_tile<Mainloop::kN, Mainloop::kHeadDim, Mainloop::kColumns>(params.k, barrier, shared.k[at.stage],
+                                                                        work.k_rows, key, work.kv_head);
         load_v(n_block == walk().first());
-        if (n_block == walk().first()) {
-          if (v_key >= 0 && leads()) works.release_by_thread(work_at.previous());
-          load_q(work);
-        }
-        if (n_block == max(walk().end() - Mainloop::kBlocksAhead, walk().first()) && leads()) shared.near_end.arrive();
+        if (n_block == walk().first() && v_key >= 0) works.release_by_thread(work_at.previous());
+        if (n_block == max(walk().end() - Mainloop::kBlocksAhead, walk().first())) shared.near_end.arrive();
         v_key = key;
-        if constexpr (kPaged) {
-          v_rows = rows;
-          if (n_block != walk().last()) rows = rows_of_lane(work, key_of(work, walk().next(n_block)));
-        }
         at.advance();
       }
     }
+  }
+};
+
+/// Loads tiles over pages. A tile of K or V has many boxes there, since each lies within a page, and to start one takes
+/// a warp some 75 cycles. So K and V have a warp each, whose lanes load boxes of different pages.
+template <class Mainloop>
+struct PagesProducerSm90 {
+  using Params = typename Mainloop::Params;
+  using SharedStorage = typename Mainloop::SharedStorage;
+  using Element = typename Mainloop::Element;
+  using Work = typename Mainloop::Work;
+  static constexpr int kN = Mainloop::kN;
+
+  Params const& params;
+  SharedStorage& shared;
+
+  CUTE_DEVICE void run_keys() {
+    const auto loaded = [&](Work const& work, int n_block) {
+      const BlockWalk walk = work.keys.walk();
+      if (n_block == max(walk.end() - Mainloop::kBlocksAhead, walk.first())) shared.near_end.arrive();
+    };
+    run<Mainloop::kHeadDim, Mainloop::kColumns>(params.k, shared.k_barriers, shared.k, loaded);
+  }
+  CUTE_DEVICE void run_values() {
+    run<Mainloop::kHeadDimV, Mainloop::kColumnsV>(params.v, shared.v_barriers, shared.v, [](Work const&, int) {});
+  }
+
+ private:
+  /// Loads the tiles of one operand, block after block; after each, lane 0 calls `loaded(work, block)`.
+  template <int kColumnsOfTile, int kColumnsOfBox, class Barriers, class Tiles, class Loaded>
+  CUTE_DEVICE void run(CUtensorMap const& map, Barriers& barriers, Tiles& tiles, Loaded&& loaded) {
+    const bool leads = threadIdx.x % 32 == 0;
+    const int row = int(threadIdx.x % 32) * params.rows_of_box;  // of the lane's box in the tile
+    typename Ring<Mainloop::kWorks>::Cursor work_at{};
+    typename Ring<Mainloop::kStages>::Cursor at{};
+    CUTE_NO_UNROLL
+    for (;; work_at.advance()) {
+      shared.work_barriers.wait_full(work_at);
+      Work const& work = shared.work[work_at.stage];
+      if (work.keys.blocks < 0) break;
+      const auto walk = [&] { return work.keys.walk(); };  // read from shared memory each time: registers are scarce
+      TmaRows rows;
+      if (!walk().empty()) rows = rows_of_box(work, row, walk().first());
+      CUTE_NO_UNROLL
+      for (int n_block = walk().first(); n_block < walk().end(); n_block = walk().next(n_block)) {
+        if (leads) barriers.fill(at, [] { return sizeof(tiles[0]); });
+        __syncwarp();  // all lanes wait for lane 0, which has waited for the stage to be empty
+        if (row < kN)
+          load_tile<kN, kColumnsOfTile, kColumnsOfBox>(map, reinterpret_cast<std::uint64_t*>(&barriers.full[at.stage]),
+                                                       tiles[at.stage] + row * kColumnsOfBox, rows, 0, work.kv_head);
+        if (leads) loaded(work, n_block);
+        // The rows of the next block are looked up before its stage is waited for.
+        if (n_block != walk().last()) rows = rows_of_box(work, row, walk().next(n_block));
+        at.advance();
+      }
+      if (leads) shared.work_barriers.release_by_thread(work_at);
+    }
+  }
+
+  /// Returns the rows of the box that begins with `row` of the block of a step. A box behind the last key has rows of
+  /// the block's first one once more: no score of theirs counts.
+  CUTE_DEVICE TmaRows rows_of_box(Work const& work, int row, int step) const {
+    const int key = Mainloop::key_of_step(work, step), used = work.sequence.k.used;
+    row = min(row, kN - 1);
+    const int first = key + row < used ? key + row : key;
+    const Pages::Place place = params.pages.at(work.tile.batch, first);
+    return TmaRows::ragged(place.page * params.pages.size.value + place.row, min(params.rows_of_box, used - first));
   }
 };
 

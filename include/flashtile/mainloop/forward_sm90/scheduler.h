@@ -19,6 +19,7 @@ struct ForwardSchedulerSm90 {
   Params const& params;
   SharedStorage& shared;
   Cursor at{};
+  int few_tiles = 0;  // of a few ragged sequences
 
   /// Hands out what `write(work)` writes, as soon as a slot is free.
   template <class Write>
@@ -42,44 +43,47 @@ struct ForwardSchedulerSm90 {
   /// `span_of(&Sequence::k)`.
   template <class SpanOf>
   CUTE_DEVICE void hand_out(TileCoord tile, int split, SpanOf&& span_of) {
-    hand_out([&](Work& work) {
-      ForwardParams const& forward = params.forward;
-      const auto forget = [] { asm volatile("" ::: "memory"); };  // registers are scarce: what is needed is read again
-      work.tile = tile;
-      if constexpr (Mainloop::kSplits) work.split = split;
+    hand_out([&](Work& work) { write(work, tile, split, span_of); });
+  }
+
+  template <class SpanOf>
+  CUTE_DEVICE void write(Work& work, TileCoord tile, int split, SpanOf&& span_of) const {
+    ForwardParams const& forward = params.forward;
+    const auto forget = [] { asm volatile("" ::: "memory"); };  // registers are scarce: what is needed is read again
+    work.tile = tile;
+    if constexpr (Mainloop::kSplits) work.split = split;
+    forget();
+    work.sequence.q = span_of(&Sequence::q);
+    forget();
+    work.sequence.k = span_of(&Sequence::k);
+    forget();
+    const Span &q = work.sequence.q, &k = work.sequence.k;
+    work.kv_head = forward.group.quotient(forward.scores.packing.first_head(work.tile.head));
+    forget();
+    work.slope = forward.scores.slopes.at(work.tile.batch, work.tile.head);
+    forget();
+    work.q_rows = TmaRows::of(forward.sequences.q, work.tile.batch, q, q.used);
+    forget();
+    work.k_rows = TmaRows::of(forward.sequences.k, work.tile.batch, k, k.used);
+    forget();
+    const Range queries = forward.scores.packing.queries(work.tile.m_block * Mainloop::kM, Mainloop::kM, q.used);
+    if constexpr (Mainloop::kOverPages) {  // so that boxes lie within pages
+      const int first = forward.scores.mask.columns(queries.begin, work.sequence.lengths()).begin / kN * kN;
+      work.keys = VisibleKeys<kN>(forward.scores.mask, queries, work.sequence.lengths(), first);
+    } else if constexpr (Mainloop::kKnowsDropout) {
+      const int first = forward.scores.mask.columns(queries.begin, work.sequence.lengths()).begin;
+      work.keys =
+          VisibleKeys<kN>(forward.scores.mask, queries, work.sequence.lengths(), forward.dropout.tile_begin(first));
+    } else {
+      work.keys = VisibleKeys<kN>(forward.scores.mask, queries, work.sequence.lengths());
+    }
+    if constexpr (Mainloop::kSplits) {
       forget();
-      work.sequence.q = span_of(&Sequence::q);
-      forget();
-      work.sequence.k = span_of(&Sequence::k);
-      forget();
-      const Span &q = work.sequence.q, &k = work.sequence.k;
-      work.kv_head = forward.group.quotient(forward.scores.packing.first_head(work.tile.head));
-      forget();
-      work.slope = forward.scores.slopes.at(work.tile.batch, work.tile.head);
-      forget();
-      work.q_rows = TmaRows::of(forward.sequences.q, work.tile.batch, q, q.used);
-      forget();
-      work.k_rows = TmaRows::of(forward.sequences.k, work.tile.batch, k, k.used);
-      forget();
-      const Range queries = forward.scores.packing.queries(work.tile.m_block * Mainloop::kM, Mainloop::kM, q.used);
-      if constexpr (Mainloop::kOverPages) {  // so that boxes lie within pages
-        const int first = forward.scores.mask.columns(queries.begin, work.sequence.lengths()).begin / kN * kN;
-        work.keys = VisibleKeys<kN>(forward.scores.mask, queries, work.sequence.lengths(), first);
-      } else if constexpr (Mainloop::kKnowsDropout) {
-        const int first = forward.scores.mask.columns(queries.begin, work.sequence.lengths()).begin;
-        work.keys =
-            VisibleKeys<kN>(forward.scores.mask, queries, work.sequence.lengths(), forward.dropout.tile_begin(first));
-      } else {
-        work.keys = VisibleKeys<kN>(forward.scores.mask, queries, work.sequence.lengths());
-      }
-      if constexpr (Mainloop::kSplits) {
-        forget();
-        work.keys.take_part(work.split, forward.parts.splits.value);
-      }
-      // ALiBi makes scores grow towards the diagonal. From there on, few blocks outgrow the reference of the first one.
-      // Under a causal mask all rows see the first row's diagonal.
-      if (forward.scores.slopes.data != nullptr) work.keys.begin_at_diagonal(queries.begin);
-    });
+      work.keys.take_part(work.split, forward.parts.splits.value);
+    }
+    // ALiBi makes scores grow towards the diagonal. From there on, few blocks outgrow the reference of the first one.
+    // Under a causal mask all rows see the first row's diagonal.
+    if (forward.scores.slopes.data != nullptr) work.keys.begin_at_diagonal(queries.begin);
   }
 
   /// Hands out tiles one by one, from the thread block's own on. `find(index, tile)` says whether there is one, of the
@@ -106,7 +110,6 @@ struct ForwardSchedulerSm90 {
   CUTE_DEVICE void hand_out_listed() {
     RaggedOrder const& order = params.forward.ragged;
     RaggedTile found;
-    await_kernel_before();
     hand_out_ragged(
         [&](unsigned index, TileCoord& tile) {
           if (!order.tiles.find(unsigned(tile_of(index)), order.heads.value, true, found)) return false;
@@ -117,11 +120,11 @@ struct ForwardSchedulerSm90 {
         [&] { return atomicAdd(order.tiles.taken, 1); });
   }
 
-  CUTE_DEVICE void hand_out_few(int tiles) {
+  CUTE_DEVICE void hand_out_few() {
     int part = 0;
     hand_out_ragged(
         [&](unsigned index, TileCoord& tile) {
-          if (index >= unsigned(tiles)) return false;
+          if (index >= unsigned(few_tiles)) return false;
           tile = shared.few.find(unsigned(tile_of(index)), params.forward.ragged, part);
           return true;
         },
@@ -129,41 +132,62 @@ struct ForwardSchedulerSm90 {
         [&] { params.taken.begin(params.taken.found()); },
         [&] {
           const int taken = params.taken.add(cuda::memory_order_relaxed);
-          if (taken == tiles - 1) params.taken.clear();  // the last one: each block that had a tile asks once in vain
+          // The last one: each block that had a tile asks once in vain.
+          if (taken == few_tiles - 1) params.taken.clear();
           return taken;
         });
   }
 
-  CUTE_DEVICE void hand_out_dense() {
-    PersistentScheduler const& scheduler = params.scheduler;
+  /// Writes the thread block's n-th tile of a dense batch.
+  CUTE_DEVICE void write_dense(Work& work, int n) const {
     Sequences const& sequences = params.forward.sequences;
     const int size_q = sequences.q.size, size_k = sequences.k.size;
-    const Sequence whole{{0, size_q, size_q}, {0, size_k, size_k}};
+    Sequence whole{{0, size_q, size_q}, {0, size_k, size_k}};
+    TileCoord tile = params.order.tile(params.scheduler.index(n, blockIdx.x));
+    int split = 0;
+    if constexpr (Mainloop::kSplits) {  // each split of a block of rows counts as a block
+      split = split_of(tile.m_block);
+      tile.m_block = tile_of(tile.m_block);
+    }
+    if constexpr (Mainloop::kOverPages) whole.k.used = params.rows.at(tile.batch).end;
+    write(work, tile, split, [&](auto side) { return whole.*side; });
+  }
+
+  CUTE_DEVICE void hand_out_dense() {
     CUTE_NO_UNROLL
-    for (int n = 0; n < scheduler.tiles_of(blockIdx.x); ++n) {
-      TileCoord tile = scheduler.tile(scheduler.index(n, blockIdx.x));
-      int split = 0;
-      if constexpr (Mainloop::kSplits) {  // each split of a block of rows counts as a block
-        split = split_of(tile.m_block);
-        tile.m_block = tile_of(tile.m_block);
-      }
-      hand_out(tile, split, [&](auto side) { return whole.*side; });
+    for (int n = 0; n < params.scheduler.tiles_of(blockIdx.x); ++n) {
+      hand_out([&](Work& work) {
+        if (n > 0) write_dense(work, n);  // prepare() has written the first
+      });
+    }
+  }
+
+  CUTE_DEVICE bool dense() const { return !params.forward.sequences.q.ragged(); }
+  CUTE_DEVICE static bool leads() { return threadIdx.x % 32 == 0; }
+
+  /// The warp calls it before the barriers of shared memory can be used, while another thread initialises them: all
+  /// other roles wait for the first tile. It writes that of a dense batch, or orders a few sequences. For ragged ones
+  /// the kernel may have started early, so it waits for the one before, and with it all roles do.
+  CUTE_DEVICE void prepare() {
+    ForwardParams const& forward = params.forward;
+    if (dense()) {
+      if (leads() && params.scheduler.tiles_of(blockIdx.x) > 0) write_dense(shared.work[0], 0);
+      return;
+    }
+    await_kernel_before();
+    if (params.taken.given()) {
+      few_tiles = shared.few.place(forward.sequences, forward.ragged) * forward.ragged.heads.value *
+                  (Mainloop::kSplits ? forward.parts.splits.value : 1);
     }
   }
 
   CUTE_DEVICE void run() {
-    ForwardParams const& forward = params.forward;
-    const bool leads = threadIdx.x % 32 == 0;
-    if (!forward.sequences.q.ragged()) {
-      if (!leads) return;
+    if (!leads()) return;
+    if (dense()) {
       hand_out_dense();
     } else if (params.taken.given()) {
-      const int tiles = shared.few.place(forward.sequences, forward.ragged) * forward.ragged.heads.value *
-                        (Mainloop::kSplits ? forward.parts.splits.value : 1);
-      if (!leads) return;
-      hand_out_few(tiles);
+      hand_out_few();
     } else {
-      if (!leads) return;
       hand_out_listed();
     }
     hand_out([](Work& end) { end.keys.blocks = -1; });

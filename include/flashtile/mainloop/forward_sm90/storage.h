@@ -14,6 +14,7 @@
 #include "flashtile/params.h"
 #include "flashtile/scheduler/few_sequences.h"
 #include "flashtile/scheduler/persistent.h"
+#include "flashtile/scheduler/tile_order.h"
 #include "flashtile/variant.h"
 
 namespace flashtile {
@@ -23,13 +24,16 @@ struct ForwardParamsSm90 {
   // Boxes have 64 rows of Q and N of K and V, over pages perhaps fewer, and of the output as the epilogue stores them.
   CUtensorMap q, k, v, out;
   PersistentScheduler scheduler;
+  TileOrder order;  // the same, as kernels read it
   // For a few ragged sequences, these are the tiles asked for so far, after the first of each thread block.
   MarkedCount taken;
 };
 
-/// Keys and values are in pages: to TMA all their rows lie one behind the other, and a box has rows of one page.
+/// Keys and values are in pages: to TMA all their rows lie one behind the other, and a box has rows of one page. Where
+/// queries are a dense batch, `rows` says which rows of the cache count.
 struct PagedForwardParamsSm90 : ForwardParamsSm90 {
   Pages pages;
+  CachedRows rows;
   int rows_of_box;  // divides a page and a tile
 };
 
@@ -48,8 +52,9 @@ struct ForwardMainloopSm90 {
   static constexpr Features kFeatures = kV.features;
   static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
   static constexpr int kHeadDimV = kV.head_dim_v;
-  static constexpr int kStages = kV.stages / 2;  // key blocks, each with a tile of K and one of V
-  static constexpr int kWarpgroups = kM / 64;    // consumer warpgroups
+  static constexpr int kStages = kV.stages / 2;          // key blocks, each with a tile of K and one of V
+  static constexpr int kWarpgroups = kM / 64;            // consumer warpgroups
+  static constexpr int kProducers = kOverPages ? 3 : 2;  // of Q, and of K and V: together in rows, apart in pages
   static constexpr ForwardMemorySm90 kMemory = ForwardMemorySm90::of(kV);
   static constexpr int kStagesQ = kMemory.stages_q;
   static_assert(kV.warps == 4 * (kWarpgroups + 1) && kV.stages % 2 == 0 && kM % 64 == 0 && kN % 16 == 0 &&
@@ -115,14 +120,14 @@ struct ForwardMainloopSm90 {
     alignas(1024) Element staging[kStagingWarps][kStagingPerWarp];
     Work work[kWorks];
     FewSequences few;
-    Ring<kWorks> work_barriers;  // the producer and all consumers wait for a tile, the scheduler for its slot
+    Ring<kWorks> work_barriers;              // producers and all consumers wait for a tile, the scheduler for its slot
     cutlass::arch::ClusterBarrier near_end;  // a ragged scheduler waits for the producer to near a tile's end
     Ring<kStagesQ> q_barriers[kWarpgroups];  // each warpgroup waits for its own rows of Q
     Ring<kStages> k_barriers, v_barriers;    // all consumers wait for tiles, the producer for their warps
 
     /// One thread calls it before any other touches the barriers.
     CUTE_DEVICE void init_barriers() {
-      work_barriers.init(128 * kWarpgroups + 1);
+      work_barriers.init(128 * kWarpgroups + kProducers);
       near_end.init(1);
       CUTE_UNROLL
       for (auto& barriers : q_barriers) barriers.init(kKeepQ ? 128 : 4);
@@ -132,6 +137,9 @@ struct ForwardMainloopSm90 {
     }
   };
   using Softmax = OnlineSoftmax<2>;
+
+  /// Returns the first key of the block that is visited in a step.
+  CUTE_DEVICE static int key_of_step(Work const& work, int step) { return work.keys.key(work.keys.visited(step)); }
 };
 
 }  // namespace flashtile
