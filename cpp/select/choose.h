@@ -18,12 +18,20 @@ inline constexpr const char* kNarrowest = "the first row of this dtype that is w
 inline constexpr const char* kSmallerTile =
     "the first row of this dtype that is wide enough and fits the GPU's shared memory";
 inline constexpr const char* kSplitKeys = "too few tiles to fill the GPU, so the keys of each are split";
+inline constexpr const char* kFewKeys = "so few keys and tiles that a persistent kernel would have nothing to overlap";
 inline constexpr const char* kFastest = "of the rows that are just wide enough, the one with the least estimated time";
+
+/// A row that knows more than it is asked takes so much longer, at the most: see Features.
+inline constexpr double kTimeOfIdleFeatures = 1.25;
 
 /// Returns the features that a problem asks of the row `v` and that not every row of the table `kind` knows on that
 /// architecture. A row whose features include the answer can compute the problem, so nothing else has to ask for
 /// options.
 Features features_of(const Problem& problem, Kind kind, const Variant& v);
+
+/// Returns whether a forward on Hopper has so few keys, and so few tiles, that Ampere's kernel is faster: it begins
+/// sooner, and several of its thread blocks run on a multiprocessor at a time.
+bool has_few_keys(const Problem& problem, const DeviceInfo& device);
 
 /// Returns the bytes of shared memory that a thread block of the kernel takes: none on a CPU.
 int shared_memory_of(Kind kind, const Variant& v);
@@ -86,6 +94,7 @@ Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<c
   if (!on_cpu && device.compute_capability < kOldestComputeCapability) refuse_device(device);
   const Arch arch = on_cpu ? Arch::kCpu : gpu_arch(rows, device, problem, suits);
   Choice<Row> best{.why = kNarrowest};
+  double least = 0;
   for (const Row& row : rows) {
     const Variant& v = row.variant;
     if (v.arch != arch || v.dtype != problem.dtype || !serves(row, problem) || !suits(row)) continue;
@@ -96,8 +105,10 @@ Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<c
     }
     const Estimate here = estimate_of(row, estimated);
     if (best.row && here.time == 0) break;  // there is nothing to compare: the first that fits is taken
+    const bool idle = v.features != features_of(estimated, Row::kKind, v);
+    const double time = idle ? kTimeOfIdleFeatures * here.time : here.time;
     if (best.row) best.why = kFastest;
-    if (!best.row || here.time < best.estimate.time) best.row = &row, best.estimate = here;
+    if (!best.row || time < least) best.row = &row, best.estimate = here, least = time;
   }
   if (best.row) return best;
   refuse_problem(problem, arch, rows);
@@ -109,12 +120,19 @@ Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<c
   return choose(problem, device, rows, suits, [](const Row& row, const Problem& p) { return estimate(row, p); });
 }
 
-/// Takes the row of a forward; instead of it one that splits keys, where Hopper has one that serves and its estimate is
-/// clearly less. Sinks are no feature of such a row, as they are added when the parts of a row are joined.
+/// Takes the row of a forward; instead of it one of Ampere's where keys are few, or one that splits keys, where Hopper
+/// has one that serves and its estimate is clearly less. Sinks are no feature of such a row, as they are added when the
+/// parts of a row are joined.
 template <class Row, class Suits>
 Choice<Row> choose_forward(Problem problem, const DeviceInfo& device, std::span<const Row> rows, const Suits& suits) {
-  const auto whole = choose(problem, device, rows, suits,
-                            [&](const Row& row, const Problem& p) { return estimate_forward(row.variant, p, device); });
+  const auto time = [&](const Row& row, const Problem& p) { return estimate_forward(row.variant, p, device); };
+  if (Row::kKind == Kind::kForward && has_few_keys(problem, device)) {
+    const auto on_ampere = [&](const Row& row) { return row.variant.arch == Arch::kSm80 && suits(row); };
+    Choice<Row> choice = choose(problem, device, rows, on_ampere, time);
+    choice.why = kFewKeys;
+    return choice;
+  }
+  const auto whole = choose(problem, device, rows, suits, time);
   problem.sinks = false;
   const auto splits = [&](const Row& row) { return row.variant.may_split() && suits(row); };
   const auto serves_split = [&](const Row& row) { return splits(row) && serves(row, problem); };

@@ -34,7 +34,7 @@ constexpr double kTileOf64Rows = 2.2;
 namespace h100 {
 
 constexpr double kLaunch = 3500;  // a kernel behind another
-constexpr double kPart = 350;     // to load and to join one more part of a row
+constexpr double kPart = 600;     // to load and to join one more part of a row
 
 }  // namespace h100
 
@@ -43,6 +43,12 @@ constexpr double kPart = 350;     // to load and to join one more part of a row
 double keys_per_tile(const Variant& v, const Problem& p, HeadPacking packing) {
   const double all = (p.seqlen_k + v.tile_n - 1) / v.tile_n * v.tile_n;
   if (p.band == Band::full() || p.seqlen_q == 0) return all;
+  if (p.band.left < p.seqlen_k / 2) {  // a window: blocks begin at the first key that the tile sees
+    const int queries = packing.query(v.tile_m), middle = std::max(p.seqlen_q - queries, 0) / 2;
+    const int last = std::min(middle + queries, p.seqlen_q) - 1;
+    const int begin = p.mask().columns(middle, p.lengths()).begin, end = p.mask().columns(last, p.lengths()).end;
+    return (end - begin + v.tile_n - 1) / v.tile_n * v.tile_n;
+  }
   const double seen = static_cast<double>(p.visible_elements()) / p.seqlen_q;
   return std::min(all, seen + (packing.query(v.tile_m) + v.tile_n) / 2.0);
 }

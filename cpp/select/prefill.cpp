@@ -1,5 +1,5 @@
 // This file makes the plan for many query rows over a cache on Hopper, where the forward kernel goes over it as over
-// ragged sequences.
+// ragged sequences, or, with few tiles in pages, as over a dense batch.
 #include <algorithm>
 #include <memory>
 #include <optional>
@@ -16,8 +16,8 @@ namespace {
 
 constexpr const char* kPrefill = "many rows over a cache, on Hopper: the forward kernel";
 
-constexpr int kFewestRows = 128;      // sequences of fewer rows are left to the kernels over a cache,
-constexpr int kFewestRowsOfBox = 16;  // and so are pages of which TMA could load only fewer rows at a time
+constexpr int kFewestRows = 64;  // sequences of fewer rows are left to the kernels over a cache,
+constexpr int kRowsOfBox = 16;   // and so are pages of which TMA cannot load so many rows, or multiples of them
 
 /// Returns whether the forward kernel can go over the cache, and has enough rows to do. It splits keys as it likes, and
 /// an int has to count all rows of the cache, and those of q.
@@ -47,12 +47,19 @@ struct Found {
 
 Found over_pages(const KvcacheProblem& cache, const DeviceInfo& device) {
   const auto suits = [&](const KvcacheRow& row) {
-    return row.variant.arch == Arch::kSm90 && rows_of_box(cache, row.variant) >= kFewestRowsOfBox;
+    return row.variant.arch == Arch::kSm90 && rows_of_box(cache, row.variant) % kRowsOfBox == 0;
   };
   if (gpu_arch(kvcache_rows(), device, cache.problem, suits) != Arch::kSm90) return {};
   const Problem sequences = as_ragged(cache);
   const auto choice = choose_forward(sequences, device, kvcache_rows(), suits);
-  return {plan_tiles(sequences, choice.row->variant, choice.estimate, device), choice.row->run};
+  const auto planned = [&](const Problem& p) { return plan_tiles(p, choice.row->variant, choice.estimate, device); };
+  // Where no tile waits for another, none has to be handed out by the lengths that the GPU finds: that would take a
+  // kernel ahead, and a part of this one's time.
+  if (!cache.problem.ragged) {
+    if (ForwardPlan dense = planned(cache.problem); dense.tiles <= device.multiprocessors)
+      return {std::move(dense), choice.row->run};
+  }
+  return {planned(sequences), choice.row->run};
 }
 
 Found over_rows(const KvcacheProblem& cache, const DeviceInfo& device) {
@@ -70,8 +77,7 @@ bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   const KvcacheProblem& cache = plan.cache;
   if (!may_prefill(cache, device)) return false;
   auto [forward, run] = cache.has_table ? over_pages(cache, device) : over_rows(cache, device);
-  // Half a wave is too little: the kernels over a cache split keys, and so fill the GPU.
-  if (!forward || 2 * forward->tiles < device.multiprocessors) return false;
+  if (!forward) return false;
   plan.variant = forward->variant;
   plan.packed_heads = forward->packed_heads;
   plan.tiles = forward->tiles;

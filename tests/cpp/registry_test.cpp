@@ -34,7 +34,7 @@ void for_each_supported(Visit&& visit) {
     for (const DType dtype : dtypes_of(device))
       for (int d = 8; d <= 256; d += 8)
         for (int d_v = 8; d_v <= 256; d_v += 8)
-          for (const int seqlen : {1, 130, 9400}) {
+          for (const int seqlen : {1, 130, 300, 9400}) {
             Problem problem = problem_on(device, dtype, d, d_v, seqlen);
             visit(problem, device);
             problem.deterministic = true;

@@ -29,7 +29,7 @@ TEST(SelectForward, GridHasATilePerBlockOfRows) {
 
 TEST(SelectForward, HopperHasOneBlockPerMultiprocessor) {
   const DeviceInfo device = gpu(90, 227);
-  for (const int seqlen : {1, 1000, 50000}) {
+  for (const int seqlen : {129, 1000, 50000}) {
     const ForwardPlan plan = select_forward(problem_on(device, DType::kFloat16, 64, 64, seqlen), device);
     EXPECT_EQ(plan.variant.arch, Arch::kSm90);
     const int rows = plan.packing.rows(seqlen);
@@ -115,11 +115,43 @@ TEST(SelectForward, HopperSplitsKeysWhereTilesAreFew) {
   EXPECT_EQ(plan.parts_at % 16, 0);
 }
 
+TEST(SelectForward, FewKeysTakeAmperesRowsOnHopper) {
+  const DeviceInfo device = gpu(90, 227);
+  const auto arch_of = [&](int batch, int heads, int head_dim, int seqlen_q, int seqlen_k, bool ragged = false) {
+    Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim, seqlen_k);
+    problem.batch = batch, problem.heads_q = problem.heads_k = heads, problem.seqlen_q = seqlen_q;
+    problem.ragged = ragged;
+    return select_forward(problem, device).variant.arch;
+  };
+  EXPECT_EQ(arch_of(1, 2, 104, 1504, 24), Arch::kSm80);
+  EXPECT_EQ(arch_of(2, 16, 128, 1024, 64), Arch::kSm80);
+  EXPECT_EQ(arch_of(1, 8, 64, 128, 128), Arch::kSm80);
+  EXPECT_EQ(arch_of(4, 8, 64, 4096, 77), Arch::kSm90) << "there are eight waves of tiles";
+  EXPECT_EQ(arch_of(1, 8, 64, 256, 256), Arch::kSm90);
+  EXPECT_EQ(arch_of(1, 8, 160, 128, 128), Arch::kSm90) << "Ampere's tiles of so wide a head have half the rows";
+  EXPECT_EQ(arch_of(1, 8, 64, 128, 128, true), Arch::kSm90) << "how long a sequence is, select does not know";
+}
+
+TEST(SelectForward, NarrowWindowsWithSinksPackHeads) {
+  const DeviceInfo device = gpu(90, 227);
+  Problem problem = problem_on(device, DType::kBFloat16, 64, 64, 8192);
+  problem.heads_q = 64, problem.heads_k = 8;
+  problem.band = {127, 0};
+  problem.sinks = true;
+  const ForwardPlan plan = select_forward(problem, device);
+  EXPECT_EQ(plan.packing.heads(), 8);
+  const int keys = 127 + plan.packing.query(plan.variant.tile_m);
+  EXPECT_LE(keys, plan.variant.tile_n) << "all keys that a tile sees are in one block";
+  problem.band = Band::causal();
+  problem.sinks = false;
+  EXPECT_EQ(select_forward(problem, device).variant.features, Features::kNone);
+}
+
 TEST(SelectForward, HopperPlansEmptyProblems) {
   const DeviceInfo device = gpu(90, 227);
   for (const Band band : {Band::full(), Band::causal()}) {
     for (const auto& [batch, seqlen_q] : {std::pair{0, 100}, std::pair{2, 0}}) {
-      Problem problem = problem_on(device, DType::kBFloat16, 128, 128, 100);
+      Problem problem = problem_on(device, DType::kBFloat16, 128, 128, 200);
       problem.batch = batch;
       problem.seqlen_q = seqlen_q;
       problem.band = band;

@@ -123,19 +123,24 @@ TEST(SelectKvcache, EveryRowIsReached) {
 }
 
 TEST(SelectKvcache, EveryRowOfPagesIsReached) {
+  std::set<std::string> reached;
   for (const KvcacheRow& row : kvcache_rows()) {
     if (row.variant.arch != Arch::kSm90) continue;
-    KvcacheProblem cache = in_pages(decode(kH100, 4, 8, 4, 4096), 16);
-    cache.problem.seqlen_q = 500;
-    cache.problem.dtype = row.variant.dtype;
     for (const int head_dim : {row.variant.head_dim - 8, row.variant.head_dim}) {
-      cache.problem.head_dim = cache.problem.head_dim_v = head_dim;
-      const KvcachePlan plan = select_kvcache(cache, kH100);
-      EXPECT_EQ(plan.variant, row.variant) << name_of(row.variant);
-      EXPECT_EQ(plan.shared_memory, forward_shared_memory(row.variant));
-      EXPECT_LE(plan.shared_memory, kH100.max_shared_memory);
+      for (const int seqlen_q : {16, 500, 2048}) {
+        KvcacheProblem cache = in_pages(decode(kH100, 4, 8, 4, 4096), 16);
+        cache.problem.seqlen_q = seqlen_q;
+        cache.problem.dtype = row.variant.dtype;
+        cache.problem.head_dim = cache.problem.head_dim_v = head_dim;
+        const KvcachePlan plan = select_kvcache(cache, kH100);
+        EXPECT_EQ(plan.shared_memory, forward_shared_memory(plan.variant));
+        EXPECT_LE(plan.shared_memory, kH100.max_shared_memory);
+        reached.insert(name_of(plan.variant));
+      }
     }
   }
+  for (const KvcacheRow& row : kvcache_rows())
+    EXPECT_TRUE(row.variant.arch != Arch::kSm90 || reached.contains(name_of(row.variant))) << name_of(row.variant);
 }
 
 TEST(SelectKvcache, BoxesLieWithinPages) {
@@ -194,7 +199,7 @@ TEST(SelectKvcache, ManyRowsGoThroughTheForwardKernelOnHopper) {
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.in_line = false; }).prefill);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.num_splits = 2; }).prefill);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.batch_invariant = true; }).prefill);
-  EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_q = 31; }).prefill);  // that makes 124 rows
+  EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_q = 15; }).prefill);  // that makes 60 rows
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.batch = 0; }).prefill);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_k = 0; }).prefill);
   // With few tiles and many keys, only splits of the keys fill the GPU.
@@ -202,8 +207,28 @@ TEST(SelectKvcache, ManyRowsGoThroughTheForwardKernelOnHopper) {
       plan(kH100, [](KvcacheProblem& cache) { cache.problem.batch = 1, cache.problem.seqlen_q = 50; });
   ASSERT_TRUE(few.prefill);
   EXPECT_GT(few.prefill->splits, 1);
-  EXPECT_GE(2 * few.prefill->tiles, kH100.multiprocessors);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_k = 1 << 28; }).prefill);
+}
+
+TEST(SelectKvcache, FewTilesOverPagesAreADenseBatch) {
+  const auto plan = [](int batch, int seqlen_q, bool ragged) {
+    KvcacheProblem cache = in_pages(decode(kH100, batch, 8, 4, 4096), 16);
+    cache.problem.seqlen_q = seqlen_q;
+    cache.problem.ragged = ragged;
+    return select_kvcache(cache, kH100);
+  };
+  const KvcachePlan few = plan(2, 40, false);
+  ASSERT_TRUE(few.prefill);
+  EXPECT_FALSE(few.prefill->problem.ragged);
+  EXPECT_GT(few.prefill->splits, 1);
+  EXPECT_LE(few.prefill->tiles, kH100.multiprocessors);
+  const PrefillWorkspace at = PrefillWorkspace::of(few.prefill_at, few.problem, *few.prefill);
+  EXPECT_EQ(at.forward, at.begins_q) << "there are no tables, and no lse of its own";
+
+  const KvcachePlan many = plan(8, 1000, false), uneven = plan(2, 40, true);
+  ASSERT_TRUE(many.prefill && uneven.prefill);
+  EXPECT_TRUE(many.prefill->problem.ragged) << "tiles are handed out by the lengths that the GPU finds";
+  EXPECT_TRUE(uneven.prefill->problem.ragged);
 }
 
 TEST(SelectKvcache, SplitsAreOfRowsThatHaveThem) {

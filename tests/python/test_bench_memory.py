@@ -118,6 +118,7 @@ def test_profile_refuses_what_asks_for_times(more, capsys):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("much_memory")  # the peers' scores
 def test_flashtile_takes_what_the_formula_says(tmp_path):
     """Up to the rounding of rows to tiles and of allocations to 512 bytes; scores alone would take more. There are
     tiles enough for a GPU: of fewer, thread blocks share some, and leave partial results."""

@@ -89,8 +89,9 @@ def test_more_than_2_to_31_elements_of_k():
     for head in (0, 31, 63):  # float64 copies of all heads would take 70 GB
         heads = slice(head, head + 1)
         found = check_rows(q[:, :, heads], k[:, :, heads], v[:, :, heads], sample(40), causal=True)
-        # Alone a head's keys are split among thread blocks, and their results joined: a rounding more or less.
-        torch.testing.assert_close(out[:, :, heads], found[0], rtol=2 * torch.finfo(BF16).eps, atol=1e-5)
+        # Alone a head's keys are split among thread blocks, and so its weights are relative to other references. Each
+        # weight is rounded by up to 2^-9 of it, which leaves 9e-6 in the mean of so many: this is five times that.
+        torch.testing.assert_close(out[:, :, heads], found[0], rtol=2 * torch.finfo(BF16).eps, atol=4.5e-5)
         torch.testing.assert_close(lse[:, heads], found[1], rtol=1e-6, atol=1e-5)
 
 
