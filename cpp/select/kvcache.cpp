@@ -1,6 +1,7 @@
 // This file makes the plan of attention over a cache: how its keys are divided among thread blocks, and the memory it
 // takes.
 #include <algorithm>
+#include <cmath>
 
 #include "cpu/cpu.h"
 #include "flashtile/flashtile.h"
@@ -56,12 +57,20 @@ std::int64_t plan_splits(KvcachePlan& plan, std::int64_t tiles) {
   return splits;
 }
 
+/// Returns into how many parts the keys of a tile of few rows are cut at the most. Each part more leaves less to read
+/// for a thread block, and more to join for the last one: with so many the two take about as long.
+std::int64_t most_parts(const KvcachePlan& plan) {
+  const auto rows = static_cast<double>(std::min<std::int64_t>(rows_of_sequence(plan.problem), plan.variant.tile_m));
+  return static_cast<std::int64_t>(std::ceil(std::sqrt(plan.problem.seqlen_k / std::max(rows, 1.0))));
+}
+
 /// Returns into how many pieces the keys of all tiles of a KV head can be cut, if each is to be worth a thread block.
 std::int64_t pieces(const KvcachePlan& plan, std::int64_t tiles, std::int64_t splits) {
   if (plan.splits_apart) return tiles * splits;
   if (splits > 0) return tiles;
   const bool few_rows = plan.variant.tile_m <= h200::kFewRows;
-  const std::int64_t of_tile = few_rows ? key_blocks(plan) : parts(plan.problem.seqlen_k, h200::kFewestKeys);
+  const std::int64_t of_tile =
+      few_rows ? std::min(key_blocks(plan), most_parts(plan)) : parts(plan.problem.seqlen_k, h200::kFewestKeys);
   return tiles * std::max<std::int64_t>(of_tile, 1);
 }
 

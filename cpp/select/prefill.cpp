@@ -16,7 +16,7 @@ namespace {
 
 constexpr const char* kPrefill = "many rows over a cache, on Hopper: the forward kernel";
 
-constexpr int kFewestRows = 64;  // sequences of fewer rows are left to the kernels over a cache,
+constexpr int kFewestRows = 32;  // sequences of fewer rows are left to the kernels over a cache,
 constexpr int kRowsOfBox = 16;   // and so are pages of which TMA cannot load so many rows, or multiples of them
 
 /// Returns whether the forward kernel can go over the cache, and has enough rows to do. It splits keys as it likes, and

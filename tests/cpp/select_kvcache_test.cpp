@@ -199,7 +199,7 @@ TEST(SelectKvcache, ManyRowsGoThroughTheForwardKernelOnHopper) {
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.in_line = false; }).prefill);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.num_splits = 2; }).prefill);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.batch_invariant = true; }).prefill);
-  EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_q = 15; }).prefill);  // that makes 60 rows
+  EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_q = 7; }).prefill);  // that makes 28 rows
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.batch = 0; }).prefill);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_k = 0; }).prefill);
   // With few tiles and many keys, only splits of the keys fill the GPU.
@@ -282,6 +282,7 @@ TEST(SelectKvcache, LittleWorkHasFewTeams) {
       EXPECT_EQ(plan(1, 1, items * keys_of_item + 1).teams, items + 1);
       EXPECT_EQ(plan(3, 1, items * keys_of_item).teams, 3 * items);
     }
+    EXPECT_EQ(select_kvcache(decode(device, 1, 1, 16, 10000), device).teams, 25) << "more parts take longer to join";
     EXPECT_EQ(plan(1, 1, 0).teams, 1);
     EXPECT_EQ(plan(1, 8, 1 << 20).teams, large.teams / 8);
     EXPECT_EQ(plan(1, 1000, 1 << 20).teams, 1);
