@@ -36,6 +36,12 @@ namespace h100 {
 constexpr double kLaunch = 3500;  // a kernel behind another
 constexpr double kPart = 600;     // to load and to join one more part of a row
 
+// Over a cache a tile of eight warps takes longer than one of four where it has few keys, and a multiprocessor many
+// tiles: the time of the former, relative to the latter.
+constexpr double kTileOfEightWarps = 1.05;
+constexpr int kShortTile = 1024;  // keys
+constexpr int kManyTiles = 4;     // of a multiprocessor
+
 }  // namespace h100
 
 /// Returns how many keys a tile is multiplied with, on average: those that its queries see, and those that are wasted
@@ -63,10 +69,17 @@ double speed_of_192_rows(const Variant& v, const Problem& p) {
                               : h200::kSpeedOf192Rows;
 }
 
-/// Returns whether all tiles have about equal work: then the last wave of tiles takes as long as a full one, however
-/// few tiles it has. Under a mask the tiles with little work fill it.
-bool equal_work(const Problem& p) {
-  return p.band == Band::full() || std::int64_t{4} * p.seqlen_q <= p.seqlen_k;
+/// Returns how long `blocks` thread blocks take for so many tiles, of which the shortest and the longest are given, and
+/// which take `mean` on average. However they are dealt, a thread block gets n + 1 of the n · blocks + 1 longest tiles.
+/// Lengths are taken to fall evenly from the longest to the shortest.
+double time_of_rounds(double tiles, int blocks, double shortest, double longest, double mean) {
+  constexpr int kMostRounds = 16;  // with more, tiles of different lengths fill the last one
+  const double waves = tiles / blocks;
+  if (shortest == longest) return std::ceil(waves) * mean;
+  double time = std::max(waves * mean, longest);
+  for (int n = 1; n < std::min(waves, 1.0 * kMostRounds); ++n)
+    time = std::max(time, (n + 1) * (longest - (longest - shortest) * n / waves));
+  return time;
 }
 
 /// Returns the time of all tiles, each of whose keys are divided among `splits` thread blocks.
@@ -77,10 +90,14 @@ double time_of_tiles(const Variant& v, const Problem& p, HeadPacking packing, in
   const auto time_of = [&](double keys) { return keys / splits / speed + ends; };
   const std::int64_t tiles_of_head = (packing.rows(p.seqlen_q) + v.tile_m - 1) / v.tile_m;
   const auto tiles = static_cast<double>(splits * tiles_of_head * p.batch * (p.heads_q / packing.heads()));
-  const double waves = tiles / device.multiprocessors, each = time_of(keys_per_tile(v, p, packing));
-  if (equal_work(p)) return std::ceil(waves) * each;
-  const Range longest = p.mask().columns(p.seqlen_q - 1, p.lengths());
-  return std::max(waves * each, time_of(longest.end - longest.begin));
+  const double mean = time_of(keys_per_tile(v, p, packing));
+  if (p.band == Band::full() || p.seqlen_q == 0) return time_of_rounds(tiles, device.multiprocessors, mean, mean, mean);
+  const auto time_of_query = [&](int query) {
+    const Range seen = p.mask().columns(query, p.lengths());
+    return time_of(std::max(seen.end - seen.begin, 0));
+  };
+  const int first = std::min(packing.query(v.tile_m), p.seqlen_q) - 1;
+  return time_of_rounds(tiles, device.multiprocessors, time_of_query(first), time_of_query(p.seqlen_q - 1), mean);
 }
 
 /// Packs as many heads of a GQA group as the 16 rows of one warp hold. It packs none where int cannot count the rows of
@@ -141,6 +158,12 @@ Estimate estimate(const KvcacheRow& row, const Problem& p) {
   if (v.arch == Arch::kCpu) return {};
   const auto tiles = static_cast<double>(std::max<std::int64_t>((rows_of_sequence(p) + v.tile_m - 1) / v.tile_m, 1));
   return {tiles * (v.tile_m == 16 ? 1 : h200::kTileOf64Rows), {}};
+}
+
+double time_of_warps(const Variant& v, const Problem& p, const DeviceInfo& device) {
+  const std::int64_t tiles = tiles_of_rows(p, v, p.group()) * p.heads_k;
+  const bool many = tiles >= std::int64_t{h100::kManyTiles} * device.multiprocessors;
+  return v.warps == 8 && many && p.seqlen_k <= h100::kShortTile ? h100::kTileOfEightWarps : 1;
 }
 
 }  // namespace flashtile

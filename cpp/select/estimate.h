@@ -36,4 +36,8 @@ Estimate estimate(const BackwardRow& row, const Problem& p);
 /// Estimates the time of one KV head's tiles, in tiles of 16 rows.
 Estimate estimate(const KvcacheRow& row, const Problem& p);
 
+/// Returns the time of such a tile relative to one with four warps, which depends on the whole batch: a thread block
+/// that goes from tile to tile joins the results of its warps at the end of each.
+double time_of_warps(const Variant& v, const Problem& p, const DeviceInfo& device);
+
 }  // namespace flashtile

@@ -58,10 +58,12 @@ std::int64_t plan_splits(KvcachePlan& plan, std::int64_t tiles) {
 }
 
 /// Returns into how many parts the keys of a tile of few rows are cut at the most. Each part more leaves less to read
-/// for a thread block, and more to join for the last one: with so many the two take about as long.
+/// for a thread block, and more to join for the last one. With the square root of the keys to a row the two take about
+/// as long; up to twice as many parts are as fast, since they are whole blocks of keys.
 std::int64_t most_parts(const KvcachePlan& plan) {
   const auto rows = static_cast<double>(std::min<std::int64_t>(rows_of_sequence(plan.problem), plan.variant.tile_m));
-  return static_cast<std::int64_t>(std::ceil(std::sqrt(plan.problem.seqlen_k / std::max(rows, 1.0))));
+  const auto good = static_cast<std::int64_t>(std::ceil(std::sqrt(plan.problem.seqlen_k / std::max(rows, 1.0))));
+  return key_blocks(plan) <= 2 * good ? key_blocks(plan) : good;
 }
 
 /// Returns into how many pieces the keys of all tiles of a KV head can be cut, if each is to be worth a thread block.
@@ -69,8 +71,7 @@ std::int64_t pieces(const KvcachePlan& plan, std::int64_t tiles, std::int64_t sp
   if (plan.splits_apart) return tiles * splits;
   if (splits > 0) return tiles;
   const bool few_rows = plan.variant.tile_m <= h200::kFewRows;
-  const std::int64_t of_tile =
-      few_rows ? std::min(key_blocks(plan), most_parts(plan)) : parts(plan.problem.seqlen_k, h200::kFewestKeys);
+  const std::int64_t of_tile = few_rows ? most_parts(plan) : parts(plan.problem.seqlen_k, h200::kFewestKeys);
   return tiles * std::max<std::int64_t>(of_tile, 1);
 }
 
@@ -143,7 +144,12 @@ KvcachePlan select_kvcache(const KvcacheProblem& cache, const DeviceInfo& device
     const Arch arch = row.variant.arch;
     return arch == Arch::kCpu || (arch == Arch::kSm80 && (!splits || groups_of(row.variant) > 1));
   };
-  const auto choice = choose(p, device, kvcache_rows(), suits);
+  const auto time = [&](const KvcacheRow& row, const Problem& dense) {
+    Estimate found = estimate(row, dense);
+    if (!splits) found.time *= time_of_warps(row.variant, dense, device);  // with splits no row depends on the batch
+    return found;
+  };
+  const auto choice = choose(p, device, kvcache_rows(), suits, time);
   plan.variant = choice.row->variant;
   plan.shared_memory = shared_memory_of(Kind::kKvcache, plan.variant);
   plan.why = choice.why;

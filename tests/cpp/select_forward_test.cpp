@@ -94,6 +94,10 @@ TEST(SelectForward, HopperSplitsKeysWhereTilesAreFew) {
       EXPECT_EQ(plan_of(1, 1, 1, 100, 100, band, sinks).splits, 1) << "there are few keys";
     }
   }
+  // These 22 tiles are about equally long, so one split more would be a second round for some.
+  const ForwardPlan alike = plan_of(1, 1, 1, 2813, 9479, Band::causal(), false);
+  EXPECT_LE(alike.tiles, device.multiprocessors);
+  EXPECT_GT(alike.tiles + 22, device.multiprocessors);
   // One round of smaller tiles is faster than one of larger tiles that leave a third of the multiprocessors idle.
   EXPECT_EQ(plan_of(1, 1, 1, 12000, 12000, Band::full(), false).variant.tile_m, 128);
 

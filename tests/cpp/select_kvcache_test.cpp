@@ -290,6 +290,15 @@ TEST(SelectKvcache, LittleWorkHasFewTeams) {
   }
 }
 
+TEST(SelectKvcache, ManyShortTilesHaveFourWarps) {
+  const auto warps = [](int batch, int heads_k, int capacity) {
+    return select_kvcache(decode(kH100, batch, heads_k, 1, capacity), kH100).variant.warps;
+  };
+  EXPECT_EQ(warps(64, 43, 195), 4);
+  EXPECT_EQ(warps(64, 43, 4096), 8);
+  EXPECT_EQ(warps(1, 43, 195), 8);
+}
+
 TEST(SelectKvcache, SplitsThatTakeMuchRoomAreOfOneThreadBlock) {
   const auto plan = [](int batch, int num_splits) {
     KvcacheProblem cache = decode(kH100, batch, 8, 4, 1 << 17);
