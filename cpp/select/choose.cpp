@@ -22,7 +22,7 @@ namespace h100 {
 constexpr int kFewKeys = 128;     // one block of Hopper's forward
 constexpr int kTile = 128;        // rows of a tile
 constexpr int kEndsOfTile = 32;   // prologue and epilogue of such a tile on Ampere's kernel, in the time of keys
-constexpr int kFewWork = 448;     // keys, and ends, of the tiles of one multiprocessor
+constexpr int kFewWork = 384;     // keys, and ends, of the tiles of one multiprocessor
 constexpr int kWidestHead = 128;  // above this Ampere's tiles have half as many rows
 
 }  // namespace h100

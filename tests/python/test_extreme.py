@@ -277,8 +277,9 @@ def test_sinks_of_any_size(device, dtype, sink):
             assert torch.equal(lse, torch.full_like(lse, sink))
         assert torch.equal(found[3], torch.full_like(sinks, lse[0, 0].numel() * 2))
     else:
-        alone = flashtile.attention(*call.inputs())  # perhaps by tiles of another size
-        torch.testing.assert_close(out, alone, rtol=2 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps / 2**4)
+        # Tiles of another size round weights, by half an eps of each, that are relative to another reference.
+        alone = flashtile.attention(*call.inputs())
+        torch.testing.assert_close(out, alone, rtol=2 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps / 2)
         assert not found[3].any()
 
 
