@@ -103,6 +103,16 @@ def takes_operators(*tensors):
     )
 
 
+def _differentiable_once(backward):
+    """PyTorch's once_differentiable, without the 4 µs that it takes where the gradients get no graph anyway."""
+    guarded = once_differentiable(backward)
+
+    def guarded_where_a_graph_is_made(ctx, *gradients):
+        return (guarded if is_grad_enabled() else backward)(ctx, *gradients)
+
+    return guarded_where_a_graph_is_made
+
+
 class _Attention(torch.autograd.Function):
     """Returns out."""
 
@@ -110,7 +120,7 @@ class _Attention(torch.autograd.Function):
     forward = staticmethod(_C.saving_forward)
 
     @staticmethod
-    @once_differentiable
+    @_differentiable_once
     def backward(ctx, dout):
         return _gradients(ctx, dout, None, *ctx.unsaved, *ctx.saved_tensors)
 
@@ -130,7 +140,7 @@ class _AttentionWithLse(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @_differentiable_once
     def backward(ctx, dout, dlse):
         state, *saved = ctx.saved_tensors
         return _gradients(ctx, dout, dlse, state, *ctx.unsaved, *saved)
