@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_bench import EFFORT
 
@@ -44,6 +44,7 @@ def test_a_seed_has_the_same_cases_everywhere():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31))
+@example(57)  # with as many keys as queries in a case of few keys
 def test_the_space_has_its_bounds(seed):
     cases = drawn.cases(seed)
     kinds = {"ragged": 0, "cross": 0, "chunk": 0, "self": 0, "prefill": 0, "decode": 0}
@@ -67,7 +68,9 @@ def test_the_space_has_its_bounds(seed):
         assert kind != "cross" or (1 <= case.seqlen_k <= 256 and not case.causal)
         assert kind != "chunk" or (16 <= case.seqlen_q <= case.seqlen_k // 2 and case.causal)
         assert (case.page_size == 16) == case.over_a_cache
-    assert kinds == drawn.KINDS
+    alike = kinds["self"] - drawn.KINDS["self"]  # few keys that are as many as the queries, by chance
+    assert 0 <= alike <= drawn.KINDS["cross"]
+    assert kinds | {"self": kinds["self"] - alike, "cross": kinds["cross"] + alike} == drawn.KINDS
 
 
 def kind_of(case):

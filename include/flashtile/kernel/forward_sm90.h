@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
   const int warp = threadIdx.x / 32;
   ForwardSchedulerSm90<Mainloop> scheduler{params, shared};
-  if (threadIdx.x == 0) shared.init_barriers();
+  if (threadIdx.x == 0) shared.init_barriers();  // while other warps do what needs none
   if (warp == 1) scheduler.prepare();
   if (warp == 2) prefetch_constants(params);
   if (threadIdx.x == 96) {
