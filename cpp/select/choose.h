@@ -21,8 +21,8 @@ inline constexpr const char* kSplitKeys = "too few tiles to fill the GPU, so the
 inline constexpr const char* kFewKeys = "so few keys and tiles that a persistent kernel would have nothing to overlap";
 inline constexpr const char* kFastest = "of the rows that are just wide enough, the one with the least estimated time";
 
-/// A row that knows more than it is asked takes so much longer, at the most: see Features.
-inline constexpr double kTimeOfIdleFeatures = 1.25;
+/// A row that knows features that nobody asks for takes up to so many times as long: see Features.
+inline constexpr double kTimeOfIdleFeatures = 1.2;
 
 /// Returns the features that a problem asks of the row `v` and that not every row of the table `kind` knows on that
 /// architecture. A row whose features include the answer can compute the problem, so nothing else has to ask for
