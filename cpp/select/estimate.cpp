@@ -30,14 +30,15 @@ constexpr double kTileOf64Rows = 2.2;
 
 }  // namespace h200
 
-/// These constants are fitted to one shape on an H100 (docs/performance.md), in nanoseconds.
+/// These constants are fitted to a few shapes on H100s (docs/performance.md).
 namespace h100 {
 
+// These times are in nanoseconds.
 constexpr double kLaunch = 3500;  // a kernel behind another
 constexpr double kPart = 600;     // to load and to join one more part of a row
 
 // Over a cache a tile of eight warps takes longer than one of four where it has few keys, and a multiprocessor many
-// tiles: the time of the former, relative to the latter.
+// tiles: the time of the former, relative to the latter, at the least.
 constexpr double kTileOfEightWarps = 1.05;
 constexpr int kShortTile = 1024;  // keys
 constexpr int kManyTiles = 4;     // of a multiprocessor
