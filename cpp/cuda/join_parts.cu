@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(kThreads) join_parts_kernel(const __grid_const
   Span queries;
   find_tile(forward, place, tile, queries);
   const HeadPacking packing = forward.scores.packing;
-  const int tile_row = tile.m_block * params.tile_m + row, query = packing.query(tile_row);
-  if (tile.m_block < 0 || query >= queries.size) return;
+  const int query = packing.query(tile.m_block * params.tile_m, row);
+  if (tile.m_block < 0 || query >= queries.size || packing.idle(row)) return;
 
   const std::int64_t first = std::int64_t(place) * parts.splits.value * params.tile_m + row;
   const float unit = forward.scores.map.unit, unit_log2 = forward.scores.map.unit_log2;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads) join_parts_kernel(const __grid_const
       for (int i = 0; i < kAhead; ++i) sum.join(some[i], unit_log2);
     }
   }
-  const int head = packing.first_head(tile.head) + packing.head(tile_row);
+  const int head = packing.first_head(tile.head) + packing.head(row);
   const bool sinks = forward.sinks != nullptr && query < queries.used;
   const RowTotal total = sum.state.total(sinks ? forward.sinks[head] : -kInfinity, unit);
   sum.scale(total.normaliser);

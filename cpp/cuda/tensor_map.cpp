@@ -45,8 +45,8 @@ CUtensorMap encode(const Key& key, const TensorView& t) {
   const Strides strides = key.ragged ? Strides{stride(2), stride(1), stride(1), kStep - kRowsOfStep * stride(1)}
                                      : Strides{stride(2), stride(1), stride(0), 16};
   const std::uint32_t box[] = {static_cast<std::uint32_t>(key.columns_per_box),
-                               static_cast<std::uint32_t>(key.packing.heads()),
-                               static_cast<std::uint32_t>(key.packing.query(key.rows)), 1, 1};
+                               static_cast<std::uint32_t>(key.packing.heads),
+                               static_cast<std::uint32_t>(key.packing.queries_of(key.rows)), 1, 1};
   const std::uint32_t element_strides[] = {1, 1, 1, 1, 1};
   CUtensorMap map;
   call_driver("cuTensorMapEncodeTiled", t.device.index, [&] {

@@ -1,8 +1,8 @@
 #include "select/estimate.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
+#include <limits>
 
 #include "select/work.h"
 
@@ -51,13 +51,13 @@ double keys_per_tile(const Variant& v, const Problem& p, HeadPacking packing) {
   const double all = (p.seqlen_k + v.tile_n - 1) / v.tile_n * v.tile_n;
   if (p.band == Band::full() || p.seqlen_q == 0) return all;
   if (p.band.left < p.seqlen_k / 2) {  // a window: blocks begin at the first key that the tile sees
-    const int queries = packing.query(v.tile_m), middle = std::max(p.seqlen_q - queries, 0) / 2;
+    const int queries = packing.queries_of(v.tile_m), middle = std::max(p.seqlen_q - queries, 0) / 2;
     const int last = std::min(middle + queries, p.seqlen_q) - 1;
     const int begin = p.mask().columns(middle, p.lengths()).begin, end = p.mask().columns(last, p.lengths()).end;
     return (end - begin + v.tile_n - 1) / v.tile_n * v.tile_n;
   }
   const double seen = static_cast<double>(p.visible_elements()) / p.seqlen_q;
-  return std::min(all, seen + (packing.query(v.tile_m) + v.tile_n) / 2.0);
+  return std::min(all, seen + (packing.queries_of(v.tile_m) + v.tile_n) / 2.0);
 }
 
 /// Returns the speed of a tile of 192 rows relative to one of 128, row by row. It reads keys from the L2 cache less
@@ -89,29 +89,37 @@ double time_of_tiles(const Variant& v, const Problem& p, HeadPacking packing, in
   const double speed = large ? speed_of_192_rows(v, p) * 128 / 192 : 1;
   const double ends = large ? h200::kEndsOf192Rows : h200::kEndsOf128Rows;
   const auto time_of = [&](double keys) { return keys / splits / speed + ends; };
-  const std::int64_t tiles_of_head = (packing.rows(p.seqlen_q) + v.tile_m - 1) / v.tile_m;
-  const auto tiles = static_cast<double>(splits * tiles_of_head * p.batch * (p.heads_q / packing.heads()));
+  const std::int64_t tiles_of_pack = Spans::tiles(p.seqlen_q, packing.queries_of(v.tile_m));
+  const auto tiles = static_cast<double>(splits * tiles_of_pack * p.batch * (p.heads_q / packing.heads));
   const double mean = time_of(keys_per_tile(v, p, packing));
   if (p.band == Band::full() || p.seqlen_q == 0) return time_of_rounds(tiles, device.multiprocessors, mean, mean, mean);
   const auto time_of_query = [&](int query) {
     const Range seen = p.mask().columns(query, p.lengths());
     return time_of(std::max(seen.end - seen.begin, 0));
   };
-  const int first = std::min(packing.query(v.tile_m), p.seqlen_q) - 1;
+  const int first = std::min(packing.queries_of(v.tile_m), p.seqlen_q) - 1;
   return time_of_rounds(tiles, device.multiprocessors, time_of_query(first), time_of_query(p.seqlen_q - 1), mean);
 }
 
-/// Packs as many heads of a GQA group as the 16 rows of one warp hold. It packs none where int cannot count the rows of
-/// so long a sequence, nor where heads have ALiBi slopes, since a tile has one slope, nor with dropout, whose random
-/// words are indexed by the rows of a head.
-HeadPacking widest_packing(const Problem& p) {
-  if (p.seqlen_q >= 1 << 25 || p.alibi || p.dropout.active()) return {};
-  return {std::min(std::countr_zero(static_cast<unsigned>(p.group())), 4)};
+/// Returns the packing that leaves fewest tiles, and of several the widest. It packs none where int cannot count the
+/// rows of so long a sequence, nor where heads have ALiBi slopes, since a tile has one slope, nor with dropout, whose
+/// random words are indexed by the rows of a head.
+HeadPacking widest_packing(const Variant& v, const Problem& p) {
+  HeadPacking widest;
+  if (p.seqlen_q >= 1 << 25 || p.seqlen_k >= 1 << 30 || p.alibi || p.dropout.active()) return widest;
+  std::int64_t fewest = std::numeric_limits<std::int64_t>::max();
+  for (int heads = 1; heads <= std::min(p.group(), HeadPacking::kRows); ++heads) {
+    if (p.group() % heads != 0) continue;
+    const HeadPacking packing = HeadPacking::of(heads);
+    const std::int64_t tiles = std::int64_t{Spans::tiles(p.seqlen_q, packing.queries_of(v.tile_m))} * p.group() / heads;
+    if (tiles <= fewest) fewest = tiles, widest = packing;
+  }
+  return widest;
 }
 
 /// Returns the time, in keys of a 128-row tile, of the kernel that joins the results over splits of keys.
-double time_of_joining(const Variant& v, const Problem& p, HeadPacking packing, int splits) {
-  const double rows = 1.0 * splits * packing.rows(p.seqlen_q) * p.batch * (p.heads_q / packing.heads());
+double time_of_joining(const Variant& v, const Problem& p, int splits) {
+  const double rows = 1.0 * splits * p.seqlen_q * p.batch * p.heads_q;
   const double bytes = 2 * rows * 4 * (p.head_dim_v + 2);  // written, then read
   const double of_key = 2 * 128 * (v.head_dim + v.head_dim_v) / counted::kFlops;
   return (h100::kLaunch + h100::kPart * splits + bytes / counted::kBytes) / of_key;
@@ -121,7 +129,7 @@ double time_of_joining(const Variant& v, const Problem& p, HeadPacking packing, 
 
 Estimate estimate_forward(const Variant& v, const Problem& p, const DeviceInfo& device) {
   if (v.arch != Arch::kSm90) return {};
-  const HeadPacking widest = widest_packing(p);
+  const HeadPacking widest = widest_packing(v, p);
   const Estimate plain{time_of_tiles(v, p, {}, 1, device), {}};
   const Estimate packed{time_of_tiles(v, p, widest, 1, device), widest};
   return packed.time < plain.time ? packed : plain;
@@ -130,10 +138,10 @@ Estimate estimate_forward(const Variant& v, const Problem& p, const DeviceInfo& 
 Estimate estimate_splits(const Variant& v, const Problem& p, const DeviceInfo& device) {
   constexpr int kMostSplits = 32, kFewestBlocks = 2;  // blocks of keys that are worth a thread block
   Estimate best;
-  const HeadPacking widest = widest_packing(p);
+  const HeadPacking widest = widest_packing(v, p);
   for (int splits = 2; splits <= std::min(p.seqlen_k / (kFewestBlocks * v.tile_n), kMostSplits); ++splits) {
     for (const HeadPacking packing : {HeadPacking{}, widest}) {
-      const double time = time_of_tiles(v, p, packing, splits, device) + time_of_joining(v, p, packing, splits);
+      const double time = time_of_tiles(v, p, packing, splits, device) + time_of_joining(v, p, splits);
       if (best.time == 0 || time < best.time) best = {time, packing, splits};
     }
   }

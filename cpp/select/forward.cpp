@@ -38,11 +38,11 @@ void plan_on_gpu(ForwardPlan& plan, const Estimate& estimate, const DeviceInfo& 
   const HeadPacking packing = estimate.packing;
   plan.packing = packing;
   plan.splits = estimate.splits;
-  plan.packed_heads = packing.heads();
-  const int queries = packing.query(v.tile_m);  // queries of a tile
+  plan.packed_heads = packing.heads;
+  const int queries = packing.queries_of(v.tile_m);  // queries of a tile
   const std::int64_t places = p.places_q(queries);
   plan.m_blocks = p.ragged ? static_cast<int>(places) : Spans::tiles(p.seqlen_q, queries);
-  plan.tiles = p.heads_q / packing.heads() * places * plan.splits;
+  plan.tiles = p.heads_q / packing.heads * places * plan.splits;
   plan.grid = countable("q", plan.tiles, kTiles);
   plan.shared_memory = forward_shared_memory(v);
   if (v.arch == Arch::kSm90) {

@@ -61,7 +61,7 @@ double cached_bytes(const DeviceInfo& device) {
 double key_bytes_of_head(const ForwardPlan& plan, int keys) {
   const Problem& p = plan.problem;
   const double per_kv_head = 1.0 * keys * (p.head_dim + p.head_dim_v) * bytes_of(p.dtype);
-  return per_kv_head * plan.packing.heads() / p.group();
+  return per_kv_head * plan.packing.heads / p.group();
 }
 
 int parts_of_sequence(const Problem& p) {
@@ -71,7 +71,7 @@ int parts_of_sequence(const Problem& p) {
 
 int blocks_of_section(const ForwardPlan& plan, const DeviceInfo& device) {
   if (plan.problem.band == Band::full() || plan.tiles / h200::kManyTiles >= plan.grid) return 0;
-  return few_enough(cached_bytes(device) / key_bytes_of_head(plan, plan.packing.query(plan.variant.tile_m)));
+  return few_enough(cached_bytes(device) / key_bytes_of_head(plan, plan.packing.queries_of(plan.variant.tile_m)));
 }
 
 int blocks_of_section(const Problem& p, const Variant& v, const DeviceInfo& device) {

@@ -32,9 +32,9 @@ struct ForwardParts {
     return {.splits = Divisor(plan.splits),
             .out = out,
             .state = reinterpret_cast<RowState*>(out + floats),
-            .heads = plan.problem.heads_q / plan.packing.heads(),
+            .heads = plan.problem.heads_q / plan.packing.heads,
             .m_blocks = plan.m_blocks,
-            .queries = plan.packing.query(plan.variant.tile_m)};
+            .queries = plan.packing.queries_of(plan.variant.tile_m)};
   }
 
   /// Returns the place of a tile's first split, in units of M rows.

@@ -72,9 +72,9 @@ struct ForwardParams {
         .scheduler = {p.heads_q, plan.m_blocks},
         .ragged = {.tiles = p.ragged && plan.lists ? RaggedTiles::at(memory, plan.m_blocks) : RaggedTiles{},
                    .of = RaggedOrder::Of::kQueries,
-                   .rows = Divisor(plan.packing.query(plan.variant.tile_m)),
+                   .rows = Divisor(plan.packing.queries_of(plan.variant.tile_m)),
                    .mask = p.mask(),
-                   .heads = Divisor(p.heads_q / plan.packing.heads()),
+                   .heads = Divisor(p.heads_q / plan.packing.heads),
                    .parts = plan.parts_of_sequence,
                    .blocks_of_section = plan.blocks_of_section},
         .parts = ForwardParts::of(plan, memory),
@@ -114,7 +114,7 @@ struct BackwardParams {
   RowResults rows;
   Lengths lengths;  // of a dense batch
   Sequences sequences;
-  ScoreParams<HeadPacking> scores;  // transposed, and without packing: a row is a key
+  ScoreParams<NoPacking> scores;  // transposed: a row is a key
   Dropout dropout;
   float scale;
   bool deterministic;
@@ -215,7 +215,7 @@ struct BackwardParams {
   static BackwardParams of(const BackwardPlan& plan, const BackwardTensors& t, void* memory) {
     const Problem& p = plan.problem;
     const ForwardTensors& f = t.forward;
-    const ScoreParams<HeadPacking> scores{p.score_map(), p.mask(), {}, AlibiSlopes::of(f.alibi_slopes)};
+    const ScoreParams<NoPacking> scores{p.score_map(), p.mask(), {}, AlibiSlopes::of(f.alibi_slopes)};
     const BackwardWorkspace workspace = BackwardWorkspace::of(p, plan.variant, plan.parts);
     const auto floats = [](const TensorView& x) { return x.given() ? static_cast<const float*>(x.data) : nullptr; };
     return {

@@ -10,31 +10,47 @@ namespace flashtile {
 namespace {
 
 TEST(HeadPacking, EveryQueryOfEveryHeadIsOneRow) {
-  for (const int log2 : {0, 1, 2, 4}) {
-    const HeadPacking packing{log2};
-    for (const int seqlen : {1, 5, 40}) {
+  for (int heads = 1; heads <= HeadPacking::kRows; ++heads) {
+    const HeadPacking packing = HeadPacking::of(heads);
+    for (const int warps : {1, 3}) {
+      const int rows = warps * HeadPacking::kRows;
       std::set<std::pair<int, int>> seen;
-      for (int row = 0; row < packing.rows(seqlen); ++row) {
-        ASSERT_LT(packing.query(row), seqlen);
-        ASSERT_LT(packing.head(row), packing.heads());
-        ASSERT_TRUE(seen.emplace(packing.query(row), packing.head(row)).second) << "row " << row;
+      for (int row = 0; row < rows; ++row) {
+        if (packing.idle(row)) continue;
+        ASSERT_LT(packing.query(0, row), packing.queries_of(rows));
+        ASSERT_LT(packing.head(row), heads);
+        ASSERT_TRUE(seen.emplace(packing.query(0, row), packing.head(row)).second) << "row " << row;
+        ASSERT_EQ(packing.query(160, row), packing.queries_of(160) + packing.query(0, row));
       }
-      EXPECT_EQ(packing.query(packing.rows(seqlen)), seqlen);
-      EXPECT_EQ(HeadPacking{}.query(seqlen), seqlen);
+      EXPECT_EQ(seen.size(), static_cast<std::size_t>(packing.queries_of(rows) * heads)) << heads;
+      EXPECT_EQ(packing.used_rows(rows), packing.queries_of(rows) * heads);
+      EXPECT_EQ(packing.has_idle_rows(), packing.used_rows(rows) < rows);
     }
-    EXPECT_EQ(packing.first_head(3), 3 * packing.heads());
+    EXPECT_GT(packing.used_rows(HeadPacking::kRows) + heads, HeadPacking::kRows) << "another query would fit";
+    EXPECT_EQ(packing.first_head(3), 3 * heads);
+  }
+  EXPECT_EQ(HeadPacking{}, HeadPacking::of(1));
+}
+
+TEST(HeadPacking, RowsOfAWarpStandInTheOrderOfTheTensor) {
+  for (int heads = 1; heads <= HeadPacking::kRows; ++heads) {
+    const HeadPacking packing = HeadPacking::of(heads);
+    for (int row = 0; row < packing.used_rows(HeadPacking::kRows); ++row) {
+      EXPECT_EQ(packing.query(0, row) * heads + packing.head(row), row) << "TMA's boxes have no gap";
+      EXPECT_FALSE(packing.idle(row));
+    }
   }
 }
 
 TEST(HeadPacking, QueriesAreThoseOfTheRows) {
-  constexpr int kTile = 16;
-  for (const int log2 : {0, 1, 2, 4}) {
-    const HeadPacking packing{log2};
+  constexpr int kTile = 32;
+  for (int heads = 1; heads <= HeadPacking::kRows; ++heads) {
+    const HeadPacking packing = HeadPacking::of(heads);
     for (const int seqlen : {1, 5, 40}) {
-      for (int first = 0; first < packing.rows(seqlen); first += kTile) {
+      for (int first = 0; packing.queries_of(first) < seqlen; first += kTile) {
         std::set<int> queries;
         for (int row = first; row < first + kTile; ++row)
-          if (packing.query(row) < seqlen) queries.insert(packing.query(row));
+          if (!packing.idle(row) && packing.query(0, row) < seqlen) queries.insert(packing.query(0, row));
         EXPECT_EQ(packing.queries(first, kTile, seqlen), (Range{*queries.begin(), *queries.rbegin() + 1}));
       }
     }

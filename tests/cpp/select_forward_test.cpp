@@ -32,9 +32,8 @@ TEST(SelectForward, HopperHasOneBlockPerMultiprocessor) {
   for (const int seqlen : {129, 1000, 50000}) {
     const ForwardPlan plan = select_forward(problem_on(device, DType::kFloat16, 64, 64, seqlen), device);
     EXPECT_EQ(plan.variant.arch, Arch::kSm90);
-    const int rows = plan.packing.rows(seqlen);
-    const int packs = 8 / plan.packing.heads();
-    EXPECT_EQ(plan.tiles, 2 * packs * ((rows + plan.variant.tile_m - 1) / plan.variant.tile_m) * plan.splits);
+    const int queries = plan.packing.queries_of(plan.variant.tile_m), packs = 8 / plan.packing.heads;
+    EXPECT_EQ(plan.tiles, 2 * packs * ((seqlen + queries - 1) / queries) * plan.splits);
     EXPECT_EQ(plan.grid, std::min<std::int64_t>(plan.tiles, device.multiprocessors));
   }
 }
@@ -143,8 +142,8 @@ TEST(SelectForward, NarrowWindowsWithSinksPackHeads) {
   problem.band = {127, 0};
   problem.sinks = true;
   const ForwardPlan plan = select_forward(problem, device);
-  EXPECT_EQ(plan.packing.heads(), 8);
-  const int keys = 127 + plan.packing.query(plan.variant.tile_m);
+  EXPECT_EQ(plan.packing.heads, 8);
+  const int keys = 127 + plan.packing.queries_of(plan.variant.tile_m);
   EXPECT_LE(keys, plan.variant.tile_n) << "all keys that a tile sees are in one block";
   problem.band = Band::causal();
   problem.sinks = false;
@@ -187,26 +186,29 @@ TEST(SelectForward, HopperScheduleDependsOnTheProblemAlone) {
 
 TEST(SelectForward, HopperPacksHeadsWhereThatSavesKeysOrRows) {
   const DeviceInfo device = gpu(90, 227);
-  for (const int group : {1, 2, 3, 4, 6, 8, 12, 16, 32}) {
+  // Of a group so many heads share a tile where queries are many, and where there is one.
+  const std::tuple<int, int, int> groups[] = {{1, 1, 1},    {2, 2, 2},   {3, 1, 3},    {4, 4, 4},
+                                              {6, 2, 6},    {7, 1, 7},   {8, 8, 8},    {12, 4, 12},
+                                              {16, 16, 16}, {20, 4, 10}, {32, 16, 16}, {37, 1, 1}};
+  for (const auto& [group, of_many, of_one] : groups) {
     Problem problem = problem_on(device, DType::kBFloat16, 128, 128, 6144);  // whole tiles of 128 and of 192 rows
     problem.heads_q = group * problem.heads_k;
-    const int widest = std::min(group & -group, 16);  // heads that share one warp's 16 rows
-    EXPECT_EQ(select_forward(problem, device).packing.heads(), 1) << "all tiles are whole, and see all keys";
+    EXPECT_EQ(select_forward(problem, device).packing.heads, 1) << "all tiles are whole, and see all keys";
     problem.band = Band::causal();
     const ForwardPlan causal = select_forward(problem, device);
-    EXPECT_EQ(causal.packing.heads(), widest) << group;
-    EXPECT_EQ(problem.heads_q % causal.packing.heads(), 0);
+    EXPECT_EQ(causal.packing.heads, of_many) << group;
+    EXPECT_EQ(problem.heads_q % causal.packing.heads, 0);
     problem.alibi = true;
-    EXPECT_EQ(select_forward(problem, device).packing.heads(), 1) << "a tile has one slope";
+    EXPECT_EQ(select_forward(problem, device).packing.heads, 1) << "a tile has one slope";
     problem.alibi = false;
     problem.band = Band::full();
     problem.seqlen_q = 1;
-    EXPECT_EQ(select_forward(problem, device).packing.heads(), widest) << group;
+    EXPECT_EQ(select_forward(problem, device).packing.heads, of_one) << group;
     problem.seqlen_q = (1 << 30) - 1;
     problem.batch = 1;
     problem.band = Band::causal();
-    EXPECT_EQ(select_forward(problem, device).packing.heads(), 1) << "int counts the rows";
-    EXPECT_EQ(select_forward(problem, gpu(80, 163)).packing.heads(), 1);
+    EXPECT_EQ(select_forward(problem, device).packing.heads, 1) << "int counts the rows";
+    EXPECT_EQ(select_forward(problem, gpu(80, 163)).packing.heads, 1);
   }
 }
 

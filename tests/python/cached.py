@@ -330,6 +330,9 @@ def _cases():
             add("prefill", page_size=next(pages), **sizes)
             add("prefill_append", page_size=next(pages), **append, **sizes)
             add("prefill_full", causal=False, new=7, page_size=next(pages), **sizes)
+    for i, dim in enumerate((64, 96, 128, 192, 256)):  # packs that leave rows of a tile idle
+        few = dict(seqlen_q=37, heads_q=14, heads_k=2, held=(150, 40, 160, 37), head_dim=dim)
+        add("prefill_of_seven_heads", page_size=(16, None)[i % 2], dtype=(F16, BF16)[i % 2], **few)
     options = dict(window=(60, 9), softcap=10.0, scale=0.3, alibi="per batch and head")
     for i, layout in enumerate(
         (dict(), dict(page_size=16), dict(page_size=64, shared=True), dict(indexed=True, room=46))

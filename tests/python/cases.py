@@ -147,6 +147,11 @@ def _cases():
             add(f"group{group}_window", window=(60, 9), softcap=9.0, seqlen_q=77, layout="gaps", **heads)
             add(f"group{group}_one_query", seqlen_q=1, seqlen_k=600, head_dim=128, **heads)
 
+    for i, group in enumerate((3, 5, 6, 7, 9, 10, 11, 13, 14, 15)):  # packs that leave rows of a tile idle
+        heads = dict(heads_q=2 * group, heads_k=2, dtype=(F16, BF16)[i % 2])
+        sizes = dict(seqlen_q=37, seqlen_k=160, head_dim=(64, 88, 128, 192, 256)[i % 5])
+        add(f"group{group}_few_queries", causal=i % 3 > 0, sinks=0.0 if i % 4 == 3 else None, **sizes, **heads)
+
     windows = [(0, 0), (5, 0), (0, 5), (16, 16), (None, 3), (3, None), (100, None), (None, 0), (None, None), (40, 200)]
     for i, window in enumerate(windows):
         for j, (seqlen_q, seqlen_k) in enumerate(((130, 130), (70, 190), (190, 70))):

@@ -135,7 +135,7 @@ def _cases():
     add("skewed", dtype=BF16, heads_q=1, causal=True, lengths_q=(20,) * 30 + (3000,), lengths_k=(20,) * 30 + (3000,))
     add("skewed_first", dtype=F16, heads_q=1, lengths_q=(1500, *(20,) * 30), lengths_k=(1500, *(9,) * 30))
 
-    for i, (heads_q, heads_k) in enumerate(((4, 4), (8, 2), (6, 1), (16, 1), (32, 2), (0, 1))):
+    for i, (heads_q, heads_k) in enumerate(((4, 4), (8, 2), (6, 1), (16, 1), (32, 2), (0, 1), (14, 2), (15, 1))):
         heads = dict(heads_q=heads_q, heads_k=heads_k, dtype=(F16, BF16)[i % 2])
         add(f"H{heads_q}over{heads_k}", causal=True, **heads, **(several if i % 2 else unused))
     for i, dim in enumerate((64, 96, 128, 192, 256)):  # on a GPU, several thread blocks share a block of keys

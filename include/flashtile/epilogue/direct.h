@@ -54,17 +54,16 @@ template <class Element, class Rows, class Coord>
 CUTE_DEVICE void store_rows(ForwardParams const& params, TileCoord tile, Span queries, Rows const& rows,
                             Coord const& coord, int first_row) {
   using namespace cute;
+  HeadPacking const& packing = params.scores.packing;
   const int quad_lane = threadIdx.x % 4;
   const int columns = params.head_dim_v - 8 * quad_lane;
   Element* out = static_cast<Element*>(params.out) + params.out_strides.at(tile.batch, queries.first) +
-                 params.scores.packing.first_head(tile.head) * params.out_strides.head + 8 * quad_lane;
+                 packing.first_head(tile.head) * params.out_strides.head + 8 * quad_lane;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(rows); ++r) {
-    const int row = first_row + get<0>(coord(r, 0));
-    const int query = params.scores.packing.query(row);
-    const int columns_of_row = query < queries.size ? columns : 0;
-    Element* const out_row =
-        out + query * params.out_strides.row + params.scores.packing.head(row) * params.out_strides.head;
+    const int row = get<0>(coord(r, 0)), query = packing.query(first_row, row);
+    const int columns_of_row = query < queries.size && !packing.idle(row) ? columns : 0;
+    Element* const out_row = out + query * params.out_strides.row + packing.head(row) * params.out_strides.head;
     store_row(rows, r, out_row, columns_of_row, 0);
   }
 }

@@ -16,17 +16,18 @@ CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Span q
                              Softmax& softmax, int first_row) {
   using namespace cute;
   softmax.finish_sums();
-  const int first_head = params.scores.packing.first_head(tile.head);
+  HeadPacking const& packing = params.scores.packing;
+  const int first_head = packing.first_head(tile.head);
   RowTotal rows[Softmax::kRowCount];
   array<float, Softmax::kRowCount> normaliser;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(coord); ++r) {
-    const bool counts = params.scores.packing.query(first_row + get<0>(coord(r, 0))) < queries.used;
+    const int row = get<0>(coord(r, 0));
+    const bool counts = packing.query(first_row, row) < queries.used && !packing.idle(row);
     if (!counts) softmax.row[r] = {};
     float sink = -kInfinity;
     if constexpr (includes(kFeatures, Features::kSinks)) {
-      const int head = first_head + params.scores.packing.head(first_row + get<0>(coord(r, 0)));
-      if (params.sinks != nullptr && counts) sink = params.sinks[head];
+      if (params.sinks != nullptr && counts) sink = params.sinks[first_head + packing.head(row)];
     }
     rows[r] = softmax.row[r].total(sink, params.scores.map.unit);
     normaliser[r] = rows[r].normaliser;
@@ -36,10 +37,9 @@ CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Span q
   const std::int64_t first = params.rows.strides.at(tile.batch, first_head, queries.first);
   CUTE_UNROLL
   for (int r = 0; r < size<0>(coord); ++r) {
-    const int row = first_row + get<0>(coord(r, 0));
-    const int query = params.scores.packing.query(row);
-    if (query < queries.size)
-      params.rows.store(first + params.scores.packing.head(row) * params.rows.strides.head + query, rows[r].finished(),
+    const int row = get<0>(coord(r, 0)), query = packing.query(first_row, row);
+    if (query < queries.size && !packing.idle(row))
+      params.rows.store(first + packing.head(row) * params.rows.strides.head + query, rows[r].finished(),
                         params.scores.map.unit);
   }
   return normaliser;

@@ -37,7 +37,7 @@ CUTE_DEVICE void stage_and_store_rows(ForwardParams const& params, CUtensorMap c
   }
   tma_store_fence();
   __syncwarp();  // all lanes have staged their rows
-  const int query = params.scores.packing.query(first_row);
+  const int query = params.scores.packing.queries_of(first_row);
   if (lane == 0 && query < queries.size) {
     const TmaRows rows_of_out = TmaRows::of(params.sequences.q, tile.batch, queries, queries.size);
     CUTE_UNROLL

@@ -39,6 +39,8 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   if (threadIdx.x == 0) shared.init_barriers();  // while other warps do what needs none
   if (warp == 1) scheduler.prepare();
   if (warp == 2) prefetch_constants(params);
+  if (params.forward.scores.packing.has_idle_rows() && threadIdx.x >= 128)
+    shared.clear_q(threadIdx.x - 128, 128 * kWarpgroups);
   if (threadIdx.x == 96) {
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.q));
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.k));
@@ -108,7 +110,7 @@ ForwardParamsSm90 forward_params_sm90(const ForwardPlan& plan, const ForwardTens
   const bool ragged = plan.problem.ragged, keys_in_line = ragged || Mainloop::kOverPages;
   return {
       .forward = ForwardParams::of(plan, tensors, memory),
-      .q = head_tiles(tensors.q, Mainloop::kM / Mainloop::kWarpgroups, Mainloop::kColumns, ragged, plan.packing),
+      .q = head_tiles(tensors.q, plan.packing.rows_of_box(64), Mainloop::kColumns, ragged, plan.packing),
       .k = head_tiles(tensors.k, key_rows, Mainloop::kColumns, keys_in_line),
       .v = head_tiles(tensors.v, key_rows, Mainloop::kColumnsV, keys_in_line),
       .out = Mainloop::kMemory.staged

@@ -219,7 +219,7 @@ struct BackwardKeysSm90 {
         wait_matmul<0>(tSrS);
         // Rows of keys behind the last one need no mask here: what they accumulate is never stored.
         const bool edge = work.queries.is_edge(m_block);
-        const ScoreTile<HeadPacking> score_tile{
+        const ScoreTile<NoPacking> score_tile{
             params.scores, {work.batch, head, work.n_block}, key, lengths.transposed()};
         if (edge || maps || steep) {
           if (maps) score_tile.cap_or_stretch(scores, tScS, m_block * kM);

@@ -59,7 +59,7 @@ struct BackwardQueriesSm90 {
   /// Work is a tile of queries, and what scores need to know of it.
   struct Work {
     BackwardParams::QueryTile tile;
-    ScoreParams<HeadPacking> scores;  // rows are queries
+    ScoreParams<NoPacking> scores;  // rows are queries
     BlockWalk keys;
 
     CUTE_DEVICE Work(BackwardParams const& params, BackwardParams::QueryTile const& tile)
@@ -206,7 +206,7 @@ struct BackwardQueriesSm90 {
       const bool maps = params.scores.map.maps();
       const float unit_log2 = params.scores.map.unit_log2;
       const int first_row = work.tile.m_block * kM;
-      const ScoreTile<HeadPacking> score_tile{work.scores, work.coord(), first_row, work.lengths(params)};
+      const ScoreTile<NoPacking> score_tile{work.scores, work.coord(), first_row, work.lengths(params)};
       const OwnRows rows = rows_of(work, tScS);
       auto opening = SM90::GMMA::ScaleOut::Zero;
 

@@ -266,7 +266,7 @@ struct BackwardMainloopSm80 {
     using namespace cute;
     Tensor scores = rows_and_columns(acc);  // (row, column)
     const int key = work.n_block * kN;
-    const ScoreTile<HeadPacking> score_tile{
+    const ScoreTile<NoPacking> score_tile{
         params.scores, {work.batch, step.head, work.n_block}, key, work.sequence.lengths().transposed()};
     if (params.scores.map.maps()) {
       if (params.scores.map.capped) {

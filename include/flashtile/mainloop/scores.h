@@ -157,7 +157,7 @@ struct ScoreTile {
     constexpr int kColumns = size<1>(decltype(scores.layout()){});
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
-      const Range visible = params.mask.columns(params.packing.query(first_row + get<0>(coord(r, 0))), lengths);
+      const Range visible = params.mask.columns(params.packing.query(first_row, get<0>(coord(r, 0))), lengths);
       const int first = first_column + get<1>(coord(r, 0));
       const int begin = columns_before<kColumnStep>(visible.begin - first);
       const int end = columns_before<kColumnStep>(visible.end - first);

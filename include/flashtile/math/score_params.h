@@ -31,8 +31,8 @@ struct AlibiSlopes {
   }
 };
 
-/// ScoreParams says how raw scores become scores. `Packing`, HeadPacking or GroupPacking, says which query and head a
-/// row of a tile is.
+/// ScoreParams says how raw scores become scores. `Packing`, HeadPacking, GroupPacking or NoPacking, says which query
+/// and head a row of a tile is.
 template <class Packing>
 struct ScoreParams {
   ScoreMap map;

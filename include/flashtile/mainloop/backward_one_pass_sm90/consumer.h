@@ -73,7 +73,7 @@ class OnePassConsumerSm90 {
   using Blocks = OnePassBlocksSm90<Mainloop>;
   using Fragments = OnePassFragmentsSm90<Mainloop>;
   using ScaleOut = cute::SM90::GMMA::ScaleOut;
-  using Tile = ScoreTile<HeadPacking>;
+  using Tile = ScoreTile<NoPacking>;
   static constexpr int kM = Mainloop::kM;
   static constexpr int kN = Mainloop::kN;
   static constexpr bool kLoops = Mainloop::kLoops;

@@ -40,12 +40,15 @@ struct QueryProducerSm90 {
     // The loop is not unrolled, as registers are scarce.
     CUTE_NO_UNROLL
     for (int w = 0; w < kWarpgroups; ++w) {
-      std::uint64_t* barrier =
-          shared.q_barriers[w].fill(at, [] { return kRows * Mainloop::kHeadDim * sizeof(Element); });
-      load_tile<Mainloop::kM, Mainloop::kHeadDim, Mainloop::kColumns>(
-          params.q, barrier, shared.q[at.stage] + w * kRows * Mainloop::kColumns, work.q_rows,
-          params.forward.scores.packing.query(work.tile.m_block * Mainloop::kM + w * kRows),
-          params.forward.scores.packing.first_head(work.tile.head));
+      HeadPacking const& packing = params.forward.scores.packing;
+      std::uint64_t* barrier = shared.q_barriers[w].fill(
+          at, [&] { return packing.used_rows(kRows) * Mainloop::kHeadDim * sizeof(Element); });
+      CUTE_NO_UNROLL
+      for (int row = w * kRows; row < (w + 1) * kRows; row += packing.rows_of_box(kRows)) {
+        load_tile<Mainloop::kM, Mainloop::kHeadDim, Mainloop::kColumns>(
+            params.q, barrier, shared.q[at.stage] + row * Mainloop::kColumns, work.q_rows,
+            packing.queries_of(work.tile.m_block * Mainloop::kM + row), packing.first_head(work.tile.head));
+      }
     }
   }
 };

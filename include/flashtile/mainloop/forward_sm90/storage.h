@@ -21,7 +21,8 @@ namespace flashtile {
 
 struct ForwardParamsSm90 {
   ForwardParams forward;
-  // Boxes have 64 rows of Q and N of K and V, over pages perhaps fewer, and of the output as the epilogue stores them.
+  // Boxes have 64 rows of Q, or 16 where heads leave rows idle, and N of K and V, over pages perhaps fewer, and of the
+  // output as the epilogue stores them.
   CUtensorMap q, k, v, out;
   PersistentScheduler scheduler;
   TileOrder order;  // the same, as kernels read it
@@ -124,6 +125,13 @@ struct ForwardMainloopSm90 {
     cutlass::arch::ClusterBarrier near_end;  // a ragged scheduler waits for the producer to near a tile's end
     Ring<kStagesQ> q_barriers[kWarpgroups];  // each warpgroup waits for its own rows of Q
     Ring<kStages> k_barriers, v_barriers;    // all consumers wait for tiles, the producer for their warps
+
+    /// Some threads call it before Q is loaded, whose idle rows are not (see HeadPacking): NaN among what they hold
+    /// would have the weights of each block computed twice.
+    CUTE_DEVICE void clear_q(int thread, int threads) {
+      for (int i = thread; i < int(sizeof(q) / sizeof(uint4)); i += threads) reinterpret_cast<uint4*>(q)[i] = {};
+      cutlass::arch::fence_view_async_shared();  // matmuls and TMA come to it by another way
+    }
 
     /// One thread calls it before any other touches the barriers.
     CUTE_DEVICE void init_barriers() {
