@@ -50,6 +50,8 @@ __device__ float4 sum_of_parts(const float* first, std::int64_t pitch, int part,
 /// each team, has four neighbouring columns of a row of dK or dV. The order of the sums is the same in every run.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) join_kernel(const __grid_constant__ JoinParams join) {
+  let_next_kernel_start();
+  await_kernel_before();
   BackwardParams const& params = join.backward;
   const int index = join.slices.quotient(blockIdx.x), slice = join.slices.remainder(blockIdx.x);
   BackwardParams::KeyTile tile;
@@ -107,7 +109,7 @@ void join_gradients(BackwardPlan const& plan, BackwardParams const& params, Stre
                         .vectors_of_row = Divisor(vectors),
                         .slices = Divisor(slices)};
   const int blocks = static_cast<int>(params.workspace.partial_rows / (std::int64_t{plan.parts} * v.tile_n));
-  const LaunchShape shape = {blocks * slices, kThreads, 0};
+  const LaunchShape shape = {blocks * slices, kThreads, 0, v.arch == Arch::kSm90};
   v.dtype == DType::kFloat16
       ? launch(join_kernel<ElementOf<DType::kFloat16>>, f16, plan.problem.device, shape, join, stream)
       : launch(join_kernel<ElementOf<DType::kBFloat16>>, bf16, plan.problem.device, shape, join, stream);

@@ -123,6 +123,7 @@ __device__ void begin_dq(PrepareParams const& prepare, BackwardParams::QueryTile
 /// each list of tiles, by which the next kernel goes.
 template <class Element, int kLanes>
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ PrepareParams prepare) {
+  let_next_kernel_start();
   BackwardParams const& params = prepare.backward;
   const BackwardWorkspace workspace = params.workspace;
   const int tile_m = workspace.tile_m;
@@ -164,6 +165,8 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
 /// Forms dsinks = −Σ weight of the sink · delta over all rows of a head, with one thread block for each head: the order
 /// of the sum is the same in every run.
 __global__ void __launch_bounds__(kThreads) sinks_kernel(const __grid_constant__ BackwardParams params) {
+  let_next_kernel_start();
+  await_kernel_before();
   const int head = blockIdx.x;
   const float sink = params.sinks[head], unit = params.scores.map.unit;
   const int tile_m = params.workspace.tile_m;
@@ -227,7 +230,8 @@ void prepare_backward(BackwardPlan const& plan, BackwardParams const& params, St
   };
   const bool is_half = v.dtype == DType::kFloat16;
   (is_half ? launch_prepare<DType::kFloat16> : launch_prepare<DType::kBFloat16>)(prepare, problem.device, stream);
-  if (params.dsinks) launch(sinks_kernel, sinks, problem.device, {params.heads, kThreads, 0}, params, stream);
+  const LaunchShape shape{params.heads, kThreads, 0, v.arch == Arch::kSm90};
+  if (params.dsinks) launch(sinks_kernel, sinks, problem.device, shape, params, stream);
 }
 
 }  // namespace flashtile

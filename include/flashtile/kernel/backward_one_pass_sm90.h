@@ -36,6 +36,8 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     shared.init_barriers();
   }
   __syncthreads();  // all threads wait for the barriers' initialisation
+  let_next_kernel_start();
+  await_kernel_before();
 
   const OnePassBlocksSm90<Mainloop> blocks(params, shared);
   if (threadIdx.x < 128) {
@@ -84,6 +86,7 @@ __global__ void __launch_bounds__(kFinishThreads) backward_finish_sm90(const __g
   static_assert(kFinishThreads == 128 * Mainloop::kWarpgroups);
   constexpr int kPitch = Mainloop::kHeadDim + 8;  // padded so that no two lanes meet in a bank
   __shared__ alignas(16) Element rows[Mainloop::kM * kPitch];
+  await_kernel_before();
   BackwardParams::QueryTile tile;
   if (!params.find_query_tile(blockIdx.x, tile)) return;
   const int thread = threadIdx.x;
@@ -155,7 +158,7 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   const int tiles = static_cast<int>(workspace.tiles);
   prepare_backward(plan, backward, stream);
   const auto launch_main = [&](auto kernel, KernelHandles& handles) {
-    launch(kernel, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory}, params, stream);
+    launch(kernel, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory, true}, params, stream);
   };
   const bool loops = plan.grid < plan.tiles;
   if (ragged || (loops && plan.problem.deterministic)) {
@@ -167,7 +170,8 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
     launch_main(backward_one_pass_sm90<Row, Takes::kBlock>, one);
   }
   join_gradients(plan, backward, stream);
-  if (backward.dq) launch(backward_finish_sm90<Row>, finish, device, {tiles, kFinishThreads, 0}, backward, stream);
+  if (backward.dq)
+    launch(backward_finish_sm90<Row>, finish, device, {tiles, kFinishThreads, 0, true}, backward, stream);
 }
 
 }  // namespace flashtile

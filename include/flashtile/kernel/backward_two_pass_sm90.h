@@ -171,6 +171,8 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     shared.init_barriers();
   }
   __syncthreads();  // all threads wait for the barriers' initialisation
+  let_next_kernel_start();
+  await_kernel_before();
   const Passes passes{params, shared};
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<Passes::kProducerRegisters>();
@@ -207,7 +209,7 @@ void launch_backward_two_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   };
   prepare_backward(plan, backward, stream);
   const LaunchShape shape = {std::min(plan.grid, params.key_blocks + params.query_tiles), Row::kVariant.threads(),
-                             plan.shared_memory};
+                             plan.shared_memory, true};
   ragged ? launch(backward_two_pass_sm90<Row, true>, of_ragged, device, shape, params, stream)
          : launch(backward_two_pass_sm90<Row, false>, dense, device, shape, params, stream);
   join_gradients(plan, backward, stream);
