@@ -97,6 +97,7 @@ std::string cache_string(const KvcacheProblem& cache) {
 
 std::string splits_string(const KvcachePlan& plan) {
   const char* order = plan.splits_apart ? "at the same time" : "one after the other";
+  if (plan.num_splits == 1) return "one: a thread block goes through all keys of a tile";
   if (plan.num_splits > 0) return format("%d of a tile's keys, %s", plan.num_splits, order);
   if (plan.keys_of_split > 0) return format("of %d keys each, %s", plan.keys_of_split, order);
   return format("even: the keys of all tiles of a KV head go to %d thread blocks, whatever the lengths", plan.teams);

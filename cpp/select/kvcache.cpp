@@ -24,6 +24,15 @@ constexpr int kFewestKeys = 512;                 // least keys of a larger tile 
 
 }  // namespace h200
 
+/// These were read off a dozen shapes on H100s (docs/performance.md). A thread block has the keys of so many blocks in
+/// flight at once: to divide them spares less time than the parts take to join.
+namespace h100 {
+
+constexpr int kBlocksTogether = 2;
+constexpr int kBlocksOfManyTiles = 3;  // the same where there is a tile for each multiprocessor
+
+}  // namespace h100
+
 /// Returns how many parts of size `part` make up the whole.
 std::int64_t parts(std::int64_t whole, std::int64_t part) {
   return (whole + part - 1) / part;
@@ -44,11 +53,18 @@ std::int64_t counted_tiles(const KvcachePlan& plan) {
   return tiles;
 }
 
+/// Returns whether each tile has so few keys that one thread block takes them all.
+bool has_short_tiles(const KvcachePlan& plan, std::int64_t tiles, const DeviceInfo& device) {
+  const bool many = tiles * plan.problem.heads_k >= device.multiprocessors;
+  return groups_of(plan.variant) > 1 && key_blocks(plan) <= (many ? h100::kBlocksOfManyTiles : h100::kBlocksTogether);
+}
+
 /// Sets how the keys of each tile are split. Returns the number of splits, or 0 where thread blocks share the keys of
 /// all tiles evenly.
-std::int64_t plan_splits(KvcachePlan& plan, std::int64_t tiles) {
+std::int64_t plan_splits(KvcachePlan& plan, std::int64_t tiles, const DeviceInfo& device) {
   const bool invariant = plan.cache.batch_invariant;
-  plan.num_splits = static_cast<int>(std::min(std::int64_t{plan.cache.num_splits}, key_blocks(plan)));
+  const bool whole = !invariant && plan.cache.num_splits == 0 && has_short_tiles(plan, tiles, device);
+  plan.num_splits = static_cast<int>(std::min(std::int64_t{whole ? 1 : plan.cache.num_splits}, key_blocks(plan)));
   plan.keys_of_split = invariant ? kKeysOfSplit : 0;
   const std::int64_t of_length = invariant ? parts(plan.problem.seqlen_k, kKeysOfSplit) : 0;
   const std::int64_t splits = plan.num_splits > 0 ? plan.num_splits : of_length;
@@ -76,14 +92,18 @@ std::int64_t pieces(const KvcachePlan& plan, std::int64_t tiles, std::int64_t sp
 }
 
 /// Returns how many thread blocks share the work of a KV head: one wave, or fewer where each would have too little to
-/// do. Thread blocks of the same index, one for each KV head, form a team: see SplitKeys.
-int teams(const KvcachePlan& plan, const DeviceInfo& device, std::int64_t pieces) {
+/// do. Of the numbers with which the longest share is as long, the least leaves fewest parts to join. Thread blocks of
+/// the same index, one for each KV head, form a team: see SplitKeys.
+int teams(const KvcachePlan& plan, const DeviceInfo& device, std::int64_t tiles, std::int64_t pieces) {
   constexpr int kOfSystem = 1024;  // the bytes of shared memory that the system reserves for each thread block
   const int of_multiprocessor =
       std::clamp((device.max_shared_memory + kOfSystem) / (plan.shared_memory + kOfSystem), 1, 2);
   const int at_a_time = device.multiprocessors * of_multiprocessor;
-  const std::int64_t useful = std::min<std::int64_t>(at_a_time / plan.problem.heads_k, pieces);
-  return static_cast<int>(std::clamp<std::int64_t>(useful, 1, at_a_time));
+  const std::int64_t most =
+      std::clamp<std::int64_t>(at_a_time / plan.problem.heads_k, 1, std::max<std::int64_t>(pieces, 1));
+  const std::int64_t blocks = key_blocks(plan), longest = parts(tiles * blocks, most);  // share of a thread block
+  if (plan.splits_apart || longest == 0) return static_cast<int>(most);
+  return static_cast<int>(std::min(most, tiles * parts(blocks, longest)));
 }
 
 /// Returns how many slots a KV head has for partial results. Where teams share keys evenly, each has a slot for the
@@ -105,8 +125,8 @@ void plan_on_gpu(KvcachePlan& plan, const DeviceInfo& device) {
   const Problem& p = plan.problem;
   plan.packed_heads = p.group();
   const std::int64_t tiles = counted_tiles(plan);
-  const std::int64_t splits = plan_splits(plan, tiles);
-  plan.teams = teams(plan, device, pieces(plan, tiles, splits));
+  const std::int64_t splits = plan_splits(plan, tiles, device);
+  plan.teams = teams(plan, device, tiles, pieces(plan, tiles, splits));
   plan.partials = partials(plan, tiles, splits);
   plan.passes_by = passes_by(p, tiles);
   plan.tiles = p.heads_k * tiles;

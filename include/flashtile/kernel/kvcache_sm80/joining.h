@@ -70,7 +70,7 @@ struct PartsInMemory {
   /// Joins every second part from the `first` on. Loads of several parts are in flight together.
   CUTE_DEVICE Part join_every_second(PlacesOfParts const& places, int first, int count, int row, int column,
                                      float unit_log2) const {
-    constexpr int kAhead = 8;
+    constexpr int kAhead = 12;
     Part sum;
     CUTE_NO_UNROLL
     for (int n = first; n < count; n += 2 * kAhead) {
