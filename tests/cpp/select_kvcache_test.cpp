@@ -239,9 +239,13 @@ TEST(SelectKvcache, SplitsAreOfRowsThatHaveThem) {
     ASSERT_EQ(plan.keys_of_split % keys_of_item, 0);
     const bool asked = cache.num_splits > 0;
     ASSERT_LE(plan.num_splits, asked ? cache.num_splits : 1);
-    if (asked) ASSERT_EQ(plan.num_splits > 0, cache.problem.seqlen_k > 0);
+    if (asked) {
+      ASSERT_EQ(plan.num_splits > 0, cache.problem.seqlen_k > 0);
+    }
     if (!asked && !cache.batch_invariant) {
-      if (plan.num_splits == 1) ASSERT_LE(cache.problem.seqlen_k, 3 * keys_of_item) << "only few keys are not divided";
+      if (plan.num_splits == 1) {
+        ASSERT_LE(cache.problem.seqlen_k, 3 * keys_of_item) << "only few keys are not divided";
+      }
       ASSERT_FALSE(plan.splits_apart);
       return;
     }
