@@ -92,8 +92,9 @@ std::int64_t pieces(const KvcachePlan& plan, std::int64_t tiles, std::int64_t sp
 }
 
 /// Returns how many thread blocks share the work of a KV head: one wave, or fewer where each would have too little to
-/// do. Of the numbers with which the longest share is as long, the least leaves fewest parts to join. Thread blocks of
-/// the same index, one for each KV head, form a team: see SplitKeys.
+/// do. Of one tile: of the numbers with which the longest share is as long, the least leaves fewest parts to join. With
+/// several tiles that is slower, as longer shares go on from one tile to the next more often. Thread blocks of the same
+/// index, one for each KV head, form a team: see SplitKeys.
 int teams(const KvcachePlan& plan, const DeviceInfo& device, std::int64_t tiles, std::int64_t pieces) {
   constexpr int kOfSystem = 1024;  // the bytes of shared memory that the system reserves for each thread block
   const int of_multiprocessor =
@@ -101,9 +102,9 @@ int teams(const KvcachePlan& plan, const DeviceInfo& device, std::int64_t tiles,
   const int at_a_time = device.multiprocessors * of_multiprocessor;
   const std::int64_t most =
       std::clamp<std::int64_t>(at_a_time / plan.problem.heads_k, 1, std::max<std::int64_t>(pieces, 1));
-  const std::int64_t blocks = key_blocks(plan), longest = parts(tiles * blocks, most);  // share of a thread block
-  if (plan.splits_apart || longest == 0) return static_cast<int>(most);
-  return static_cast<int>(std::min(most, tiles * parts(blocks, longest)));
+  const std::int64_t blocks = key_blocks(plan);
+  if (plan.splits_apart || tiles > 1 || blocks == 0) return static_cast<int>(most);
+  return static_cast<int>(parts(blocks, parts(blocks, most)));
 }
 
 /// Returns how many slots a KV head has for partial results. Where teams share keys evenly, each has a slot for the
