@@ -104,17 +104,17 @@ double time_of_tiles(const Variant& v, const Problem& p, HeadPacking packing, in
 /// Returns the packing that leaves fewest tiles, and of several the widest. It packs none where int cannot count the
 /// rows of so long a sequence, nor where heads have ALiBi slopes, since a tile has one slope, nor with dropout, whose
 /// random words are indexed by the rows of a head.
-HeadPacking widest_packing(const Variant& v, const Problem& p) {
-  HeadPacking widest;
-  if (p.seqlen_q >= 1 << 25 || p.seqlen_k >= 1 << 30 || p.alibi || p.dropout.active()) return widest;
+HeadPacking packing_of_fewest_tiles(const Variant& v, const Problem& p) {
+  HeadPacking found;
+  if (p.seqlen_q >= 1 << 25 || p.alibi || p.dropout.active()) return found;
   std::int64_t fewest = std::numeric_limits<std::int64_t>::max();
   for (int heads = 1; heads <= std::min(p.group(), HeadPacking::kRows); ++heads) {
     if (p.group() % heads != 0) continue;
     const HeadPacking packing = HeadPacking::of(heads);
     const std::int64_t tiles = std::int64_t{Spans::tiles(p.seqlen_q, packing.queries_of(v.tile_m))} * p.group() / heads;
-    if (tiles <= fewest) fewest = tiles, widest = packing;
+    if (tiles <= fewest) fewest = tiles, found = packing;
   }
-  return widest;
+  return found;
 }
 
 /// Returns the time, in keys of a 128-row tile, of the kernel that joins the results over splits of keys.
@@ -129,18 +129,18 @@ double time_of_joining(const Variant& v, const Problem& p, int splits) {
 
 Estimate estimate_forward(const Variant& v, const Problem& p, const DeviceInfo& device) {
   if (v.arch != Arch::kSm90) return {};
-  const HeadPacking widest = widest_packing(v, p);
+  const HeadPacking fewest_tiles = packing_of_fewest_tiles(v, p);
   const Estimate plain{time_of_tiles(v, p, {}, 1, device), {}};
-  const Estimate packed{time_of_tiles(v, p, widest, 1, device), widest};
+  const Estimate packed{time_of_tiles(v, p, fewest_tiles, 1, device), fewest_tiles};
   return packed.time < plain.time ? packed : plain;
 }
 
 Estimate estimate_splits(const Variant& v, const Problem& p, const DeviceInfo& device) {
   constexpr int kMostSplits = 32, kFewestBlocks = 2;  // blocks of keys that are worth a thread block
   Estimate best;
-  const HeadPacking widest = widest_packing(v, p);
+  const HeadPacking fewest_tiles = packing_of_fewest_tiles(v, p);
   for (int splits = 2; splits <= std::min(p.seqlen_k / (kFewestBlocks * v.tile_n), kMostSplits); ++splits) {
-    for (const HeadPacking packing : {HeadPacking{}, widest}) {
+    for (const HeadPacking packing : {HeadPacking{}, fewest_tiles}) {
       const double time = time_of_tiles(v, p, packing, splits, device) + time_of_joining(v, p, splits);
       if (best.time == 0 || time < best.time) best = {time, packing, splits};
     }
