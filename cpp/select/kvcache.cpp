@@ -30,6 +30,8 @@ namespace h100 {
 
 constexpr int kBlocksTogether = 2;
 constexpr int kBlocksOfManyTiles = 3;  // the same where there is a tile for each multiprocessor
+constexpr int kFewestOfTile = 4;       // with fewer thread blocks for a tile, whole numbers of them leave too many idle
+constexpr int kBlocksOfGoingOn = 1;    // a share that goes on to a second tile takes as long as one with so many more
 
 }  // namespace h100
 
@@ -92,9 +94,10 @@ std::int64_t pieces(const KvcachePlan& plan, std::int64_t tiles, std::int64_t sp
 }
 
 /// Returns how many thread blocks share the work of a KV head: one wave, or fewer where each would have too little to
-/// do. Of one tile: of the numbers with which the longest share is as long, the least leaves fewest parts to join. With
-/// several tiles that is slower, as longer shares go on from one tile to the next more often. Thread blocks of the same
-/// index, one for each KV head, form a team: see SplitKeys.
+/// do. Where that is several for a tile, it is as many for each, so that no share of equally long sequences goes on
+/// from one tile to the next, unless this makes shares longer by more than what going on costs. Of the numbers with
+/// which the longest share is as long, the least leaves fewest parts to join. Thread blocks of the same index, one for
+/// each KV head, form a team: see SplitKeys.
 int teams(const KvcachePlan& plan, const DeviceInfo& device, std::int64_t tiles, std::int64_t pieces) {
   constexpr int kOfSystem = 1024;  // the bytes of shared memory that the system reserves for each thread block
   const int of_multiprocessor =
@@ -103,8 +106,11 @@ int teams(const KvcachePlan& plan, const DeviceInfo& device, std::int64_t tiles,
   const std::int64_t most =
       std::clamp<std::int64_t>(at_a_time / plan.problem.heads_k, 1, std::max<std::int64_t>(pieces, 1));
   const std::int64_t blocks = key_blocks(plan);
-  if (plan.splits_apart || tiles > 1 || blocks == 0) return static_cast<int>(most);
-  return static_cast<int>(parts(blocks, parts(blocks, most)));
+  if (plan.splits_apart || tiles == 0 || blocks == 0) return static_cast<int>(most);
+  if (tiles > 1 && most < h100::kFewestOfTile * tiles) return static_cast<int>(most);
+  const std::int64_t of_tile = parts(blocks, most / tiles);  // blocks of a share that ends with its tile
+  if (of_tile > parts(tiles * blocks, most) + h100::kBlocksOfGoingOn) return static_cast<int>(most);
+  return static_cast<int>(tiles * parts(blocks, of_tile));
 }
 
 /// Returns how many slots a KV head has for partial results. Where teams share keys evenly, each has a slot for the

@@ -2,6 +2,8 @@
 // (Flash-Decoding, Dao et al. 2023).
 #pragma once
 
+#include <cstdint>
+
 #include "flashtile/cache.h"
 #include "flashtile/macros.h"
 #include "flashtile/mask/mask.h"
@@ -90,16 +92,23 @@ struct SplitKeys {
   FLASHTILE_HOST_DEVICE static int parts(int keys, int of) { return (keys + of - 1) / of; }
 };
 
-/// Teams share out the line of all items so that each has `each` of them, and the first `rest` teams one more.
+/// Teams share out the line of all items as evenly as whole items allow. The shares that are one item longer are spread
+/// over the line: where there are a whole number of teams for each tile, and tiles are equally long, each share then
+/// ends where its tile does.
 struct TeamShares {
   int each;
-  int rest;
+  std::uint32_t more;  // the rest for a team, in steps of 2^-32 items
   float teams_per_item;
 
   FLASHTILE_HOST_DEVICE static TeamShares of(int items, Divisor teams) {
-    return {teams.quotient(items), teams.remainder(items), float(teams.value) / float(items)};
+    const std::uint64_t rest = unsigned(teams.remainder(items));
+    // The quotient is rounded up, so that the last share ends with the last item.
+    return {teams.quotient(items), std::uint32_t(rest * teams.multiplier >> teams.shift) + 1,
+            float(teams.value) / float(items)};
   }
-  FLASHTILE_HOST_DEVICE int first_item(int team) const { return each * team + (team < rest ? team : rest); }
+  FLASHTILE_HOST_DEVICE int first_item(int team) const {
+    return each * team + int(std::uint64_t(more) * unsigned(team) >> 32);
+  }
   FLASHTILE_HOST_DEVICE int team_of(int item) const {
     int team = int(float(item) * teams_per_item);  // rounded: perhaps a neighbour of the right one
     while (first_item(team) > item) --team;
