@@ -17,9 +17,10 @@ namespace h200 {
 constexpr double kSpeedOf192Rows = 1.06;        // speed per row relative to a tile of 128,
 constexpr double kSpeedOf192NarrowRows = 1.24;  // at head dimension 64,
 constexpr double kSpeedOf192RowsOf80 = 1.17;    // at 80 (an H100, as the next),
-constexpr double kSpeedOf192OddRows = 1.38;     // and at 72 and 88, whose rows begin within sectors of the L2 cache
+constexpr double kSpeedOf192OddRows = 1.42;     // and at 72, 88, 104 and 120: rows begin within sectors of the L2 cache
 constexpr double kEndsOf128Rows = 100;          // a tile's prologue and epilogue, in the time of keys
 constexpr double kEndsOf192Rows = 180;
+constexpr double kEndsOf192RowsOfFewKeys = 110;  // where all keys are in one block (an H100)
 
 // In Hopper's backward of one pass this is the time of a query in tiles of 80 queries, relative to tiles of 64.
 constexpr double kQueryOf80 = 0.945;
@@ -64,10 +65,8 @@ double keys_per_tile(const Variant& v, const Problem& p, HeadPacking packing) {
 /// often, so it gains where these reads are more than the matmuls can hide.
 double speed_of_192_rows(const Variant& v, const Problem& p) {
   if (v.head_dim == 64) return h200::kSpeedOf192NarrowRows;
-  if (v.head_dim != 96) return h200::kSpeedOf192Rows;
-  return p.head_dim % 16 != 0 ? h200::kSpeedOf192OddRows
-         : p.head_dim < 96    ? h200::kSpeedOf192RowsOf80
-                              : h200::kSpeedOf192Rows;
+  if (p.head_dim % 16 != 0) return h200::kSpeedOf192OddRows;
+  return v.head_dim == 96 && p.head_dim < 96 ? h200::kSpeedOf192RowsOf80 : h200::kSpeedOf192Rows;
 }
 
 /// Returns how long `blocks` thread blocks take for so many tiles, of which the shortest and the longest are given, and
@@ -87,7 +86,9 @@ double time_of_rounds(double tiles, int blocks, double shortest, double longest,
 double time_of_tiles(const Variant& v, const Problem& p, HeadPacking packing, int splits, const DeviceInfo& device) {
   const bool large = v.tile_m == 192;
   const double speed = large ? speed_of_192_rows(v, p) * 128 / 192 : 1;
-  const double ends = large ? h200::kEndsOf192Rows : h200::kEndsOf128Rows;
+  const double ends = !large                   ? h200::kEndsOf128Rows
+                      : p.seqlen_k <= v.tile_n ? h200::kEndsOf192RowsOfFewKeys
+                                               : h200::kEndsOf192Rows;
   const auto time_of = [&](double keys) { return keys / splits / speed + ends; };
   const std::int64_t tiles_of_pack = Spans::tiles(p.seqlen_q, packing.queries_of(v.tile_m));
   const auto tiles = static_cast<double>(splits * tiles_of_pack * p.batch * (p.heads_q / packing.heads));
