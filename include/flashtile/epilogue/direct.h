@@ -61,9 +61,10 @@ CUTE_DEVICE void store_rows(ForwardParams const& params, TileCoord tile, Span qu
                  packing.first_head(tile.head) * params.out_strides.head + 8 * quad_lane;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(rows); ++r) {
-    const int row = get<0>(coord(r, 0)), query = packing.query(first_row, row);
-    const int columns_of_row = query < queries.size && !packing.idle(row) ? columns : 0;
-    Element* const out_row = out + query * params.out_strides.row + packing.head(row) * params.out_strides.head;
+    const QueriesOfRows of_rows(packing, first_row, get<0>(coord(r / 2 * 2, 0)));
+    const int columns_of_row = of_rows.query(r) < min(queries.size, of_rows.end) ? columns : 0;
+    Element* const out_row =
+        out + of_rows.query(r) * params.out_strides.row + of_rows.head(r) * params.out_strides.head;
     store_row(rows, r, out_row, columns_of_row, 0);
   }
 }

@@ -8,6 +8,22 @@
 
 namespace flashtile {
 
+/// QueriesOfRows are those of two rows of a thread, eight apart, of the 16 of one warp (see HeadPacking). `row` is the
+/// first one's place in the tile.
+struct QueriesOfRows {
+  HeadPacking const& packing;
+  int row;
+  int first, end;  // queries of all the warp's rows; an idle row has the end, or one after it
+
+  CUTE_DEVICE QueriesOfRows(HeadPacking const& packing, int first_row, int row)
+      : packing(packing),
+        row(row % HeadPacking::kRows),
+        first(packing.queries_of(first_row + row)),
+        end(first + packing.queries_of(HeadPacking::kRows)) {}
+  CUTE_DEVICE int query(int r) const { return first + packing.query(0, row + 8 * (r % 2)); }
+  CUTE_DEVICE int head(int r) const { return packing.head(row + 8 * (r % 2)); }
+};
+
 /// Finishes the softmax of the rows of one thread, with sinks among their weights, and writes their lse and what a
 /// backward needs of them. Returns what their outputs have to be multiplied with. `coord` (row, head_dim) has their
 /// coordinates in the tile. Rows of `queries` that do not count come out as rows that see nothing, sinks or not.
@@ -16,18 +32,20 @@ CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Span q
                              Softmax& softmax, int first_row) {
   using namespace cute;
   softmax.finish_sums();
-  HeadPacking const& packing = params.scores.packing;
-  const int first_head = packing.first_head(tile.head);
+  const int first_head = params.scores.packing.first_head(tile.head);
   RowTotal rows[Softmax::kRowCount];
   array<float, Softmax::kRowCount> normaliser;
+  const auto queries_of = [&](int r) {
+    return QueriesOfRows(params.scores.packing, first_row, get<0>(coord(r / 2 * 2, 0)));
+  };
   CUTE_UNROLL
   for (int r = 0; r < size<0>(coord); ++r) {
-    const int row = get<0>(coord(r, 0));
-    const bool counts = packing.query(first_row, row) < queries.used && !packing.idle(row);
+    const QueriesOfRows of_rows = queries_of(r);
+    const bool counts = of_rows.query(r) < queries.used;  // what comes out of idle rows, nobody stores
     if (!counts) softmax.row[r] = {};
     float sink = -kInfinity;
     if constexpr (includes(kFeatures, Features::kSinks)) {
-      if (params.sinks != nullptr && counts) sink = params.sinks[first_head + packing.head(row)];
+      if (params.sinks != nullptr && counts) sink = params.sinks[first_head + of_rows.head(r)];
     }
     rows[r] = softmax.row[r].total(sink, params.scores.map.unit);
     normaliser[r] = rows[r].normaliser;
@@ -37,9 +55,9 @@ CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Span q
   const std::int64_t first = params.rows.strides.at(tile.batch, first_head, queries.first);
   CUTE_UNROLL
   for (int r = 0; r < size<0>(coord); ++r) {
-    const int row = get<0>(coord(r, 0)), query = packing.query(first_row, row);
-    if (query < queries.size && !packing.idle(row))
-      params.rows.store(first + packing.head(row) * params.rows.strides.head + query, rows[r].finished(),
+    const QueriesOfRows of_rows = queries_of(r);
+    if (of_rows.query(r) < min(queries.size, of_rows.end))
+      params.rows.store(first + of_rows.head(r) * params.rows.strides.head + of_rows.query(r), rows[r].finished(),
                         params.scores.map.unit);
   }
   return normaliser;
