@@ -64,6 +64,11 @@ double key_bytes_of_head(const ForwardPlan& plan, int keys) {
   return per_kv_head * plan.packing.heads / p.group();
 }
 
+double query_bytes_of_head(const Problem& p, const Variant& v) {
+  const double of_dq = v.two_passes() ? 0 : 4.0 * v.head_dim;
+  return (1.0 * bytes_of(p.dtype) * (p.head_dim + p.head_dim_v) + of_dq) * std::max(p.seqlen_q, 1);
+}
+
 int parts_of_sequence(const Problem& p) {
   constexpr int kMost = 1 << 28;
   return p.band == Band::full() || p.batch > kMost ? 1 : RaggedOrder::kMostParts;
@@ -82,7 +87,11 @@ int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, 
   // A wider section keeps more of dQ in the L2 cache. Where a head has few blocks this costs more than better balance
   // gains, unless thread blocks take several.
   const bool pays = adds_in_order(p, v) || several || key_blocks >= h200::kManyBlocks;
-  const std::int64_t wanted = pays ? backward_section(p, v, device, key_blocks, several) / key_blocks : 1;
+  std::int64_t wanted = pays ? backward_section(p, v, device, key_blocks, several) / key_blocks : 1;
+  if (!adds_in_order(p, v)) {
+    const auto cached = static_cast<std::int64_t>(static_cast<double>(device.l2_bytes) / query_bytes_of_head(p, v));
+    wanted = std::min(wanted, std::max<std::int64_t>(cached, device.multiprocessors / key_blocks));
+  }
   const std::int64_t all = std::int64_t{p.batch} * p.heads_k;
   return static_cast<int>(std::clamp<std::int64_t>(wanted, 1, std::max<std::int64_t>(all, 1)));
 }

@@ -13,6 +13,10 @@ double cached_bytes(const DeviceInfo& device);
 /// Returns the bytes of `keys` keys and their values, divided among the query heads, or packs of them, that read them.
 double key_bytes_of_head(const ForwardPlan& plan, int keys);
 
+/// Returns the bytes that blocks of keys share in one query head of a dense backward: Q, dO, and the sums of dQ in
+/// float32.
+double query_bytes_of_head(const Problem& p, const Variant& v);
+
 /// Returns in how many parts a ragged sequence is listed (see RaggedTiles). Under a mask, where the work of its blocks
 /// differs, it is divided until the last part is a twelfth, as far as the kernel that lists parts can count them in an
 /// int.
@@ -27,8 +31,8 @@ int blocks_of_section(const ForwardPlan& plan, const DeviceInfo& device);
 /// Returns the size of a section of a ragged backward, in blocks of keys (see RaggedOrder).
 int blocks_of_section(const Problem& p, const Variant& v, const DeviceInfo& device);
 
-/// Returns how many KV heads of a dense backward, of `key_blocks` blocks of keys each, make a section. `several` says
-/// whether a thread block takes more than one of these blocks.
+/// Returns how many KV heads of a dense backward, of `key_blocks` blocks of keys each, usually make a section. `several`
+/// says whether a thread block takes more than one of these blocks.
 int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, int key_blocks, bool several);
 
 }  // namespace flashtile

@@ -26,7 +26,7 @@ LEVELS = [
     {"row_results"},
     {"workspace"},
     {"plan"},
-    {"kvcache", "forward_parts"},
+    {"kvcache", "forward_parts", "backward_order"},
     {"registry", "order_tiles", "append", "prefill"},
     {"flashtile", "params"},
     {"kvcache_params", "join_gradients", "join_parts", "prepare_backward"},

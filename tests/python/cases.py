@@ -266,6 +266,15 @@ def _cases():
             add(f"few_blocks_window_D{dim}_Dv{dim_v}", seqlen_q=300, seqlen_k=333, window=(70, 9), dtype=dtype, **few)
             add(f"few_blocks_sinks_dropout_D{dim}_Dv{dim_v}", seqlen_q=210, seqlen_k=140, dtype=dtype, **few, **both)
             add(f"few_blocks_softcap_D{dim}_Dv{dim_v}", seqlen_q=222, seqlen_k=65, softcap=5.0, dtype=dtype, **few)
+    # A wave of thread blocks takes many blocks of keys that meet few queries; whole heads do not fill it.
+    for dim in (64, 96, 128):
+        for dtype in (F16, BF16):
+            short = dict(batch=1, seqlen_q=43, seqlen_k=2100, heads_q=30, heads_k=30, head_dim=dim, dtype=dtype)
+            add(f"short_blocks_causal_D{dim}", causal=True, **short)
+            add(f"short_blocks_window_D{dim}", window=(600, 30), dropout_p=0.1 if dim == 64 else 0.0, **short)
+            short |= dict(seqlen_k=1500)  # 12 blocks, which divide a wave of 132
+            add(f"short_blocks_dropout_D{dim}", causal=True, dropout_p=0.1, **short)
+            add(f"short_blocks_softcap_D{dim}", causal=True, softcap=7.0, **short)
     for dtype in DTYPES:
         few = dict(batch=1, heads_q=2, heads_k=2, seqlen_k=13, dtype=dtype)
         add("few_keys_many_queries", seqlen_q=5584, **few)

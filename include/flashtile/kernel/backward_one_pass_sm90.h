@@ -6,6 +6,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/backward_order.h"
 #include "flashtile/cuda/launch.h"
 #include "flashtile/epilogue/gradient.h"
 #include "flashtile/epilogue/partial_gradient.h"
@@ -161,7 +162,7 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
     launch(kernel, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory, true}, params, stream);
   };
   const bool loops = plan.grid < plan.tiles;
-  if (ragged || (loops && plan.problem.deterministic)) {
+  if (ragged || (loops && !go_in_rounds(plan.problem, plan.variant, backward.n_blocks, plan.parts, plan.grid))) {
     launch_main(backward_one_pass_sm90<Row, Takes::kNext>, next);
   } else if constexpr (Row::kVariant.may_loop()) {
     loops ? launch_main(backward_one_pass_sm90<Row, Takes::kBlocks>, several)

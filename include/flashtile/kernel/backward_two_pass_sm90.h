@@ -1,12 +1,14 @@
 // The backward kernel of wide heads for Hopper has two passes: one over blocks of keys forms dK and dV, and one over
-// tiles of queries forms dQ. They need nothing of each other, so they are one kernel, and the second fills the tail of
-// the first. No sum is shared between thread blocks: the results are the same in every run.
+// tiles of queries forms dQ. They need nothing of each other, so they are one kernel, in which the pass of shorter
+// pieces of work fills the tail of the other. No sum is shared between thread blocks: the results are the same in every
+// run.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/backward_order.h"
 #include "flashtile/cuda/launch.h"
 #include "flashtile/epilogue/gradient.h"
 #include "flashtile/epilogue/partial_gradient.h"
@@ -17,12 +19,13 @@
 #include "flashtile/mainloop/hand_out.h"
 #include "flashtile/params.h"
 #include "flashtile/prepare_backward.h"
+#include "flashtile/scheduler/sections.h"
 
 namespace flashtile {
 
 /// There are as many persistent thread blocks as run at a time. Each takes the next block of keys that no other has
-/// taken, again and again, and when there are none left, tiles of queries. The tiles of the next one are being loaded
-/// while the gradients of the last one are stored.
+/// taken, again and again, and when there are none left, tiles of queries; or those first. The tiles of the next one
+/// are being loaded while the gradients of the last one are stored.
 template <Variant kV, bool kRagged>
 struct BackwardTwoPassSm90 {
   using OfKeys = BackwardKeysSm90<kV, kRagged>;
@@ -69,31 +72,85 @@ struct BackwardTwoPassSm90 {
       key_blocks = min(key_blocks, *backward.ragged_keys.listed * backward.heads_k * backward.parts.value);
       query_tiles = min(query_tiles, *backward.ragged_queries.listed * backward.heads);
     }
+    const int before_keys = params.queries_first ? query_tiles : 0;
+    const int before_queries = params.queries_first ? 0 : key_blocks;
     int index = blockIdx.x;
     const auto next = [&] { index = gridDim.x + atomicAdd(backward.taken, 1); };
-    shared.key_blocks.run([&](KeyBlock& block) { return index < key_blocks && block.find(backward, index); }, next);
-    shared.queries.run(
-        [&](QueryTile& tile) {
-          return index - key_blocks < query_tiles && backward.find_query_tile(index - key_blocks, tile);
+    const auto find_query_tile = [&](int place, QueryTile& tile) {
+      if constexpr (!kRagged) {
+        const int heads = backward.batch * backward.heads;
+        const auto found = BlockOfSection::at(unsigned(place), heads, backward.m_blocks, params.heads_at_once);
+        place = found.head * backward.m_blocks + found.rank;
+      }
+      return backward.find_query_tile(place, tile);
+    };
+    in_order(
+        [&] {
+          shared.key_blocks.run(
+              [&](KeyBlock& block) {
+                return index - before_keys < key_blocks && block.find(backward, index - before_keys);
+              },
+              next);
         },
-        next);
+        [&] {
+          shared.queries.run(
+              [&](QueryTile& tile) {
+                return index - before_queries < query_tiles && find_query_tile(index - before_queries, tile);
+              },
+              next);
+        },
+        [] {});
   }
 
   /// The producer warp has TMA load the tiles of both passes.
   CUTE_DEVICE void produce() const {
-    typename OfKeys::Producer of_keys{params, shared.key_tiles, shared.key_barriers};
-    shared.key_blocks.for_each([&](KeyBlock const& block, KeyBlock const&) __attribute__((always_inline)) {
-      of_keys.run(block, [&] { shared.key_blocks.ask(); });
-    });
-    begin_second_pass();
-    typename OfQueries::Producer of_queries{params, shared.query_tiles, shared.query_barriers};
-    shared.queries.for_each([&](QueryTile const& tile, QueryTile const&) __attribute__((always_inline)) {
-      of_queries.run(typename OfQueries::Work(params.backward, tile), [&] { shared.queries.ask(); });
-    });
+    in_order(
+        [&]() __attribute__((always_inline)) {
+          typename OfKeys::Producer producer{params, shared.key_tiles, shared.key_barriers};
+          shared.key_blocks.for_each([&](KeyBlock const& block, KeyBlock const&) __attribute__((always_inline)) {
+            producer.run(block, [&] { shared.key_blocks.ask(); });
+          });
+        },
+        [&]() __attribute__((always_inline)) {
+          typename OfQueries::Producer producer{params, shared.query_tiles, shared.query_barriers};
+          shared.queries.for_each([&](QueryTile const& tile, QueryTile const&) __attribute__((always_inline)) {
+            producer.run(typename OfQueries::Work(params.backward, tile), [&] { shared.queries.ask(); });
+          });
+        },
+        [&] { change_passes(); });
   }
 
   /// The threads from the second warpgroup on are the consumers.
   CUTE_DEVICE void consume() const {
+    in_order([&]() __attribute__((always_inline)) { form_keys(); },
+             [&]() __attribute__((always_inline)) { form_queries(); }, [&] { change_passes(); });
+  }
+
+ private:
+  /// Calls what a thread does in each pass, in their order, and `between` the two. Neither pass has a second copy of
+  /// its code.
+  template <class OfKeyBlocks, class OfQueryTiles, class Between>
+  CUTE_DEVICE void in_order(OfKeyBlocks&& of_key_blocks, OfQueryTiles&& of_query_tiles, Between&& between) const {
+    CUTE_NO_UNROLL
+    for (int pass = 0; pass < 2; ++pass) {
+      if (pass == 1) between();
+      if (params.queries_first == (pass == 0))
+        of_query_tiles();
+      else
+        of_key_blocks();
+    }
+  }
+
+  /// Between the passes the producer warp and all consumers wait for each other, as the tiles of the second pass lie
+  /// where those of the first were.
+  CUTE_DEVICE void change_passes() const {
+    __syncwarp();
+    cutlass::arch::fence_view_async_shared();  // TMA next writes memory that threads have written
+    cutlass::arch::NamedBarrier::sync(kTakePart, 0);
+  }
+
+  /// Forms dK and dV of all blocks of keys, each by a warpgroup.
+  CUTE_DEVICE void form_keys() const {
     BackwardParams const& backward = params.backward;
     const int thread = threadIdx.x % 128;
     if (threadIdx.x / 128 == 1) {
@@ -105,17 +162,6 @@ struct BackwardTwoPassSm90 {
       form_keys<typename OfKeys::MmaK, OfKeys::kHeadDim>(keys, backward.scale, backward.dk, backward.dk_strides,
                                                          backward.partial_dk, backward.head_dim);
     }
-    begin_second_pass();
-    form_queries();
-  }
-
- private:
-  /// Between the passes the producer warp and all consumers wait for each other, as the tiles of the second pass lie
-  /// where those of the first were.
-  CUTE_DEVICE void begin_second_pass() const {
-    __syncwarp();
-    cutlass::arch::fence_view_async_shared();  // TMA next writes memory that threads have written
-    cutlass::arch::NamedBarrier::sync(kTakePart, 0);
   }
 
   /// Forms dK or dV of all blocks of keys, by the warpgroup of `consumer`.
@@ -206,6 +252,8 @@ void launch_backward_two_pass_sm90(const BackwardPlan& plan, const BackwardTenso
       .statistics = float_boxes(workspace.lse_log2(memory), 2, workspace.rows(), 2, kRows, device),
       .key_blocks = backward.dk || backward.dv ? static_cast<int>(plan.tiles - workspace.tiles) : 0,
       .query_tiles = backward.dq ? static_cast<int>(workspace.tiles) : 0,
+      .queries_first = queries_come_first(plan.problem, Row::kVariant, plan.parts),
+      .heads_at_once = query_heads_at_once(plan.problem, plan.heads_at_once),
   };
   prepare_backward(plan, backward, stream);
   const LaunchShape shape = {std::min(plan.grid, params.key_blocks + params.query_tiles), Row::kVariant.threads(),

@@ -29,6 +29,8 @@ struct BackwardTwoPassParams {
   CUtensorMap q, k, v, dout;    // tiles of 64 rows
   CUtensorMap statistics;       // lse_log2 and delta of 64 rows
   int key_blocks, query_tiles;  // work of each pass; of a ragged batch, at most
+  bool queries_first;           // whether the pass over tiles of queries comes first
+  int heads_at_once;            // query heads of a dense batch whose tiles are interleaved: see BlockOfSection
 };
 
 template <Variant kV, bool kRagged>

@@ -23,7 +23,8 @@ struct BackwardOnePassParams {
 };
 
 /// Takes says what a thread block takes: a block of keys; several, as its index says; or again and again the next that
-/// no other has taken, where sequences are ragged, or where it takes several and sums are in order.
+/// no other has taken, where sequences are ragged, or where it takes several and sums are in order, or their work is
+/// not even.
 enum class Takes { kBlock, kBlocks, kNext };
 
 /// Where a thread block takes several blocks of keys, the tiles of the next one are being loaded while dK and dV of the
