@@ -40,6 +40,7 @@ constexpr std::int64_t kDealtWaves = 16;  // with more waves of blocks of keys n
 constexpr double kKept = 0.5;             // share of the L2 cache that keeps what the blocks of a section share;
 constexpr double kSlower = 0.23;          // what is beyond it, by the size of the L2 cache, takes so much more time
 constexpr double kSharedByGroup = 0.4;    // and so does the share of a further query head, whose turn comes later
+constexpr int kMostOfGroup = 7;           // up to so many of them
 constexpr double kClearly = 0.95;         // unusual sections have to take no more than this share of the time,
 constexpr double kClearlyWide = 0.93;     // and parts where there are two passes
 
@@ -70,6 +71,11 @@ class Dealing {
       most_parts_ = std::max(most_parts_, blocks_.back().units);
     }
     if (!v.two_passes()) return;
+    const double tiles = 1.0 * p_.batch * p_.heads_q * ((p_.seqlen_q + v.tile_m - 1) / v.tile_m);
+    if (tiles > static_cast<double>(h100::kDealtWaves * at_once)) {
+      for (const Block& block : blocks_) work_of_queries_ += 0.75 * heads_ * block.steps();  // three matmuls for four
+      return;
+    }
     for (int end = p_.seqlen_q; end > 0; end = (end - 1) / v.tile_m * v.tile_m) {
       const Range rows = {(end - 1) / v.tile_m * v.tile_m, end};
       query_tiles_.push_back(step_of_queries(v) * p_.mask().walk(rows, v.tile_n, lengths).blocks());
@@ -87,18 +93,19 @@ class Dealing {
     std::priority_queue<double, std::vector<double>, std::greater<>> busy(
         {}, std::vector<double>(static_cast<std::size_t>(at_once_),
                                 h100::kEndsOfBlock - std::min(ends, h100::kEndsOfBlock)));
-    double end = 0;
+    double end = 0, dealt = 0;
     const auto deal = [&](double work) {
+      dealt += work;
       const double until = busy.top() + work;
       busy.pop();
       busy.push(until);
       end = std::max(end, until);
     };
     const auto deal_query_tiles = [&] {
-      const int all = p_.batch * p_.heads_q, at_once = query_heads_at_once(p_, heads_at_once);
-      for (int first = 0; first < all; first += at_once)
+      const int all = p_.batch * p_.heads_q, heads = query_heads_at_once(p_, heads_at_once);
+      for (int first = 0; first < all; first += heads)
         for (const double tile : query_tiles_)
-          for (int head = first; head < std::min(first + at_once, all); ++head) deal(tile + h100::kEndsOfBlock);
+          for (int head = first; head < std::min(first + heads, all); ++head) deal(tile + h100::kEndsOfBlock);
     };
     const bool queries_first = !query_tiles_.empty() && queries_come_first(p_, v_, parts);
     if (queries_first) deal_query_tiles();
@@ -108,6 +115,7 @@ class Dealing {
         for (int i = 0; i < heads * parts; ++i) deal(block.steps_of_part(i % parts, parts) + ends);
     }
     if (!queries_first) deal_query_tiles();
+    end = std::max(end, (dealt + work_of_queries_) / at_once_);          // so many small pieces fill all gaps
     return end + (in_order_ ? static_cast<double>(blocks_.size()) : 0);  // a head's last block waits for its first
   }
 
@@ -143,7 +151,8 @@ class Dealing {
   int at_once_, heads_;
   bool in_order_;
   std::vector<Block> blocks_;        // of one KV head
-  std::vector<double> query_tiles_;  // steps of the tiles of one query head in a second pass, the longest first
+  std::vector<double> query_tiles_;  // steps of the tiles of one query head in the pass for dQ, the longest first,
+  double work_of_queries_ = 0;       // or the steps of all heads, where these are too many to deal
   int longest_ = 0, most_parts_ = 0;
 };
 
@@ -179,7 +188,8 @@ KeyBlockOrder usual_order(const Problem& p, const Variant& v, const DeviceInfo& 
 double slower(const KeyBlockOrder& order, const Problem& p, const Variant& v, const DeviceInfo& device) {
   const int of_wave = device.multiprocessors / (key_blocks(p, v) * order.parts);
   const int heads = std::max(order.heads_at_once, std::min(of_wave, p.batch * p.heads_k));
-  const double shared = query_bytes_of_head(p, v) * heads * (1 + h100::kSharedByGroup * (p.group() - 1));
+  const int later = std::min(p.group() - 1, h100::kMostOfGroup);
+  const double shared = query_bytes_of_head(p, v) * heads * (1 + h100::kSharedByGroup * later);
   return 1 + h100::kSlower * std::max(shared / static_cast<double>(device.l2_bytes) - h100::kKept, 0.0);
 }
 
@@ -259,7 +269,7 @@ KeyBlockOrder order_key_blocks(const BackwardPlan& plan, const DeviceInfo& devic
   };
   Key key{plan.problem, plan.variant, device.multiprocessors, device.l2_bytes, plan.tiles};
   key.problem.dropout = {};  // its seed is another in each call
-  static thread_local Recent<Key, KeyBlockOrder> recent;
+  static thread_local Recent<Key, KeyBlockOrder, 32> recent;
   return recent.get(key, [&] { return best_order(plan, device); });
 }
 

@@ -31,8 +31,8 @@ int blocks_of_section(const ForwardPlan& plan, const DeviceInfo& device);
 /// Returns the size of a section of a ragged backward, in blocks of keys (see RaggedOrder).
 int blocks_of_section(const Problem& p, const Variant& v, const DeviceInfo& device);
 
-/// Returns how many KV heads of a dense backward, of `key_blocks` blocks of keys each, usually make a section. `several`
-/// says whether a thread block takes more than one of these blocks.
+/// Returns how many KV heads of a dense backward, of `key_blocks` blocks of keys each, usually make a section.
+/// `several` says whether a thread block takes more than one of these blocks.
 int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, int key_blocks, bool several);
 
 }  // namespace flashtile

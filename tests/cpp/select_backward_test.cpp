@@ -259,6 +259,19 @@ TEST(SelectBackward, ManyShortBlocksUnderAMaskAreTakenByAWave) {
   EXPECT_FALSE(in_rounds(select_backward(problem, device), 12)) << "no kernel with dropout does";
 }
 
+TEST(SelectBackward, VeryManyQueriesAreNotCountedOneByOne) {
+  const DeviceInfo device = h100();
+  for (const int head_dim : {64, 128, 256}) {
+    for (const Band band : {Band::full(), Band::causal()}) {
+      Problem problem = of_heads(device, 1, 8, 8, (1 << 27) - 1, 13, head_dim);
+      problem.band = band;
+      EXPECT_GE(select_backward(problem, device).parts, band == Band::full() ? 8 : 1) << head_dim;
+      problem.ragged = true;
+      EXPECT_GE(select_backward(problem, device).parts, 1) << head_dim;
+    }
+  }
+}
+
 TEST(SelectBackward, OfTwoPassesTheLongerPiecesComeFirst) {
   const DeviceInfo device = h100();
   const auto first = [&](int heads_q, int seqlen_q, int seqlen_k) {
