@@ -87,13 +87,15 @@ int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, 
   // A wider section keeps more of dQ in the L2 cache. Where a head has few blocks this costs more than better balance
   // gains, unless thread blocks take several.
   const bool pays = adds_in_order(p, v) || several || key_blocks >= h200::kManyBlocks;
+  const std::int64_t all = std::max<std::int64_t>(std::int64_t{p.batch} * p.heads_k, 1);
   std::int64_t wanted = pays ? backward_section(p, v, device, key_blocks, several) / key_blocks : 1;
-  if (!adds_in_order(p, v)) {
-    const auto cached = static_cast<std::int64_t>(static_cast<double>(device.l2_bytes) / query_bytes_of_head(p, v));
-    wanted = std::min(wanted, std::max<std::int64_t>(cached, device.multiprocessors / key_blocks));
+  const auto cached = static_cast<std::int64_t>(static_cast<double>(device.l2_bytes) / query_bytes_of_head(p, v));
+  const std::int64_t most = std::max<std::int64_t>({cached, device.multiprocessors / key_blocks, 1});
+  if (!adds_in_order(p, v) && wanted > most) {  // then sections are equal, as a small last one would balance nothing
+    const std::int64_t sections = std::max<std::int64_t>((2 * all + most) / (2 * most), 1);
+    wanted = (all + sections - 1) / sections;
   }
-  const std::int64_t all = std::int64_t{p.batch} * p.heads_k;
-  return static_cast<int>(std::clamp<std::int64_t>(wanted, 1, std::max<std::int64_t>(all, 1)));
+  return static_cast<int>(std::clamp<std::int64_t>(wanted, 1, all));
 }
 
 }  // namespace flashtile

@@ -234,6 +234,7 @@ void expect_shares(int items, int teams) {
   for (int team = 0; team < teams; ++team) {
     const int begin = shares.first_item(team), end = shares.first_item(team + 1);
     ASSERT_TRUE(end - begin == items / teams || end - begin == items / teams + 1) << team;
+    ASSERT_TRUE(end > begin || begin == items) << team << ": a team without items is not between two with items";
     const bool large = end - begin > 1000;  // of a large share only the ends are tested
     for (int n = 0; n < (large ? 100 : end - begin); ++n) {
       ASSERT_EQ(shares.team_of(begin + n), team) << begin + n;

@@ -94,20 +94,24 @@ struct SplitKeys {
 
 /// Teams share out the line of all items as evenly as whole items allow. The shares that are one item longer are spread
 /// over the line: where there are a whole number of teams for each tile, and tiles are equally long, each share then
-/// ends where its tile does.
+/// ends where its tile does. With fewer items than teams the first teams have one each, so that none between two others
+/// has nothing to hand in.
 struct TeamShares {
+  int items;
   int each;
   std::uint32_t more;  // the rest for a team, in steps of 2^-32 items
   float teams_per_item;
 
   FLASHTILE_HOST_DEVICE static TeamShares of(int items, Divisor teams) {
+    if (items < teams.value) return {items, 1, 0, 1.0f};
     const std::uint64_t rest = unsigned(teams.remainder(items));
     // The quotient is rounded up, so that the last share ends with the last item.
-    return {teams.quotient(items), std::uint32_t(rest * teams.multiplier >> teams.shift) + 1,
+    return {items, teams.quotient(items), std::uint32_t(rest * teams.multiplier >> teams.shift) + 1,
             float(teams.value) / float(items)};
   }
   FLASHTILE_HOST_DEVICE int first_item(int team) const {
-    return each * team + int(std::uint64_t(more) * unsigned(team) >> 32);
+    const int first = each * team + int(std::uint64_t(more) * unsigned(team) >> 32);
+    return first < items ? first : items;
   }
   FLASHTILE_HOST_DEVICE int team_of(int item) const {
     int team = int(float(item) * teams_per_item);  // rounded: perhaps a neighbour of the right one
