@@ -16,7 +16,27 @@ bool is_unusual_softcap(const Problem& p, bool backward) {
   return map.capped && (p.softcap > kUsualSoftcap || (backward && map.stretched));
 }
 
+/// These were read off thirty shapes on H100s, each between calls of other kernels (docs/performance.md).
+namespace h100 {
+
+constexpr int kMostKeys = 128;    // one block of Hopper's forward
+constexpr int kTile = 128;        // rows of a tile
+constexpr int kEndsOfTile = 32;   // prologue and epilogue of such a tile on Ampere's kernel, in the time of keys
+constexpr int kMostWork = 384;    // keys, and ends, of the tiles of one multiprocessor
+constexpr int kMostTiles = 5;     // of one multiprocessor
+constexpr int kWidestHead = 128;  // above this Ampere's tiles have half as many rows
+
+}  // namespace h100
+
 }  // namespace
+
+bool has_few_keys(const Problem& p, const DeviceInfo& device) {
+  if (p.device.type != DeviceType::kCuda || device.compute_capability != 90 || p.ragged) return false;
+  const std::int64_t tiles = std::int64_t{p.batch} * p.heads_q * ((p.seqlen_q + h100::kTile - 1) / h100::kTile);
+  return p.wider_head_dim() <= h100::kWidestHead && p.seqlen_k <= h100::kMostKeys &&
+         tiles <= std::int64_t{h100::kMostTiles} * device.multiprocessors &&
+         tiles * (p.seqlen_k + h100::kEndsOfTile) <= std::int64_t{h100::kMostWork} * device.multiprocessors;
+}
 
 bool prefers_rows_of_128(const Problem& p, const DeviceInfo& device) {
   constexpr int kRows = 192, kFewKeys = 80, kWidestOfThreeBoxes = 72;  // a tile of D128 has so many rows, and keys

@@ -18,6 +18,7 @@ inline constexpr const char* kNarrowest = "the first row of this dtype that is w
 inline constexpr const char* kSmallerTile =
     "the first row of this dtype that is wide enough and fits the GPU's shared memory";
 inline constexpr const char* kSplitKeys = "too few tiles to fill the GPU, so the keys of each are split";
+inline constexpr const char* kFewKeys = "so few keys and tiles that a persistent kernel would have nothing to overlap";
 inline constexpr const char* kFastest = "of the rows that are just wide enough, the one with the least estimated time";
 
 /// A row that knows features that nobody asks for takes up to so many times as long: see Features.
@@ -27,6 +28,10 @@ inline constexpr double kTimeOfIdleFeatures = 1.2;
 /// architecture. A row whose features include the answer can compute the problem, so nothing else has to ask for
 /// options.
 Features features_of(const Problem& problem, Kind kind, const Variant& v);
+
+/// Returns whether a forward on Hopper has so few keys, and so few tiles, that Ampere's kernel is faster: it begins
+/// sooner, has less code to fetch, and several of its thread blocks run on a multiprocessor at a time.
+bool has_few_keys(const Problem& problem, const DeviceInfo& device);
 
 /// Returns whether a forward on Hopper is faster with the rows of D128 than with those of D96, though these are wide
 /// enough. They load a row of at most 72 columns by two boxes of TMA, not by three, which counts where all
@@ -121,12 +126,19 @@ Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<c
   return choose(problem, device, rows, suits, [](const Row& row, const Problem& p) { return estimate(row, p); });
 }
 
-/// Takes the row of a forward; instead of it one that splits keys, where Hopper has one that serves and its estimate is
-/// clearly less. Sinks are no feature of such a row, as they are added when the parts of a row are joined.
+/// Takes the row of a forward; instead of it one of Ampere's where keys are few, or one that splits keys, where Hopper
+/// has one that serves and its estimate is clearly less. Sinks are no feature of such a row, as they are added when the
+/// parts of a row are joined.
 template <class Row, class Suits>
 Choice<Row> choose_forward(Problem problem, const DeviceInfo& device, std::span<const Row> rows,
                            const Suits& usually_suits) {
   const auto time = [&](const Row& row, const Problem& p) { return estimate_forward(row.variant, p, device); };
+  if (Row::kKind == Kind::kForward && has_few_keys(problem, device)) {
+    const auto on_ampere = [&](const Row& row) { return row.variant.arch == Arch::kSm80 && usually_suits(row); };
+    Choice<Row> choice = choose(problem, device, rows, on_ampere, time);
+    choice.why = kFewKeys;
+    return choice;
+  }
   const bool wider = Row::kKind == Kind::kForward && prefers_rows_of_128(problem, device);
   const auto suits = [&](const Row& row) {
     return usually_suits(row) && !(wider && row.variant.arch == Arch::kSm90 && row.variant.head_dim == 96);

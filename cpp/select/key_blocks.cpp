@@ -42,7 +42,8 @@ constexpr double kSlower = 0.23;          // what is beyond it, by the size of t
 constexpr double kSharedByGroup = 0.4;    // and so does the share of a further query head, whose turn comes later
 constexpr int kMostOfGroup = 7;           // up to so many of them
 constexpr double kClearly = 0.95;         // unusual sections have to take no more than this share of the time,
-constexpr double kClearlyWide = 0.93;     // and parts where there are two passes
+constexpr double kClearlyParts = 0.98;    // more parts no more than this,
+constexpr double kClearlyWide = 0.93;     // and where there are two passes no more than this
 
 }  // namespace h100
 
@@ -244,7 +245,8 @@ KeyBlockOrder best_order(const BackwardPlan& plan, const DeviceInfo& device) {
   const std::int64_t most = std::min<std::int64_t>(h100::kMostWaves * at_once / plan.tiles, dealt.back().most_parts());
   for (int parts = 1; parts == 1 || parts <= most; parts += 1 + parts / 32) {  // of many, not each number is tried
     if (parts > 1 && parts * h100::kFewestSteps > dealt.back().longest()) break;
-    if (parts > 1) consider(usual_order(p, v, device, plan.tiles, parts), v.two_passes() ? h100::kClearlyWide : 1);
+    if (parts > 1)
+      consider(usual_order(p, v, device, plan.tiles, parts), v.two_passes() ? h100::kClearlyWide : h100::kClearlyParts);
     if (!sections) continue;
     const int heads = p.batch * p.heads_k;
     const auto waves = static_cast<int>(plan.tiles * parts / device.multiprocessors);

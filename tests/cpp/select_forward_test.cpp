@@ -118,6 +118,24 @@ TEST(SelectForward, HopperSplitsKeysWhereTilesAreFew) {
   EXPECT_EQ(plan.parts_at % 16, 0);
 }
 
+TEST(SelectForward, FewKeysTakeAmperesRowsOnHopper) {
+  const DeviceInfo device = gpu(90, 227);
+  const auto arch_of = [&](int batch, int heads, int head_dim, int seqlen_q, int seqlen_k, bool ragged = false) {
+    Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim, seqlen_k);
+    problem.batch = batch, problem.heads_q = problem.heads_k = heads, problem.seqlen_q = seqlen_q;
+    problem.ragged = ragged;
+    return select_forward(problem, device).variant.arch;
+  };
+  EXPECT_EQ(arch_of(1, 2, 104, 1504, 24), Arch::kSm80);
+  EXPECT_EQ(arch_of(2, 16, 128, 1024, 64), Arch::kSm80);
+  EXPECT_EQ(arch_of(1, 8, 64, 128, 128), Arch::kSm80);
+  EXPECT_EQ(arch_of(8, 14, 64, 768, 15), Arch::kSm90) << "a multiprocessor has more than five tiles";
+  EXPECT_EQ(arch_of(4, 8, 64, 4096, 77), Arch::kSm90) << "there are eight waves of tiles";
+  EXPECT_EQ(arch_of(1, 8, 64, 256, 256), Arch::kSm90);
+  EXPECT_EQ(arch_of(1, 8, 160, 128, 128), Arch::kSm90) << "Ampere's tiles of so wide a head have half the rows";
+  EXPECT_EQ(arch_of(1, 8, 64, 128, 128, true), Arch::kSm90) << "how long a sequence is, select does not know";
+}
+
 TEST(SelectForward, RowsOfD128ServeNarrowerHeadsWhereTheyAreFaster) {
   const DeviceInfo device = gpu(90, 227);
   const auto row_of = [&](int batch, int head_dim, int seqlen_q, int seqlen_k) {
@@ -128,16 +146,16 @@ TEST(SelectForward, RowsOfD128ServeNarrowerHeadsWhereTheyAreFaster) {
   EXPECT_EQ(row_of(4, 72, 1024, 1024), 128);
   EXPECT_EQ(row_of(4, 88, 1024, 1024), 96) << "its rows take three boxes, or two of twice the size";
   EXPECT_EQ(row_of(1, 72, 1024, 1024), 96) << "there are fewer tiles than multiprocessors";
-  EXPECT_EQ(row_of(4, 88, 1024, 16), 128) << "all keys are in one tile";
-  EXPECT_EQ(row_of(4, 96, 1024, 16), 96);
-  EXPECT_EQ(row_of(4, 64, 1024, 16), 64);
+  EXPECT_EQ(row_of(8, 88, 1024, 16), 128) << "all keys are in one tile";
+  EXPECT_EQ(row_of(8, 96, 1024, 16), 96);
+  EXPECT_EQ(row_of(8, 64, 1024, 16), 64);
 }
 
 TEST(SelectForward, FewKeysTakeTallTiles) {
   const DeviceInfo device = gpu(90, 227);
   for (const int head_dim : {64, 96, 128}) {
     Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim, 16);
-    problem.batch = 1, problem.heads_q = problem.heads_k = 20, problem.seqlen_q = 3000;
+    problem.batch = 2, problem.heads_q = problem.heads_k = 20, problem.seqlen_q = 3000;
     EXPECT_EQ(select_forward(problem, device).variant.tile_m, 192) << head_dim;
     EXPECT_EQ(select_forward(problem, device).variant.arch, Arch::kSm90) << head_dim;
   }
