@@ -39,10 +39,10 @@ bool has_few_keys(const Problem& p, const DeviceInfo& device) {
 }
 
 bool prefers_rows_of_128(const Problem& p, const DeviceInfo& device) {
-  constexpr int kRows = 192, kFewKeys = 80, kWidestOfThreeBoxes = 72;  // a tile of D128 has so many rows, and keys
+  constexpr int kRows = 192, kKeys = 80, kWidestOfThreeBoxes = 72;  // a tile of D128 has so many rows, and keys
   if (p.wider_head_dim() <= 64 || p.wider_head_dim() >= 96 || p.ragged) return false;
   const std::int64_t tiles = std::int64_t{p.batch} * p.heads_q * ((p.seqlen_q + kRows - 1) / kRows);
-  return p.seqlen_k <= kFewKeys || (p.wider_head_dim() <= kWidestOfThreeBoxes && tiles > device.multiprocessors);
+  return p.seqlen_k <= kKeys || (p.wider_head_dim() <= kWidestOfThreeBoxes && tiles > device.multiprocessors);
 }
 
 Features features_of(const Problem& p, Kind kind, const Variant& v) {
