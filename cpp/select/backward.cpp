@@ -20,18 +20,20 @@ void plan_on_cpu(BackwardPlan& plan, const DeviceInfo& device) {
 void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
+  const BackwardWorkspace whole = BackwardWorkspace::of(p, v, 1);
+  countable("q", whole.tiles, kTiles);  // the rows of these tiles still fit in int64
+  countable("q", whole.rows(), "rows (batch × heads × whole blocks)");
+  countable("k", plan.tiles, kTiles);
   const KeyBlockOrder order = order_key_blocks(plan, device);
   plan.parts = order.parts;
   plan.heads_at_once = order.heads_at_once;
   plan.tiles *= plan.parts;
   const BackwardWorkspace workspace = BackwardWorkspace::of(p, v, plan.parts);
-  countable("q", workspace.tiles, kTiles);  // the rows of these tiles still fit in int64
-  countable("q", workspace.rows(), "rows (batch × heads × whole blocks)");
   if (v.two_passes()) plan.tiles += workspace.tiles;
   const int tiles = countable("k", plan.tiles, kTiles);
   plan.grid = order.persistent == 0 ? tiles : std::min(tiles, order.persistent);
-  // Where dQ is summed in a fixed order, the blocks of a head have to be taken in order too. With two passes, the
-  // second one fills the tail of the first.
+  // Where dQ is summed in a fixed order, the blocks of a head have to be taken in order too. Of two passes, one fills
+  // the tail of the other.
   plan.parts_of_sequence = p.deterministic || v.two_passes() ? 1 : parts_of_sequence(p);
   plan.blocks_of_section = blocks_of_section(p, v, device);
   plan.workspace_bytes = workspace.bytes();

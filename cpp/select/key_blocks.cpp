@@ -1,7 +1,6 @@
 #include "select/key_blocks.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <queue>
@@ -48,7 +47,7 @@ constexpr double kClearlyWide = 0.93;     // and where there are two passes no m
 }  // namespace h100
 
 int key_blocks(const Problem& p, const Variant& v) {
-  return std::max((p.seqlen_k + v.tile_n - 1) / v.tile_n, 1);
+  return std::max(Spans::tiles(p.seqlen_k, v.tile_n), 1);
 }
 
 /// Returns how many queries a step of a block of keys has.
@@ -60,7 +59,11 @@ int queries_of_step(const Variant& v) {
 class Dealing {
  public:
   Dealing(const Problem& problem, const Variant& v, int at_once)
-      : p_(problem), v_(v), at_once_(at_once), heads_(p_.batch * p_.heads_k), in_order_(in_order(problem, v)) {
+      : p_(problem),
+        v_(v),
+        at_once_(at_once),
+        heads_(p_.batch * p_.heads_k),
+        in_order_(p_.deterministic && !v.two_passes()) {
     const Lengths lengths = p_.lengths();
     const int group = p_.group();
     for (int n = 0; n < key_blocks(p_, v); ++n) {
@@ -72,9 +75,10 @@ class Dealing {
       most_parts_ = std::max(most_parts_, blocks_.back().units);
     }
     if (!v.two_passes()) return;
-    const double tiles = 1.0 * p_.batch * p_.heads_q * ((p_.seqlen_q + v.tile_m - 1) / v.tile_m);
-    if (tiles > static_cast<double>(h100::kDealtWaves * at_once)) {
-      for (const Block& block : blocks_) work_of_queries_ += 0.75 * heads_ * block.steps();  // three matmuls for four
+    const std::int64_t tiles = std::int64_t{p_.batch} * p_.heads_q * Spans::tiles(p_.seqlen_q, v.tile_m);
+    if (tiles > h100::kDealtWaves * at_once) {
+      const double step = step_of_queries(v) * kQueriesOfPass / v.tile_m;  // of as many queries as in the other pass
+      for (const Block& block : blocks_) work_of_queries_ += step * heads_ * block.steps();
       return;
     }
     for (int end = p_.seqlen_q; end > 0; end = (end - 1) / v.tile_m * v.tile_m) {
@@ -83,7 +87,6 @@ class Dealing {
     }
   }
 
-  static bool in_order(const Problem& p, const Variant& v) { return p.deterministic && !v.two_passes(); }
   int longest() const { return longest_; }        // steps of the longest block of keys
   int most_parts() const { return most_parts_; }  // into which a block of keys can be divided
 
