@@ -238,6 +238,7 @@ TEST(SelectBackward, SectionsFitTheL2Cache) {
       Problem problem = of_heads(device, batch, 64, heads_k, 2048, 2048);
       problem.band = Band::causal();
       const BackwardPlan plan = select_backward(problem, device);
+      // Sections are equally large, so one may be half as large again as what fits.
       EXPECT_LE(plan.heads_at_once * 2048 * 128 * (2 + 2 + 4), 1.5 * static_cast<double>(device.l2_bytes))
           << batch << " × " << heads_k;
     }
