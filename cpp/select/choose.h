@@ -35,8 +35,8 @@ bool has_few_keys(const Problem& problem, const DeviceInfo& device);
 
 /// Returns whether a forward on Hopper is faster with the rows of D128 than with those of D96, though these are wide
 /// enough. They load a row of at most 72 columns by two boxes of TMA, not by three, which counts where all
-/// multiprocessors read at once, and have fewer keys to a tile, which counts where there is only one
-/// (docs/performance.md).
+/// multiprocessors read at once, and have fewer keys to a tile, which counts where there is only one. Both
+/// were measured on H100s, for dense batches (docs/performance.md).
 bool prefers_rows_of_128(const Problem& problem, const DeviceInfo& device);
 
 /// Returns the bytes of shared memory that a thread block of the kernel takes: none on a CPU.

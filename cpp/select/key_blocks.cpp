@@ -29,20 +29,20 @@ constexpr double kBusy = 0.95;                // a grid should use this share of
 /// tile of queries of one head that a block of keys meets.
 namespace h100 {
 
-constexpr double kEndsOfBlock = 2;        // prologue and epilogue of a thread block, in steps,
-constexpr double kEndsOfNext = 1.3;       // of a block of keys that is not a thread block's first,
-constexpr double kEndsOfPart = 2.5;       // and of a part, whose gradients are float32
-constexpr double kJoin = 4000;            // the kernel that joins the parts, beside what it moves, in nanoseconds
-constexpr double kFewestSteps = 4;        // of the longest part
-constexpr std::int64_t kMostWaves = 5;    // of thread blocks with a part, which bounds the workspace
-constexpr std::int64_t kDealtWaves = 16;  // with more waves of blocks of keys no more than a usual order is tried
-constexpr double kKept = 0.5;             // share of the L2 cache that keeps what the blocks of a section share;
-constexpr double kSlower = 0.23;          // what is beyond it, by the size of the L2 cache, takes so much more time
-constexpr double kSharedByGroup = 0.4;    // and so does the share of a further query head, whose turn comes later
-constexpr int kMostOfGroup = 7;           // up to so many of them
-constexpr double kClearly = 0.95;         // unusual sections have to take no more than this share of the time,
-constexpr double kClearlyParts = 0.98;    // more parts no more than this,
-constexpr double kClearlyWide = 0.93;     // and where there are two passes no more than this
+constexpr double kEndsOfBlock = 2;          // prologue and epilogue of a thread block, in steps,
+constexpr double kEndsOfNext = 1.3;         // of a block of keys that is not a thread block's first,
+constexpr double kEndsOfPart = 2.5;         // and of a part, whose gradients are float32
+constexpr double kJoin = 4000;              // the kernel that joins the parts, beside what it moves, in nanoseconds
+constexpr double kFewestSteps = 4;          // of the longest part
+constexpr std::int64_t kMostWaves = 5;      // of thread blocks with a part, which bounds the workspace
+constexpr std::int64_t kDealtWaves = 16;    // with more waves of blocks of keys no more than a usual order is tried
+constexpr double kKept = 0.5;               // share of the L2 cache that keeps what the blocks of a section share;
+constexpr double kSlower = 0.23;            // what is beyond it, by the size of the L2 cache, takes so much more time
+constexpr double kSharedByGroup = 0.4;      // and so does the share of a further query head, whose turn comes later
+constexpr int kMostOfGroup = 7;             // up to so many of them
+constexpr double kClearly = 0.95;           // unusual sections have to take no more than this share of the time,
+constexpr double kClearlyParts = 0.98;      // more parts no more than this,
+constexpr double kClearlyTwoPasses = 0.93;  // and where there are two passes no more than this
 
 }  // namespace h100
 
@@ -160,11 +160,11 @@ class Dealing {
   int longest_ = 0, most_parts_ = 0;
 };
 
-/// Returns how many persistent thread blocks take `tiles` parts of blocks of keys, or 0. Two passes, or Hopper's one
-/// pass over ragged sequences, take one wave of them. So does one pass over dense sequences where a block meets so few
-/// queries that its prologue and epilogue matter. Under a mask such a wave is made of whole heads, so that rounds in
-/// alternate directions give each thread block equal work; it is not taken where it would leave too many
-/// multiprocessors idle.
+/// Returns how many persistent thread blocks usually take the blocks of keys, in `parts` parts each, or 0 where each
+/// part has a thread block of its own. Two passes, or Hopper's one pass over ragged sequences, take one wave of them.
+/// So does one pass over dense sequences where a block meets so few queries that its prologue and epilogue matter.
+/// Under a mask such a wave is made of whole heads, so that rounds in alternate directions give each thread block equal
+/// work; it is not taken where it would leave too many multiprocessors idle.
 ///
 /// Where dQ is summed in a fixed order, each thread block takes the next block of keys that nobody has taken, so that a
 /// block only ever waits for one that already runs. That pays only in short heads, of which more can share the L2 cache
@@ -225,6 +225,8 @@ double time_of(const KeyBlockOrder& order, const Dealing& dealing, const Backwar
   return steps * of_step + h100::kJoin + 2 * 4 * floats / counted::kBytes;  // they are written, then read
 }
 
+/// Returns, of the orders that are tried, the one that ends first. Narrow sections come before wide ones, and few parts
+/// before many, since what comes later has to be clearly better.
 KeyBlockOrder best_order(const BackwardPlan& plan, const DeviceInfo& device) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
@@ -249,11 +251,12 @@ KeyBlockOrder best_order(const BackwardPlan& plan, const DeviceInfo& device) {
   for (int parts = 1; parts == 1 || parts <= most; parts += 1 + parts / 32) {  // of many, not each number is tried
     if (parts > 1 && parts * h100::kFewestSteps > dealt.back().longest()) break;
     if (parts > 1)
-      consider(usual_order(p, v, device, plan.tiles, parts), v.two_passes() ? h100::kClearlyWide : h100::kClearlyParts);
+      consider(usual_order(p, v, device, plan.tiles, parts),
+               v.two_passes() ? h100::kClearlyTwoPasses : h100::kClearlyParts);
     if (!sections) continue;
     const int heads = p.batch * p.heads_k;
     const auto waves = static_cast<int>(plan.tiles * parts / device.multiprocessors);
-    // Sections of equal size are tried from narrow to wide. Narrower ones than usual were slower with groups.
+    // Sections are of equal size. Narrower ones than usual were slower with groups.
     for (int n = std::clamp(waves, 1, heads / usual.heads_at_once); n >= 1; n -= 1 + n / 5) {
       if (v.one_pass()) consider({parts, (heads + n - 1) / n, 0}, h100::kClearly);
       if (waves > 0 || v.two_passes()) consider({parts, (heads + n - 1) / n, device.multiprocessors}, h100::kClearly);

@@ -32,7 +32,8 @@ int blocks_of_section(const ForwardPlan& plan, const DeviceInfo& device);
 int blocks_of_section(const Problem& p, const Variant& v, const DeviceInfo& device);
 
 /// Returns how many KV heads of a dense backward, of `key_blocks` blocks of keys each, usually make a section.
-/// `several` says whether a thread block takes more than one of these blocks.
+/// `several` says whether a thread block takes more than one of these blocks. What blocks share of these heads fits the
+/// L2 cache, or is of one wave of blocks; on an H100, twice as much was slower (docs/performance.md).
 int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, int key_blocks, bool several);
 
 }  // namespace flashtile

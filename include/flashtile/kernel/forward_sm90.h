@@ -110,7 +110,8 @@ ForwardParamsSm90 forward_params_sm90(const ForwardPlan& plan, const ForwardTens
   const bool ragged = plan.problem.ragged, keys_in_line = ragged || Mainloop::kOverPages;
   return {
       .forward = ForwardParams::of(plan, tensors, memory),
-      .q = head_tiles(tensors.q, plan.packing.rows_of_box(64), Mainloop::kColumns, ragged, plan.packing),
+      .q = head_tiles(tensors.q, plan.packing.rows_of_box(Mainloop::kM / Mainloop::kWarpgroups), Mainloop::kColumns,
+                      ragged, plan.packing),
       .k = head_tiles(tensors.k, key_rows, Mainloop::kColumns, keys_in_line),
       .v = head_tiles(tensors.v, key_rows, Mainloop::kColumnsV, keys_in_line),
       .out = Mainloop::kMemory.staged
