@@ -21,7 +21,8 @@ inline constexpr const char* kSplitKeys = "too few tiles to fill the GPU, so the
 inline constexpr const char* kFewKeys = "so few keys and tiles that a persistent kernel would have nothing to overlap";
 inline constexpr const char* kFastest = "of the rows that are just wide enough, the one with the least estimated time";
 
-/// A row that knows features that nobody asks for takes up to so many times as long: see Features.
+/// A row that knows features that nobody asks for takes up to so many times as long: see Features. Sinks are not among
+/// these, as they cost nothing in the row that knows nothing else.
 inline constexpr double kTimeOfIdleFeatures = 1.2;
 
 /// Returns the features that a problem asks of the row `v` and that not every row of the table `kind` knows on that
@@ -111,7 +112,7 @@ Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<c
     }
     const Estimate here = estimate_of(row, estimated);
     if (best.row && here.time == 0) break;  // there is nothing to compare: the first that fits is taken
-    const bool idle = v.features != features_of(estimated, Row::kKind, v);
+    const bool idle = (v.features | Features::kSinks) != (features_of(estimated, Row::kKind, v) | Features::kSinks);
     const double time = idle ? kTimeOfIdleFeatures * here.time : here.time;
     if (best.row) best.why = kFastest;
     if (!best.row || time < least) best.row = &row, best.estimate = here, least = time;

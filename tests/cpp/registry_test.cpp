@@ -37,6 +37,9 @@ void for_each_supported(Visit&& visit) {
           for (const int seqlen : {1, 130, 300, 9400}) {
             Problem problem = problem_on(device, dtype, d, d_v, seqlen);
             visit(problem, device);
+            problem.sinks = true;
+            visit(problem, device);
+            problem.sinks = false;
             problem.deterministic = true;
             visit(problem, device);
             problem.dropout = Dropout::of(0.1, 7);
@@ -236,7 +239,7 @@ TEST(Select, ProblemsThatAskForLittleGetTheFasterRows) {
     EXPECT_EQ(forward(), table::plain);
     EXPECT_EQ(backward(), hopper ? table::plain : table::dropout_ordered);
     problem.sinks = true;
-    EXPECT_EQ(forward(), table::dropout_sinks);
+    EXPECT_EQ(forward(), hopper ? table::sinks : table::dropout_sinks);
     problem.sinks = false;
     problem.deterministic = false;
     problem.softcap = 10;
@@ -244,7 +247,10 @@ TEST(Select, ProblemsThatAskForLittleGetTheFasterRows) {
     EXPECT_EQ(backward(), hopper ? table::dropout_softcap : table::plain);
     problem.softcap = 0;
     problem.dropout = Dropout::of(0.5, 7);
-    EXPECT_EQ(forward(), table::dropout_sinks);
+    for (const bool sinks : {true, false}) {
+      problem.sinks = sinks;
+      EXPECT_EQ(forward(), table::dropout_sinks);
+    }
     EXPECT_EQ(backward(), hopper ? table::dropout_softcap : table::dropout_ordered);
     problem.head_dim = 256;
     EXPECT_EQ(backward(), hopper ? table::dropout : table::dropout_ordered);

@@ -170,19 +170,35 @@ TEST(SelectForward, RowsThatBeginWithinSectorsTakeTallTiles) {
   }
 }
 
-TEST(SelectForward, NarrowWindowsWithSinksPackHeads) {
+TEST(SelectForward, NarrowWindowsPackHeads) {
   const DeviceInfo device = gpu(90, 227);
   Problem problem = problem_on(device, DType::kBFloat16, 64, 64, 8192);
   problem.heads_q = 64, problem.heads_k = 8;
-  problem.band = {127, 0};
-  problem.sinks = true;
-  const ForwardPlan plan = select_forward(problem, device);
-  EXPECT_EQ(plan.packing.heads, 8);
-  const int keys = 127 + plan.packing.queries_of(plan.variant.tile_m);
-  EXPECT_LE(keys, plan.variant.tile_n) << "all keys that a tile sees are in one block";
+  for (const bool sinks : {true, false}) {
+    problem.band = {127, 0};
+    problem.sinks = sinks;
+    const ForwardPlan plan = select_forward(problem, device);
+    EXPECT_EQ(plan.packing.heads, 8);
+    const int keys = 127 + plan.packing.queries_of(plan.variant.tile_m);
+    EXPECT_LE(keys, 2 * plan.variant.tile_n) << "all keys that a tile sees are in two blocks";
+    EXPECT_GT(1.1 * keys, 2 * plan.variant.tile_n) << "and these hold little else";
+    EXPECT_EQ(plan.variant.features, Features::kSinks);
+  }
   problem.band = Band::causal();
-  problem.sinks = false;
   EXPECT_EQ(select_forward(problem, device).variant.features, Features::kNone);
+}
+
+TEST(SelectForward, FewKeysTakeNarrowBlocks) {
+  const DeviceInfo device = gpu(90, 227);
+  const auto tile_n_of = [&](int seqlen_k) {
+    Problem problem = problem_on(device, DType::kBFloat16, 64, 64, seqlen_k);
+    problem.batch = 8, problem.heads_q = problem.heads_k = 10, problem.seqlen_q = 4096;
+    return select_forward(problem, device).variant.tile_n;
+  };
+  EXPECT_EQ(tile_n_of(77), 80);
+  EXPECT_EQ(tile_n_of(16), 80);
+  EXPECT_EQ(tile_n_of(128), 128) << "two blocks of 80 keys hold more than one of 128";
+  EXPECT_EQ(tile_n_of(4096), 128) << "in the steady state the wider block is faster";
 }
 
 TEST(SelectForward, HopperPlansEmptyProblems) {

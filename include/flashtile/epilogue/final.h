@@ -25,9 +25,10 @@ struct FinalEpilogue {
     auto mma_thread = mma.get_slice(thread);
     const int first_row = tile.m_block * kM;
     Tensor cO = make_identity_tensor(Shape<Int<kM>, Int<kHeadDim>>{});  // (M, head_dim)
+    Tensor tOcO = rows_and_columns(mma_thread.partition_C(cO));         // (row, head_dim)
+    const auto sinks = sinks_of_rows<Mainloop::kFeatures>(params, tile, tOcO, first_row);
     scale_rows(rows_and_columns(tOrO),
-               finish_rows<Mainloop::kFeatures>(params, tile, queries, rows_and_columns(mma_thread.partition_C(cO)),
-                                                softmax, first_row));
+               finish_rows<Mainloop::kFeatures>(params, tile, queries, tOcO, softmax, sinks, first_row));
 
     Element* origin = static_cast<Element*>(params.out) + params.out_strides.at(tile.batch, queries.first + first_row) +
                       tile.head * params.out_strides.head;

@@ -24,12 +24,30 @@ struct QueriesOfRows {
   CUTE_DEVICE int head(int r) const { return packing.head(row + 8 * (r % 2)); }
 };
 
+/// Returns the sinks of the rows of one thread, whose coordinates in the tile are `coord` (row, head_dim); −inf is
+/// none.
+template <Features kFeatures, class Coord>
+CUTE_DEVICE auto sinks_of_rows(ForwardParams const& params, TileCoord tile, Coord const& coord, int first_row) {
+  using namespace cute;
+  array<float, size<0>(Coord{}.layout())> sinks;
+  CUTE_UNROLL
+  for (int r = 0; r < int(sinks.size()); ++r) {
+    sinks[r] = -kInfinity;
+    if constexpr (includes(kFeatures, Features::kSinks)) {
+      const QueriesOfRows of_rows(params.scores.packing, first_row, get<0>(coord(r / 2 * 2, 0)));
+      if (params.sinks != nullptr)
+        sinks[r] = params.sinks[params.scores.packing.first_head(tile.head) + of_rows.head(r)];
+    }
+  }
+  return sinks;
+}
+
 /// Finishes the softmax of the rows of one thread, with sinks among their weights, and writes their lse and what a
 /// backward needs of them. Returns what their outputs have to be multiplied with. `coord` (row, head_dim) has their
 /// coordinates in the tile. Rows of `queries` that do not count come out as rows that see nothing, sinks or not.
-template <Features kFeatures, class Coord, class Softmax>
+template <Features kFeatures, class Coord, class Softmax, class Sinks>
 CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Span queries, Coord const& coord,
-                             Softmax& softmax, int first_row) {
+                             Softmax& softmax, Sinks const& sinks, int first_row) {
   using namespace cute;
   softmax.finish_sums();
   const int first_head = params.scores.packing.first_head(tile.head);
@@ -43,11 +61,7 @@ CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Span q
     const QueriesOfRows of_rows = queries_of(r);
     const bool counts = of_rows.query(r) < queries.used;  // what comes out of idle rows, nobody stores
     if (!counts) softmax.row[r] = {};
-    float sink = -kInfinity;
-    if constexpr (includes(kFeatures, Features::kSinks)) {
-      if (params.sinks != nullptr && counts) sink = params.sinks[first_head + of_rows.head(r)];
-    }
-    rows[r] = softmax.row[r].total(sink, params.scores.map.unit);
+    rows[r] = softmax.row[r].total(counts ? sinks[r] : -kInfinity, params.scores.map.unit);
     normaliser[r] = rows[r].normaliser;
     if constexpr (includes(kFeatures, Features::kDropout)) normaliser[r] *= params.dropout.scale;
   }

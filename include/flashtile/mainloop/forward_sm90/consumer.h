@@ -3,6 +3,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/epilogue/rows.h"
 #include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/forward_sm90/storage.h"
 #include "flashtile/mainloop/scores.h"
@@ -79,11 +80,12 @@ class ForwardConsumerSm90 {
         // With a single stage of Q its descriptors are constants, which wait in ordinary registers, without uniform().
         warpgroup(Mainloop::kStagesQ == 1 ? thread / 128 : uniform(thread / 128)) {}
 
-  /// Computes tile after tile. Calls `finish(work, accumulators, softmax state)`, or `skip(work)` if it sees no key.
+  /// Computes tile after tile. Calls `finish(work, accumulators, softmax state, sinks)`, or `skip(work)` if it sees no
+  /// key.
   template <class Finish, class Skip>
   CUTE_DEVICE void run(Finish&& finish, Skip&& skip) {
     const auto finish_work = [&](WorkCursor at) {
-      finish(shared.work[at.stage], tOrO, softmax);
+      finish(shared.work[at.stage], tOrO, softmax, sinks);
       shared.work_barriers.release_by_thread(at);
     };
     turns.begin();
@@ -190,6 +192,8 @@ class ForwardConsumerSm90 {
     using namespace cute;
     release_operands(walk.first());
     opening = ScaleOut::Zero;
+    // They are asked for long before they are needed.
+    sinks = sinks_of_rows<Mainloop::kFeatures>(params.forward, work().tile, tScS, 0);
     int n_block = walk.first();
     form_scores(n_block);
     bool weighed = weigh<true>();
@@ -296,6 +300,7 @@ class ForwardConsumerSm90 {
   const bool maps = params.forward.scores.map.maps();
   const bool drops = Mainloop::kKnowsDropout && params.forward.dropout.active();
   OnlineSoftmax<2> softmax{params.forward.scores.map.unit_log2};
+  typename Mainloop::Sinks sinks;     // of the rows of the current tile
   float added[2];                     // sums of the block's weights in this thread's columns
   BlockWalk walk;                     // over the key blocks of the current tile
   ScaleOut opening = ScaleOut::Zero;  // the first P·V of a tile overwrites what the last one left
