@@ -62,8 +62,8 @@ struct Variant {
 };
 
 /// This is the shared memory of Hopper's forward kernel. It has two tiles of Q where they fit, so that the next one is
-/// loaded while the last is still in use. With three consumer warpgroups, which are short of registers, the output is
-/// staged in shared memory where that fits; otherwise it is stored from registers.
+/// loaded while the last is still in use. Where that fits too, the output is staged for TMA to store it, which takes
+/// fewer instructions than to store it from registers: those of the first epilogue come from memory, all at once.
 struct ForwardMemorySm90 {
   int stages_q = 1;
   bool staged = false;
@@ -77,7 +77,7 @@ struct ForwardMemorySm90 {
     ForwardMemorySm90 memory;
     memory.bytes = kBarriers + q + bytes_of(v.dtype) * v.stages / 2 * v.tile_n * (v.head_dim + v.head_dim_v);
     if (memory.bytes + q <= kLimit) memory.stages_q = 2, memory.bytes += q;
-    if (v.tile_m == 192 && memory.bytes + out <= kLimit) memory.staged = true, memory.bytes += out;
+    if (memory.bytes + out <= kLimit) memory.staged = true, memory.bytes += out;
     return memory;
   }
 };
@@ -133,6 +133,7 @@ inline constexpr DType f32 = DType::kFloat32;
 inline constexpr DType f16 = DType::kFloat16;
 inline constexpr DType bf16 = DType::kBFloat16;
 inline constexpr Features plain = Features::kNone;
+inline constexpr Features sinks = Features::kSinks;
 inline constexpr Features dropout = Features::kDropout;
 inline constexpr Features dropout_sinks = Features::kDropout | Features::kSinks;
 inline constexpr Features dropout_ordered = Features::kDropout | Features::kOrderedDq;

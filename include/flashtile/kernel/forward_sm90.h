@@ -13,6 +13,7 @@
 #include "flashtile/epilogue/partial.h"
 #include "flashtile/epilogue/staged.h"
 #include "flashtile/join_parts.h"
+#include "flashtile/load/page_table.h"
 #include "flashtile/load/tensor_map.h"
 #include "flashtile/mainloop/forward_sm90.h"
 #include "flashtile/order_tiles.h"
@@ -39,6 +40,9 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   if (threadIdx.x == 0) shared.init_barriers();  // while other warps do what needs none
   if (warp == 1) scheduler.prepare();
   if (warp == 2) prefetch_constants(params);
+  if constexpr (Mainloop::kOverPages) {
+    if (warp == 3) prefetch_page_table(params.pages, params.rows.batch);
+  }
   if (params.forward.scores.packing.has_idle_rows() && threadIdx.x >= 128)
     shared.clear_q(threadIdx.x - 128, 128 * kWarpgroups);
   if (threadIdx.x == 96) {
@@ -47,7 +51,8 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.v));
     if (Mainloop::kMemory.staged) prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.out));
   }
-  __syncthreads();                                 // all threads wait for the barriers' initialisation
+  __syncthreads();  // all threads wait for the barriers' initialisation
+  if (warp == 1) scheduler.hand_out_prepared();
   if (Mainloop::kSplits) let_next_kernel_start();  // join_parts() waits for this one's results
 
   if (threadIdx.x < 128) {
@@ -66,8 +71,9 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     Tensor cO = make_identity_tensor(Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDimV>>{});        // (M, head_dim)
     Tensor tOcO = rows_and_columns(typename Mainloop::MmaPV{}.get_slice(thread).partition_C(cO));  // (row, head_dim)
     using Work = typename Mainloop::Work;
-    const auto finish_softmax = [&](Work const& work, typename Mainloop::Softmax& softmax) {
-      return finish_rows<Mainloop::kFeatures>(params.forward, work.tile, work.sequence.q, tOcO, softmax,
+    using Sinks = typename Mainloop::Sinks;
+    const auto finish_softmax = [&](Work const& work, typename Mainloop::Softmax& softmax, Sinks const& sinks) {
+      return finish_rows<Mainloop::kFeatures>(params.forward, work.tile, work.sequence.q, tOcO, softmax, sinks,
                                               work.tile.m_block * Mainloop::kM);
     };
     const auto store = [&](Work const& work, auto& tOrO) {
@@ -82,21 +88,22 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
         store_rows<typename Mainloop::Element>(params.forward, work.tile, work.sequence.q, rows, tOcO, first_row);
       }
     };
-    const auto finish = [&](Work const& work, auto& tOrO, typename Mainloop::Softmax& softmax) {
+    const auto finish = [&](Work const& work, auto& tOrO, typename Mainloop::Softmax& softmax, Sinks const& sinks) {
       if constexpr (Mainloop::kSplits) {
         store_part<Mainloop::kM>(params.forward, work.tile, work.split, work.sequence.q, rows_and_columns(tOrO), tOcO,
                                  softmax);
       } else {
-        scale_rows(rows_and_columns(tOrO), finish_softmax(work, softmax));
+        scale_rows(rows_and_columns(tOrO), finish_softmax(work, softmax, sinks));
         store(work, tOrO);
       }
     };
     const auto skip = [&](Work const& work) {
       typename Mainloop::Softmax nothing(params.forward.scores.map.unit_log2);
-      if constexpr (!Mainloop::kSplits) finish_softmax(work, nothing);
+      const auto sinks = sinks_of_rows<Mainloop::kFeatures>(params.forward, work.tile, tOcO, 0);
+      if constexpr (!Mainloop::kSplits) finish_softmax(work, nothing, sinks);
       Tensor zeros = partition_fragment_C(typename Mainloop::MmaPV{}, shape(cO));
       clear(zeros);
-      Mainloop::kSplits ? finish(work, zeros, nothing) : store(work, zeros);
+      Mainloop::kSplits ? finish(work, zeros, nothing, sinks) : store(work, zeros);
     };
     ForwardConsumerSm90<Mainloop>{params, shared, thread}.run(finish, skip);
     if (Mainloop::kMemory.staged) tma_store_wait<0>();  // shared memory must outlive TMA's reads of it

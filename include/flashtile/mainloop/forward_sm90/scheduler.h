@@ -155,13 +155,11 @@ struct ForwardSchedulerSm90 {
 
   CUTE_DEVICE void hand_out_dense() {
     CUTE_NO_UNROLL
-    for (int n = 0; n < params.scheduler.tiles_of(blockIdx.x); ++n) {
-      hand_out([&](Work& work) {
-        if (n > 0) write_dense(work, n);  // prepare() has written the first
-      });
-    }
+    for (int n = 1; n < params.scheduler.tiles_of(blockIdx.x); ++n)  // the first was prepared
+      hand_out([&](Work& work) { write_dense(work, n); });
   }
 
+  CUTE_DEVICE bool has_dense() const { return params.scheduler.tiles_of(blockIdx.x) > 0; }
   CUTE_DEVICE bool dense() const { return !params.forward.sequences.q.ragged(); }
   CUTE_DEVICE static bool leads() { return threadIdx.x % 32 == 0; }
 
@@ -171,7 +169,7 @@ struct ForwardSchedulerSm90 {
   CUTE_DEVICE void prepare() {
     ForwardParams const& forward = params.forward;
     if (dense()) {
-      if (leads() && params.scheduler.tiles_of(blockIdx.x) > 0) write_dense(shared.work[0], 0);
+      if (leads() && has_dense()) write_dense(shared.work[0], 0);
       return;
     }
     await_kernel_before();
@@ -179,6 +177,12 @@ struct ForwardSchedulerSm90 {
       few_tiles = shared.few.place(forward.sequences, forward.ragged) * forward.ragged.heads.value *
                   (Mainloop::kSplits ? forward.parts.splits.value : 1);
     }
+  }
+
+  /// The warp calls it as soon as the barriers can be used. It hands out the tile of a dense batch that was prepared:
+  /// the warp comes to run() later, as that code has to be fetched into the instruction cache first.
+  CUTE_DEVICE void hand_out_prepared() {
+    if (dense() && leads() && has_dense()) hand_out([](Work&) {});
   }
 
   CUTE_DEVICE void run() {
