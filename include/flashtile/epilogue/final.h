@@ -26,7 +26,7 @@ struct FinalEpilogue {
     const int first_row = tile.m_block * kM;
     Tensor cO = make_identity_tensor(Shape<Int<kM>, Int<kHeadDim>>{});  // (M, head_dim)
     Tensor tOcO = rows_and_columns(mma_thread.partition_C(cO));         // (row, head_dim)
-    const auto sinks = sinks_of_rows<Mainloop::kFeatures>(params, tile, tOcO, first_row);
+    const auto sinks = sinks_of_rows<Mainloop::kFeatures>(params, tile, tOcO);
     scale_rows(rows_and_columns(tOrO),
                finish_rows<Mainloop::kFeatures>(params, tile, queries, tOcO, softmax, sinks, first_row));
 

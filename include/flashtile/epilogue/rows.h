@@ -27,14 +27,14 @@ struct QueriesOfRows {
 /// Returns the sinks of the rows of one thread, whose coordinates in the tile are `coord` (row, head_dim); −inf is
 /// none.
 template <Features kFeatures, class Coord>
-CUTE_DEVICE auto sinks_of_rows(ForwardParams const& params, TileCoord tile, Coord const& coord, int first_row) {
+CUTE_DEVICE auto sinks_of_rows(ForwardParams const& params, TileCoord tile, Coord const& coord) {
   using namespace cute;
   array<float, size<0>(Coord{}.layout())> sinks;
   CUTE_UNROLL
   for (int r = 0; r < int(sinks.size()); ++r) {
     sinks[r] = -kInfinity;
     if constexpr (includes(kFeatures, Features::kSinks)) {
-      const QueriesOfRows of_rows(params.scores.packing, first_row, get<0>(coord(r / 2 * 2, 0)));
+      const QueriesOfRows of_rows(params.scores.packing, 0, get<0>(coord(r / 2 * 2, 0)));
       if (params.sinks != nullptr)
         sinks[r] = params.sinks[params.scores.packing.first_head(tile.head) + of_rows.head(r)];
     }

@@ -71,8 +71,10 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     Tensor cO = make_identity_tensor(Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDimV>>{});        // (M, head_dim)
     Tensor tOcO = rows_and_columns(typename Mainloop::MmaPV{}.get_slice(thread).partition_C(cO));  // (row, head_dim)
     using Work = typename Mainloop::Work;
-    using Sinks = typename Mainloop::Sinks;
-    const auto finish_softmax = [&](Work const& work, typename Mainloop::Softmax& softmax, Sinks const& sinks) {
+    const auto sinks_of = [&](Work const& work) {
+      return sinks_of_rows<Mainloop::kFeatures>(params.forward, work.tile, tOcO);
+    };
+    const auto finish_softmax = [&](Work const& work, typename Mainloop::Softmax& softmax, auto const& sinks) {
       return finish_rows<Mainloop::kFeatures>(params.forward, work.tile, work.sequence.q, tOcO, softmax, sinks,
                                               work.tile.m_block * Mainloop::kM);
     };
@@ -88,7 +90,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
         store_rows<typename Mainloop::Element>(params.forward, work.tile, work.sequence.q, rows, tOcO, first_row);
       }
     };
-    const auto finish = [&](Work const& work, auto& tOrO, typename Mainloop::Softmax& softmax, Sinks const& sinks) {
+    const auto finish = [&](Work const& work, auto& tOrO, typename Mainloop::Softmax& softmax, auto const& sinks) {
       if constexpr (Mainloop::kSplits) {
         store_part<Mainloop::kM>(params.forward, work.tile, work.split, work.sequence.q, rows_and_columns(tOrO), tOcO,
                                  softmax);
@@ -99,13 +101,13 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     };
     const auto skip = [&](Work const& work) {
       typename Mainloop::Softmax nothing(params.forward.scores.map.unit_log2);
-      const auto sinks = sinks_of_rows<Mainloop::kFeatures>(params.forward, work.tile, tOcO, 0);
+      const auto sinks = sinks_of(work);
       if constexpr (!Mainloop::kSplits) finish_softmax(work, nothing, sinks);
       Tensor zeros = partition_fragment_C(typename Mainloop::MmaPV{}, shape(cO));
       clear(zeros);
       Mainloop::kSplits ? finish(work, zeros, nothing, sinks) : store(work, zeros);
     };
-    ForwardConsumerSm90<Mainloop>{params, shared, thread}.run(finish, skip);
+    ForwardConsumerSm90<Mainloop>{params, shared, thread}.run(sinks_of, finish, skip);
     if (Mainloop::kMemory.staged) tma_store_wait<0>();  // shared memory must outlive TMA's reads of it
   }
 }

@@ -3,7 +3,6 @@
 
 #include <cute/tensor.hpp>
 
-#include "flashtile/epilogue/rows.h"
 #include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/forward_sm90/storage.h"
 #include "flashtile/mainloop/scores.h"
@@ -80,12 +79,14 @@ class ForwardConsumerSm90 {
         // With a single stage of Q its descriptors are constants, which wait in ordinary registers, without uniform().
         warpgroup(Mainloop::kStagesQ == 1 ? thread / 128 : uniform(thread / 128)) {}
 
-  /// Computes tile after tile. Calls `finish(work, accumulators, softmax state, sinks)`, or `skip(work)` if it sees no
-  /// key.
-  template <class Finish, class Skip>
-  CUTE_DEVICE void run(Finish&& finish, Skip&& skip) {
+  /// Computes tile after tile. Calls `ask(work)` for what comes from memory and is needed at the end of a tile, where
+  /// the tile begins, then `finish(work, accumulators, softmax state, what was asked for)`, or `skip(work)` if it sees
+  /// no key.
+  template <class Ask, class Finish, class Skip>
+  CUTE_DEVICE void run(Ask&& ask, Finish&& finish, Skip&& skip) {
+    decltype(ask(work())) asked;
     const auto finish_work = [&](WorkCursor at) {
-      finish(shared.work[at.stage], tOrO, softmax, sinks);
+      finish(shared.work[at.stage], tOrO, softmax, asked);
       shared.work_barriers.release_by_thread(at);
     };
     turns.begin();
@@ -105,6 +106,7 @@ class ForwardConsumerSm90 {
       turns.pass();
       wait_matmul<0>(tSrS);
       while (true) {
+        asked = ask(work());
         weigh_blocks();
         const WorkCursor last_at = work_at;
         work_at.advance();
@@ -192,8 +194,6 @@ class ForwardConsumerSm90 {
     using namespace cute;
     release_operands(walk.first());
     opening = ScaleOut::Zero;
-    // They are asked for long before they are needed.
-    sinks = sinks_of_rows<Mainloop::kFeatures>(params.forward, work().tile, tScS, 0);
     int n_block = walk.first();
     form_scores(n_block);
     bool weighed = weigh<true>();
@@ -300,7 +300,6 @@ class ForwardConsumerSm90 {
   const bool maps = params.forward.scores.map.maps();
   const bool drops = Mainloop::kKnowsDropout && params.forward.dropout.active();
   OnlineSoftmax<2> softmax{params.forward.scores.map.unit_log2};
-  typename Mainloop::Sinks sinks;     // of the rows of the current tile
   float added[2];                     // sums of the block's weights in this thread's columns
   BlockWalk walk;                     // over the key blocks of the current tile
   ScaleOut opening = ScaleOut::Zero;  // the first P·V of a tile overwrites what the last one left

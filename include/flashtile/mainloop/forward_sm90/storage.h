@@ -145,7 +145,6 @@ struct ForwardMainloopSm90 {
     }
   };
   using Softmax = OnlineSoftmax<2>;
-  using Sinks = cute::array<float, Softmax::kRowCount>;
 
   /// Returns the first key of the block that is visited in a step.
   CUTE_DEVICE static int key_of_step(Work const& work, int step) { return work.keys.key(work.keys.visited(step)); }
