@@ -7,9 +7,9 @@
 
 namespace flashtile {
 
-/// Has the L2 cache fetch the page table of `batch` sequences. One warp of each thread block calls it at once: which
-/// pages are wanted shows only when the sequences' lengths have come from memory, and a look-up would wait for memory
-/// once more. Each lane fetches one line; of a table with more lines than that, the first ones.
+/// Has the L2 cache fetch the page table of `batch` sequences, a line for each lane of one warp of each thread block:
+/// which pages are wanted, only the sequences' lengths say, and a look-up would wait for memory after these have come.
+/// No call on an H200 was measured to gain by it (docs/performance.md), so it is to go unless another GPU gains.
 CUTE_DEVICE void prefetch_page_table(Pages const& pages, int batch) {
   constexpr int kEntriesOfLine = 128 / sizeof(int);
   if (pages.table == nullptr) return;
