@@ -77,7 +77,7 @@ std::string plan_string(const char* pass, const Plan& plan, const Cost& cost, bo
   text += line("tile", tile);
   text += further;
   text += line("grid", on_cpu ? format("%lld tiles, threads: %d", static_cast<long long>(plan.tiles), plan.grid)
-                              : format("%d thread blocks of %d threads", plan.grid, v.threads()));
+                              : format("%d thread blocks of %d threads", plan.grid, plan.threads()));
   if (!on_cpu) text += line("shared", bytes_string(plan.shared_memory) + format(" per block, stages: %d", v.stages));
   text += line("workspace", bytes_string(static_cast<double>(plan.workspace_bytes)));
   text += line("work", flops_string(cost.flops));

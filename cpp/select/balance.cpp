@@ -57,7 +57,7 @@ double key_bytes_of_head(const ForwardPlan& plan) {
 }
 
 PersistentScheduler search(const ForwardPlan& plan, double cached_bytes) {
-  const int packs = plan.problem.heads_q / plan.packing.heads;
+  const int packs = plan.packing.packs_of(plan.problem.heads_q);
   const int all = plan.tiles == 0 ? 0 : plan.problem.batch * packs;  // without tiles, an int might not hold it
   const std::vector<int> cost = costs(plan);
   const bool equal = plan.problem.band == Band::full();  // then heads need no section: one follows the other

@@ -16,26 +16,26 @@ bool is_unusual_softcap(const Problem& p, bool backward) {
   return map.capped && (p.softcap > kUsualSoftcap || (backward && map.stretched));
 }
 
-/// These were read off thirty shapes on H100s, each between calls of other kernels (docs/performance.md).
-namespace h100 {
+/// These were read off ninety shapes on an H200, each between calls of other kernels (docs/performance.md).
+namespace h200 {
 
-constexpr int kMostKeys = 128;    // one block of Hopper's forward
-constexpr int kTile = 128;        // rows of a tile
-constexpr int kEndsOfTile = 32;   // prologue and epilogue of such a tile on Ampere's kernel, in the time of keys
-constexpr int kMostWork = 384;    // keys, and ends, of the tiles of one multiprocessor
-constexpr int kMostTiles = 5;     // of one multiprocessor
+constexpr int kMostKeys = 64;     // one block of Ampere's forward
 constexpr int kWidestHead = 128;  // above this Ampere's tiles have half as many rows
+constexpr int kNarrowHead = 64;   // up to this several of its thread blocks share a multiprocessor with ease
+constexpr int kRows = 128, kRowsOfHopper = 192;  // of a tile
 
-}  // namespace h100
+}  // namespace h200
 
 }  // namespace
 
 bool has_few_keys(const Problem& p, const DeviceInfo& device) {
   if (p.device.type != DeviceType::kCuda || device.compute_capability != 90 || p.ragged) return false;
-  const std::int64_t tiles = std::int64_t{p.batch} * p.heads_q * ((p.seqlen_q + h100::kTile - 1) / h100::kTile);
-  return p.wider_head_dim() <= h100::kWidestHead && p.seqlen_k <= h100::kMostKeys &&
-         tiles <= std::int64_t{h100::kMostTiles} * device.multiprocessors &&
-         tiles * (p.seqlen_k + h100::kEndsOfTile) <= std::int64_t{h100::kMostWork} * device.multiprocessors;
+  if (p.wider_head_dim() > h200::kWidestHead || p.seqlen_k > h200::kMostKeys) return false;
+  const std::int64_t wave = device.multiprocessors;
+  const auto tiles = [&](int rows) { return std::int64_t{p.batch} * p.heads_q * ((p.seqlen_q + rows - 1) / rows); };
+  if (tiles(h200::kRows) <= wave) return true;
+  const bool takes_two = p.wider_head_dim() <= h200::kNarrowHead || tiles(h200::kRowsOfHopper) > wave;
+  return takes_two && tiles(h200::kRows) <= 2 * wave;
 }
 
 bool prefers_rows_of_128(const Problem& p, const DeviceInfo& device) {

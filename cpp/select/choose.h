@@ -31,7 +31,8 @@ inline constexpr double kTimeOfIdleFeatures = 1.2;
 Features features_of(const Problem& problem, Kind kind, const Variant& v);
 
 /// Returns whether a forward on Hopper has so few keys, and so few tiles, that Ampere's kernel is faster: it begins
-/// sooner, has less code to fetch, and several of its thread blocks run on a multiprocessor at a time.
+/// sooner and has less code to fetch. It is so where each of its thread blocks has a multiprocessor to itself, and
+/// where two share one, as long as those of Hopper, whose tiles are taller, would need two rounds, or heads are narrow.
 bool has_few_keys(const Problem& problem, const DeviceInfo& device);
 
 /// Returns whether a forward on Hopper is faster with the rows of D128 than with those of D96, though these are wide

@@ -92,7 +92,7 @@ double time_of_tiles(const Variant& v, const Problem& p, HeadPacking packing, in
                                                : h200::kEndsOf192Rows;
   const auto time_of = [&](double keys) { return keys / splits / speed + ends; };
   const std::int64_t tiles_of_pack = Spans::tiles(p.seqlen_q, packing.queries_of(v.tile_m));
-  const auto tiles = static_cast<double>(splits * tiles_of_pack * p.batch * (p.heads_q / packing.heads));
+  const auto tiles = static_cast<double>(splits * tiles_of_pack * p.batch * packing.packs_of(p.heads_q));
   const double mean = time_of(keys_per_tile(v, p, packing));
   if (p.band == Band::full() || p.seqlen_q == 0) return time_of_rounds(tiles, device.multiprocessors, mean, mean, mean);
   const auto time_of_query = [&](int query) {
@@ -103,18 +103,23 @@ double time_of_tiles(const Variant& v, const Problem& p, HeadPacking packing, in
   return time_of_rounds(tiles, device.multiprocessors, time_of_query(first), time_of_query(p.seqlen_q - 1), mean);
 }
 
-/// Returns the packing that leaves fewest tiles, and of several the widest. It packs none where int cannot count the
-/// rows of so long a sequence, nor where heads have ALiBi slopes, since a tile has one slope, nor with dropout, whose
-/// random words are indexed by the rows of a head.
+/// Returns the packing that leaves fewest tiles, and of several the widest. Packs that share heads compute some twice,
+/// so they have to leave fewer tiles than others. With softcap there are none: a row's bits would depend on its
+/// neighbours (see CappedExponents), and the two packs that have it might store different ones. It packs none where int
+/// cannot count the rows of so long a sequence, nor where heads have ALiBi slopes, since a tile has one slope, nor with
+/// dropout, whose random words are indexed by the rows of a head.
 HeadPacking packing_of_fewest_tiles(const Variant& v, const Problem& p) {
   HeadPacking found;
   if (p.seqlen_q >= 1 << 25 || p.alibi || p.dropout.active()) return found;
   std::int64_t fewest = std::numeric_limits<std::int64_t>::max();
-  for (int heads = 1; heads <= std::min(p.group(), HeadPacking::kRows); ++heads) {
-    if (p.group() % heads != 0) continue;
-    const HeadPacking packing = HeadPacking::of(heads);
-    const std::int64_t tiles = std::int64_t{Spans::tiles(p.seqlen_q, packing.queries_of(v.tile_m))} * p.group() / heads;
-    if (tiles <= fewest) fewest = tiles, found = packing;
+  for (const bool share : {false, true}) {
+    for (int heads = 1; heads <= std::min(p.group(), HeadPacking::kRows); ++heads) {
+      if ((p.group() % heads != 0) != share || (share && p.softcap > 0)) continue;
+      const HeadPacking packing = HeadPacking::of(heads, p.group());
+      const std::int64_t tiles =
+          std::int64_t{Spans::tiles(p.seqlen_q, packing.queries_of(v.tile_m))} * packing.packs_of(p.group());
+      if (tiles < fewest || (tiles == fewest && !share)) fewest = tiles, found = packing;
+    }
   }
   return found;
 }

@@ -42,9 +42,10 @@ void plan_on_gpu(ForwardPlan& plan, const Estimate& estimate, const DeviceInfo& 
   const int queries = packing.queries_of(v.tile_m);  // queries of a tile
   const std::int64_t places = p.places_q(queries);
   plan.m_blocks = p.ragged ? static_cast<int>(places) : Spans::tiles(p.seqlen_q, queries);
-  plan.tiles = p.heads_q / packing.heads * places * plan.splits;
+  plan.tiles = packing.packs_of(p.heads_q) * places * plan.splits;
   plan.grid = countable("q", plan.tiles, kTiles);
   plan.shared_memory = forward_shared_memory(v);
+  plan.doubles_warps = v.may_double_warps() && plan.grid <= device.multiprocessors;
   if (v.arch == Arch::kSm90) {
     plan.grid = std::min({plan.grid, device.multiprocessors, PersistentScheduler::kMaxBlocks});
     if (!p.ragged) plan.scheduler = balanced_scheduler(plan, device);

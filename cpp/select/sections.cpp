@@ -61,7 +61,7 @@ double cached_bytes(const DeviceInfo& device) {
 double key_bytes_of_head(const ForwardPlan& plan, int keys) {
   const Problem& p = plan.problem;
   const double per_kv_head = 1.0 * keys * (p.head_dim + p.head_dim_v) * bytes_of(p.dtype);
-  return per_kv_head * plan.packing.heads / p.group();
+  return per_kv_head * p.heads_k / plan.packing.packs_of(p.heads_q);
 }
 
 double query_bytes_of_head(const Problem& p, const Variant& v) {

@@ -17,7 +17,7 @@ struct ForwardParts {
   Divisor splits = Divisor(1);
   float* out = nullptr;       // (tiles, splits, M, head_dim_v)
   RowState* state = nullptr;  // (tiles, splits, M)
-  int heads = 0;              // query heads, or packs of them
+  int heads = 0;              // packs of query heads
   int m_blocks = 0;           // tiles of rows in one head; of a ragged batch, slots for them (see Spans)
   int queries = 0;            // queries of a tile
 
@@ -32,12 +32,12 @@ struct ForwardParts {
     return {.splits = Divisor(plan.splits),
             .out = out,
             .state = reinterpret_cast<RowState*>(out + floats),
-            .heads = plan.problem.heads_q / plan.packing.heads,
+            .heads = plan.packing.packs_of(plan.problem.heads_q),
             .m_blocks = plan.m_blocks,
             .queries = plan.packing.queries_of(plan.variant.tile_m)};
   }
 
-  /// Returns the place of a tile's first split, in units of M rows.
+  /// Returns the place of the first split of a tile, whose head is a pack, in units of M rows.
   FLASHTILE_HOST_DEVICE std::int64_t place(Spans const& spans, TileCoord tile, Span own) const {
     const std::int64_t of_tile =
         spans.ragged() ? std::int64_t(tile.head) * m_blocks + spans.first_place(tile.batch, own.first, queries)

@@ -74,7 +74,7 @@ struct ForwardParams {
                    .of = RaggedOrder::Of::kQueries,
                    .rows = Divisor(plan.packing.queries_of(plan.variant.tile_m)),
                    .mask = p.mask(),
-                   .heads = Divisor(p.heads_q / plan.packing.heads),
+                   .heads = Divisor(plan.packing.packs_of(p.heads_q)),
                    .parts = plan.parts_of_sequence,
                    .blocks_of_section = plan.blocks_of_section},
         .parts = ForwardParts::of(plan, memory),

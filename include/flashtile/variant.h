@@ -46,6 +46,17 @@ struct Variant {
 
   constexpr int threads() const { return warps * 32; }
   constexpr bool knows(Features some) const { return includes(features, some); }
+  /// Returns whether a forward kernel for Ampere exists with twice the warps, too, of 16 rows each instead of 32. They
+  /// hide latencies where no multiprocessor has a second thread block that would; elsewhere they read keys twice as
+  /// often from shared memory.
+  constexpr bool may_double_warps() const {
+    return arch == Arch::kSm80 && tile_m == 32 * warps && features == Features::kNone;
+  }
+  constexpr Variant with_doubled_warps() const {
+    Variant v = *this;
+    v.warps *= 2;
+    return v;
+  }
   /// Returns whether a backward kernel forms dQ in a second pass of its own.
   constexpr bool two_passes() const { return arch == Arch::kSm90 && head_dim > 128; }
   /// Returns whether a backward kernel for Hopper forms all gradients in one pass.

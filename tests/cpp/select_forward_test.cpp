@@ -128,8 +128,11 @@ TEST(SelectForward, FewKeysTakeAmperesRowsOnHopper) {
   };
   EXPECT_EQ(arch_of(1, 2, 104, 1504, 24), Arch::kSm80);
   EXPECT_EQ(arch_of(2, 16, 128, 1024, 64), Arch::kSm80);
-  EXPECT_EQ(arch_of(1, 8, 64, 128, 128), Arch::kSm80);
-  EXPECT_EQ(arch_of(8, 14, 64, 768, 15), Arch::kSm90) << "a multiprocessor has more than five tiles";
+  EXPECT_EQ(arch_of(1, 6, 64, 5000, 6), Arch::kSm80) << "two thread blocks share a multiprocessor";
+  EXPECT_EQ(arch_of(1, 6, 128, 5000, 6), Arch::kSm80) << "Hopper's tiles are more than a wave";
+  EXPECT_EQ(arch_of(1, 12, 128, 1594, 5), Arch::kSm90) << "Hopper's tiles are one wave";
+  EXPECT_EQ(arch_of(1, 8, 64, 128, 65), Arch::kSm90) << "two blocks of keys";
+  EXPECT_EQ(arch_of(8, 14, 64, 768, 15), Arch::kSm90) << "a multiprocessor has more than two tiles";
   EXPECT_EQ(arch_of(4, 8, 64, 4096, 77), Arch::kSm90) << "there are eight waves of tiles";
   EXPECT_EQ(arch_of(1, 8, 64, 256, 256), Arch::kSm90);
   EXPECT_EQ(arch_of(1, 8, 160, 128, 128), Arch::kSm90) << "Ampere's tiles of so wide a head have half the rows";
@@ -238,9 +241,10 @@ TEST(SelectForward, HopperScheduleDependsOnTheProblemAlone) {
 TEST(SelectForward, HopperPacksHeadsWhereThatSavesKeysOrRows) {
   const DeviceInfo device = gpu(90, 227);
   // Of a group so many heads share a tile where queries are many, and where there is one.
+  // Packs share heads where these are a group of 37.
   const std::tuple<int, int, int> groups[] = {{1, 1, 1},    {2, 2, 2},   {3, 1, 3},    {4, 4, 4},
                                               {6, 2, 6},    {7, 1, 7},   {8, 8, 8},    {12, 4, 12},
-                                              {16, 16, 16}, {20, 4, 10}, {32, 16, 16}, {37, 1, 1}};
+                                              {16, 16, 16}, {20, 4, 10}, {32, 16, 16}, {37, 1, 13}};
   for (const auto& [group, of_many, of_one] : groups) {
     Problem problem = problem_on(device, DType::kBFloat16, 128, 128, 6144);  // whole tiles of 128 and of 192 rows
     problem.heads_q = group * problem.heads_k;
@@ -260,6 +264,36 @@ TEST(SelectForward, HopperPacksHeadsWhereThatSavesKeysOrRows) {
     problem.band = Band::causal();
     EXPECT_EQ(select_forward(problem, device).packing.heads, 1) << "int counts the rows";
     EXPECT_EQ(select_forward(problem, gpu(80, 163)).packing.heads, 1);
+  }
+}
+
+TEST(SelectForward, PacksShareHeadsWhereNoPackDividesAGroup) {
+  const DeviceInfo device = gpu(90, 227);
+  Problem problem = problem_on(device, DType::kBFloat16, 256, 256, 141);
+  problem.batch = 64, problem.heads_q = 37, problem.heads_k = 1, problem.band = Band::causal();
+  const ForwardPlan plan = select_forward(problem, device);
+  EXPECT_EQ(plan.packing.heads, 8);
+  EXPECT_EQ(plan.packing.packs_of(37), 5);
+  EXPECT_EQ(plan.tiles, 64 * 5 * 9) << "a tile has 16 queries";
+  problem.softcap = 30;
+  EXPECT_EQ(select_forward(problem, device).packing.heads, 1) << "two packs might store different bits";
+  problem.softcap = 0, problem.heads_q = 36;
+  EXPECT_EQ(select_forward(problem, device).packing.packs_of(36) * select_forward(problem, device).packing.heads, 36)
+      << "no head is computed twice where that saves no tile";
+}
+
+TEST(SelectForward, AmperesBlocksHaveTwiceTheWarpsWhereEachIsAloneOnAMultiprocessor) {
+  for (const DeviceInfo& device : {gpu(80, 163), gpu(90, 227)}) {
+    Problem problem = problem_on(device, DType::kBFloat16, 128, 128, 19);
+    problem.batch = problem.heads_q = problem.heads_k = 1, problem.seqlen_q = 2736;
+    const ForwardPlan alone = select_forward(problem, device);
+    ASSERT_EQ(alone.variant.arch, Arch::kSm80);
+    EXPECT_EQ(alone.threads(), 2 * alone.variant.threads());
+    problem.seqlen_q = 128 * device.multiprocessors + 1;
+    EXPECT_EQ(select_forward(problem, device).threads(), alone.variant.threads()) << "one has a second tile";
+    problem.seqlen_q = 2736, problem.dropout = Dropout::of(0.1, 0);
+    EXPECT_EQ(select_forward(problem, device).threads(), alone.variant.threads())
+        << "rows with features have no such kernel";
   }
 }
 

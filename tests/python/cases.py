@@ -152,6 +152,12 @@ def _cases():
         sizes = dict(seqlen_q=37, seqlen_k=160, head_dim=(64, 88, 128, 192, 256)[i % 5])
         add(f"group{group}_few_queries", causal=i % 3 > 0, sinks=0.0 if i % 4 == 3 else None, **sizes, **heads)
 
+    for i, group in enumerate((5, 7, 11, 17, 19, 37)):  # packs that share heads, where they leave fewer tiles
+        heads = dict(heads_q=2 * group, heads_k=2, dtype=(F16, BF16)[i % 2])
+        sizes = dict(seqlen_q=141, seqlen_k=160, head_dim=(64, 88, 128, 192, 256)[i % 5])
+        add(f"group{group}_shared_packs", causal=i % 3 > 0, sinks=0.0 if i % 3 == 2 else None, **sizes, **heads)
+        add(f"group{group}_shared_packs_split", seqlen_q=15, seqlen_k=3000, batch=1, **heads)
+
     windows = [(0, 0), (5, 0), (0, 5), (16, 16), (None, 3), (3, None), (100, None), (None, 0), (None, None), (40, 200)]
     for i, window in enumerate(windows):
         for j, (seqlen_q, seqlen_k) in enumerate(((130, 130), (70, 190), (190, 70))):
@@ -236,6 +242,19 @@ def _cases():
         add("sinks_blind_window", seqlen_q=150, seqlen_k=20, window=(3, 2), sinks=0.0, dtype=dtype)
         add("sinks_dropout_misaligned", layout="misaligned", head_dim=72, dtype=dtype, **both)
         add("sinks_dropout_everything", window=(51, 7), dtype=dtype, **everything, **both)
+
+    # Blocks of mapped scores whose keys all rows see, in few heads of rows that are long enough. With a magnitude of 1
+    # no score is far from 0 in units of the softcap; with more, some are, or most.
+    for i, (dim, dim_v) in enumerate(((64, 64), (80, 80), (128, 128), (192, 128), (192, 192), (256, 256))):
+        sizes = dict(batch=1, seqlen_q=700, seqlen_k=900, heads_q=2, heads_k=1, head_dim=dim, head_dim_v=dim_v)
+        for dtype in (F16, BF16):
+            for softcap, magnitude in ((15.0, 1.0), (30.0, 1.0), (30.0, 4.0), (15.0, 9.0), (50.0, 40.0)):
+                name = f"interior_softcap{softcap:g}_magnitude{magnitude:g}_D{dim}_Dv{dim_v}"
+                add(name, softcap=softcap, magnitude=magnitude, causal=i % 2 == 0, dtype=dtype, **sizes)
+            add(f"interior_alibi_D{dim}_Dv{dim_v}", alibi="per head", causal=i % 2 == 1, dtype=dtype, **sizes)
+            add(f"interior_alibi_large_scores_D{dim}_Dv{dim_v}", alibi="per head", magnitude=90.0, dtype=dtype, **sizes)
+            add(f"interior_both_D{dim}_Dv{dim_v}", alibi="per head", softcap=20.0, dtype=dtype, **sizes)
+            add(f"interior_scale_negative_D{dim}_Dv{dim_v}", scale=-0.2, causal=i % 2 == 0, dtype=dtype, **sizes)
 
     # Few tiles of queries: thread blocks share the keys of each.
     few = dict(batch=1, seqlen_k=3001, heads_q=4, heads_k=2)

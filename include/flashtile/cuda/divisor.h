@@ -31,6 +31,7 @@ struct Divisor {
     return multiplier == 0 ? x : int(std::uint64_t(unsigned(x)) * multiplier >> 32 >> shift);
   }
   FLASHTILE_HOST_DEVICE int remainder(int x) const { return x - quotient(x) * value; }
+  bool operator==(const Divisor&) const = default;
 };
 
 }  // namespace flashtile

@@ -58,7 +58,7 @@ CUTE_DEVICE void store_rows(ForwardParams const& params, TileCoord tile, Span qu
   const int quad_lane = threadIdx.x % 4;
   const int columns = params.head_dim_v - 8 * quad_lane;
   Element* out = static_cast<Element*>(params.out) + params.out_strides.at(tile.batch, queries.first) +
-                 packing.first_head(tile.head) * params.out_strides.head + 8 * quad_lane;
+                 tile.head * params.out_strides.head + 8 * quad_lane;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(rows); ++r) {
     const QueriesOfRows of_rows(packing, first_row, get<0>(coord(r / 2 * 2, 0)));

@@ -11,14 +11,14 @@
 namespace flashtile {
 
 /// Stores `rows` (row, head_dim) of a thread, whose coordinates in the tile are `coord`, as the result over a split of
-/// the tile's keys (see ForwardParts). A quad stores 32 neighbouring bytes of a row at a time.
+/// the tile's keys, whose place is given (see ForwardParts). A quad stores 32 neighbouring bytes of a row at a time.
 template <int kM, class Rows, class Coord, class Softmax>
-CUTE_DEVICE void store_part(ForwardParams const& params, TileCoord tile, int split, Span queries, Rows const& rows,
-                            Coord const& coord, Softmax& softmax) {
+CUTE_DEVICE void store_part(ForwardParams const& params, std::int64_t place, Rows const& rows, Coord const& coord,
+                            Softmax& softmax) {
   using namespace cute;
   softmax.finish_sums();
   const ForwardParts& parts = params.parts;
-  const std::int64_t first = (parts.place(params.sequences.q, tile, queries) + split) * kM;
+  const std::int64_t first = place * kM;
   const int first_column = get<1>(coord(0, 0)), columns = params.head_dim_v - first_column;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(rows); ++r) {

@@ -35,8 +35,7 @@ CUTE_DEVICE auto sinks_of_rows(ForwardParams const& params, TileCoord tile, Coor
     sinks[r] = -kInfinity;
     if constexpr (includes(kFeatures, Features::kSinks)) {
       const QueriesOfRows of_rows(params.scores.packing, 0, get<0>(coord(r / 2 * 2, 0)));
-      if (params.sinks != nullptr)
-        sinks[r] = params.sinks[params.scores.packing.first_head(tile.head) + of_rows.head(r)];
+      if (params.sinks != nullptr) sinks[r] = params.sinks[tile.head + of_rows.head(r)];
     }
   }
   return sinks;
@@ -50,7 +49,6 @@ CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Span q
                              Softmax& softmax, Sinks const& sinks, int first_row) {
   using namespace cute;
   softmax.finish_sums();
-  const int first_head = params.scores.packing.first_head(tile.head);
   RowTotal rows[Softmax::kRowCount];
   array<float, Softmax::kRowCount> normaliser;
   const auto queries_of = [&](int r) {
@@ -65,8 +63,10 @@ CUTE_DEVICE auto finish_rows(ForwardParams const& params, TileCoord tile, Span q
     normaliser[r] = rows[r].normaliser;
     if constexpr (includes(kFeatures, Features::kDropout)) normaliser[r] *= params.dropout.scale;
   }
-  if (!params.rows.wanted() || get<1>(coord(0, 0)) != 0) return normaliser;  // the first thread of each quad writes
-  const std::int64_t first = params.rows.strides.at(tile.batch, first_head, queries.first);
+  int lane;  // read anew, lest it takes a register from the mainloop
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  if (!params.rows.wanted() || lane % 4 != 0) return normaliser;  // the first thread of each quad writes
+  const std::int64_t first = params.rows.strides.at(tile.batch, tile.head, queries.first);
   CUTE_UNROLL
   for (int r = 0; r < size<0>(coord); ++r) {
     const QueriesOfRows of_rows = queries_of(r);

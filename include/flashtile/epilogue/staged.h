@@ -42,8 +42,8 @@ CUTE_DEVICE void stage_and_store_rows(ForwardParams const& params, CUtensorMap c
     const TmaRows rows_of_out = TmaRows::of(params.sequences.q, tile.batch, queries, queries.size);
     CUTE_UNROLL
     for (int column = 0; column < kColumns; column += kColumnsPerBox) {
-      SM90_TMA_STORE_5D::copy(&map, staging + column * kRows, column, params.scores.packing.first_head(tile.head),
-                              rows_of_out.position(query), rows_of_out.batch, rows_of_out.way_back);
+      SM90_TMA_STORE_5D::copy(&map, staging + column * kRows, column, tile.head, rows_of_out.position(query),
+                              rows_of_out.batch, rows_of_out.way_back);
     }
     tma_store_arrive();
   }

@@ -92,15 +92,25 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) forward_sm80(const __
   FinalEpilogue<Mainloop>::store(params, tile, sequence.q, tOrO, softmax, shared.q, thread);
 }
 
+/// This row is `Row` with twice the warps.
+template <class Row>
+struct WithDoubledWarps {
+  static constexpr Variant kVariant = Row::kVariant.with_doubled_warps();
+};
+
 template <class Row>
 void launch_forward_sm80(const ForwardPlan& plan, const ForwardTensors& tensors, void* memory, Stream stream) {
   using Storage = typename ForwardSourceSm80<Row::kVariant>::Mainloop::SharedStorage;
   static_assert(sizeof(Storage) == forward_shared_memory(Row::kVariant));
-  static KernelHandles handles;
+  static KernelHandles usual, doubled;
   const ForwardParams params = ForwardParams::of(plan, tensors, memory);
+  const LaunchShape shape{plan.grid, plan.threads(), plan.shared_memory};
   if (plan.lists) order_tiles(params.sequences, params.ragged, plan.problem.device, stream);
-  launch(forward_sm80<Row>, handles, plan.problem.device, {plan.grid, Row::kVariant.threads(), plan.shared_memory},
-         params, stream);
+  if constexpr (Row::kVariant.may_double_warps()) {
+    if (plan.doubles_warps)
+      return launch(forward_sm80<WithDoubledWarps<Row>>, doubled, plan.problem.device, shape, params, stream);
+  }
+  launch(forward_sm80<Row>, usual, plan.problem.device, shape, params, stream);
 }
 
 }  // namespace flashtile

@@ -13,7 +13,6 @@
 #include "flashtile/epilogue/partial.h"
 #include "flashtile/epilogue/staged.h"
 #include "flashtile/join_parts.h"
-#include "flashtile/load/page_table.h"
 #include "flashtile/load/tensor_map.h"
 #include "flashtile/mainloop/forward_sm90.h"
 #include "flashtile/order_tiles.h"
@@ -21,17 +20,18 @@
 
 namespace flashtile {
 
-template <class Row, Keys kKeys>
+template <class Row, Keys kKeys, Maps kMaps>
 __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
-    forward_sm90(const __grid_constant__ typename ForwardMainloopSm90<Row::kVariant, kKeys>::Params params) {
+    forward_sm90(const __grid_constant__ typename ForwardMainloopSm90<Row::kVariant, kKeys, kMaps>::Params params) {
   using namespace cute;
-  using Mainloop = ForwardMainloopSm90<Row::kVariant, kKeys>;
+  using Mainloop = ForwardMainloopSm90<Row::kVariant, kKeys, kMaps>;
   constexpr int kWarpgroups = Mainloop::kWarpgroups;
   // Consumers get the registers that the producer gives up of the launch's, 168 or 128 a thread: to ask for one more
   // would wait for ever.
   constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
   constexpr int kLaunchRegisters = kWarpgroups == 2 ? 168 : 128;
   static_assert(kProducerRegisters + kWarpgroups * Mainloop::kRegisters <= (kWarpgroups + 1) * kLaunchRegisters);
+  static_assert(sizeof(typename Mainloop::SharedStorage) <= forward_shared_memory(Row::kVariant));
 
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
@@ -40,9 +40,6 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   if (threadIdx.x == 0) shared.init_barriers();  // while other warps do what needs none
   if (warp == 1) scheduler.prepare();
   if (warp == 2) prefetch_constants(params);
-  if constexpr (Mainloop::kOverPages) {
-    if (warp == 3) prefetch_page_table(params.pages, params.rows.batch);
-  }
   if (params.forward.scores.packing.has_idle_rows() && threadIdx.x >= 128)
     shared.clear_q(threadIdx.x - 128, 128 * kWarpgroups);
   if (threadIdx.x == 96) {
@@ -92,8 +89,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     };
     const auto finish = [&](Work const& work, auto& tOrO, typename Mainloop::Softmax& softmax, auto const& sinks) {
       if constexpr (Mainloop::kSplits) {
-        store_part<Mainloop::kM>(params.forward, work.tile, work.split, work.sequence.q, rows_and_columns(tOrO), tOcO,
-                                 softmax);
+        store_part<Mainloop::kM>(params.forward, work.part, rows_and_columns(tOrO), tOcO, softmax);
       } else {
         scale_rows(rows_and_columns(tOrO), finish_softmax(work, softmax, sinks));
         store(work, tOrO);
@@ -136,20 +132,23 @@ ForwardParamsSm90 forward_params_sm90(const ForwardPlan& plan, const ForwardTens
 /// Launches the kernel for keys in rows or in pages, with those that the plan needs before and after it.
 template <class Row, Keys kKeys, class Params>
 void launch_forward_sm90(const ForwardPlan& plan, const Params& params, Stream stream) {
-  using Mainloop = ForwardMainloopSm90<Row::kVariant>;
-  static_assert(sizeof(typename Mainloop::SharedStorage) == forward_shared_memory(Row::kVariant));
-  static KernelHandles whole, split;
+  static KernelHandles plain, mapped, split;
   const Device device = plan.problem.device;
   const LaunchShape shape{plan.grid, Row::kVariant.threads(), plan.shared_memory, plan.problem.ragged};
   if (plan.lists) order_tiles(params.forward.sequences, params.forward.ragged, device, stream);
   if constexpr (Row::kVariant.may_split()) {
     if (plan.splits > 1) {
       constexpr Keys kSplit = kKeys == Keys::kInPages ? Keys::kInPagesSplit : Keys::kInRowsSplit;
-      launch(forward_sm90<Row, kSplit>, split, device, shape, params, stream);
+      launch(forward_sm90<Row, kSplit, Maps::kAsAsked>, split, device, shape, params, stream);
       return join_parts(plan, params.forward, stream);
     }
   }
-  launch(forward_sm90<Row, kKeys>, whole, device, shape, params, stream);
+  if constexpr (kKeys == Keys::kInPages)
+    launch(forward_sm90<Row, kKeys, Maps::kAsAsked>, plain, device, shape, params, stream);
+  else if (params.forward.scores.map.maps())
+    launch(forward_sm90<Row, kKeys, Maps::kAlways>, mapped, device, shape, params, stream);
+  else
+    launch(forward_sm90<Row, kKeys, Maps::kNever>, plain, device, shape, params, stream);
 }
 
 template <class Row>

@@ -18,7 +18,6 @@
 #include "flashtile/kernel/kvcache_sm80/shares.h"
 #include "flashtile/kernel/kvcache_sm80/source.h"
 #include "flashtile/kvcache_params.h"
-#include "flashtile/load/page_table.h"
 #include "flashtile/mainloop/forward_sm80.h"
 #include "flashtile/math/part.h"
 
@@ -205,7 +204,6 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) kvcache_sm80(const __
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Kernel::SharedStorage*>(shared_bytes);
   if (threadIdx.x < 32) prefetch_constants(params);
-  if (threadIdx.x / 32 == 1) prefetch_page_table(params.pages, params.schedule.rows.batch);
   const int team = params.heads_k.quotient(blockIdx.x), head = params.heads_k.remainder(blockIdx.x);
   const Kernel kernel{params, shared, team, head};
   KvcacheShare<Kernel::kM, Kernel::kItem>{params.schedule, team}.for_each(

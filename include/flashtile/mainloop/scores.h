@@ -45,6 +45,47 @@ CUTE_DEVICE void for_columns_in_turn(Scores& scores, Visit&& visit) {
 /// Softcaps says which softcaps a kernel serves: all, or those up to kUsualSoftcap.
 enum class Softcaps { kAny, kUsual };
 
+/// CappedExponents turns raw scores near 0 into exponents for OnlineSoftmax::weigh_by(): softcap's tanh, of which
+/// ScoreMap has a polynomial there of kTerms terms, and the exponent's FMA in one. far() tells afterwards whether a
+/// score was not near.
+template <int kTerms>
+struct CappedExponents {
+  ScoreMap const& map;
+  float const (&offset)[2];
+  int largest_square[2] = {};  // of even and odd calls; floats from 0 up are in the order of their bits
+
+  CUTE_DEVICE void operator()(int i, float& a, float& b) {
+    const float a_square = a * a, b_square = b * b;
+    int& largest = largest_square[i % 2];
+    largest = __vimax3_s32(largest, __float_as_int(a_square), __float_as_int(b_square));  // one instruction
+    a = fmaf(a, of_square(a_square), -offset[i % 2]);
+    b = fmaf(b, of_square(b_square), -offset[i % 2]);
+  }
+  CUTE_DEVICE float of_square(float square) const {
+    float sum = map.near_terms_log2[kTerms - 1];
+    CUTE_UNROLL
+    for (int n = kTerms - 2; n >= 0; --n) sum = fmaf(sum, square, map.near_terms_log2[n]);
+    return sum;
+  }
+  CUTE_DEVICE bool far() const {
+    return max(largest_square[0], largest_square[1]) > __float_as_int(map.near * map.near);
+  }
+};
+
+/// StretchedExponents does the same for scores that are stretched and not capped, where all keys are on one side of the
+/// diagonal, so that ALiBi is linear in them. `slope_log2` has the side's sign, and `first` is what the first column of
+/// each of a thread's rows adds to the exponent; it has two columns of every 8.
+struct StretchedExponents {
+  ScoreMap const& map;
+  float slope_log2;
+  float first[2];
+
+  CUTE_DEVICE void operator()(int i, float& a, float& b) const {
+    a = fmaf(a, map.outer_log2, fmaf(float(i / 2 * 8), -slope_log2, first[i % 2]));
+    b = fmaf(b, map.outer_log2, fmaf(float(i / 2 * 8 + 1), -slope_log2, first[i % 2]));
+  }
+};
+
 /// ScoreTile has the scores of the rows from `first_row` on. Tensors of scores are (row, column) of one thread, and
 /// `coord` has the coordinates of each in the tile, whose columns begin at `first_column` of `lengths`.
 template <class Packing>
@@ -136,15 +177,22 @@ struct ScoreTile {
     const float outer = params.map.outer, slope_of_head = slope ? *slope : params.slopes.at(tile.batch, tile.head);
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
-      // The first column's distance is converted once for a row: a conversion takes as long as an exponential.
       const int column = get<1>(coord(r, 0));
-      const float first = float(first_column + column - lengths.diagonal(first_row + get<0>(coord(r, 0))));
+      const float first = distance_of_first(coord, r, first_column);
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c) {
         const float distance = fabsf(first + float(get<1>(coord(r, c)) - column));
         scores(r, c) = outer * scores(r, c) - slope_of_head * distance;
       }
     }
+  }
+
+  /// Returns how far the first column of row r is behind the row's diagonal. It is converted once for a row, since a
+  /// conversion takes as long as an exponential.
+  template <class Coord>
+  CUTE_DEVICE float distance_of_first(Coord const& coord, int r, int first_column) const {
+    using namespace cute;
+    return float(first_column + get<1>(coord(r, 0)) - lengths.diagonal(first_row + get<0>(coord(r, 0))));
   }
 
   /// Returns the derivative of the cap at a score that cap() made, or 0 if mask() hid it after that.

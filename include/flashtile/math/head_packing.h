@@ -13,14 +13,22 @@ namespace flashtile {
 ///
 /// The 16 rows of a warp hold whole queries: with 7 heads two of them, and the last two rows are idle. So TMA can load
 /// and store the rows of a warp as one box, whatever the number of heads. A tile's first row is the first of a warp.
+///
+/// A group whose heads are no multiple of a pack's, such as 37, has one more pack, which ends with the group and shares
+/// heads with the pack before it. What both compute and store of these is the same.
 struct HeadPacking {
   static constexpr int kRows = 16;  // of a warp, and the most heads
 
   int heads = 1;
   int queries_of_warp = kRows;
   int reciprocal = kSteps;  // of heads, in steps that are fine enough for the rows of a warp
+  int group = 1;            // heads of so many that follow each other are in packs of their own,
+  Divisor packs;            // as many as this
 
-  static HeadPacking of(int heads) { return {heads, kRows / heads, (kSteps + heads - 1) / heads}; }
+  static HeadPacking of(int heads, int group) {
+    if (group % heads == 0) group = heads;
+    return {heads, kRows / heads, (kSteps + heads - 1) / heads, group, Divisor((group + heads - 1) / heads)};
+  }
 
   /// Returns the query of row `row` of the tile that begins with `first_row`. That of an idle row means nothing.
   FLASHTILE_HOST_DEVICE int query(int first_row, int row) const {
@@ -29,7 +37,12 @@ struct HeadPacking {
   FLASHTILE_HOST_DEVICE int head(int row) const { return row_within(row) - query_within(row) * heads; }
   FLASHTILE_HOST_DEVICE bool idle(int row) const { return query_within(row) >= queries_of_warp; }
   FLASHTILE_HOST_DEVICE bool has_idle_rows() const { return idle(kRows - 1); }
-  FLASHTILE_HOST_DEVICE int first_head(int pack) const { return pack * heads; }
+  FLASHTILE_HOST_DEVICE int first_head(int pack) const {
+    const int of_group = packs.quotient(pack), before = (pack - of_group * packs.value) * heads;
+    return of_group * group + (before + heads < group ? before : group - heads);
+  }
+  /// Returns how many packs so many query heads make.
+  int packs_of(int heads_q) const { return heads_q / group * packs.value; }
   /// Returns how many queries the rows of whole warps have, or how many stand before those of a warp.
   FLASHTILE_HOST_DEVICE int queries_of(int rows) const { return (rows >> kLog2Rows) * queries_of_warp; }
   /// Returns the queries of the `rows` rows from `first_row` on, of whole warps, those below seqlen_q.

@@ -167,6 +167,19 @@ struct OnlineSoftmax {
   /// are; `weights` are in the same order.
   template <class Scores, class Weights>
   CUTE_DEVICE void weigh(Scores const& scores, Weights&& weights, float (&added)[kRows], bool related) const {
+    const auto exponents = [&](int i, float& a, float& b) {
+      const float less = related ? offset_of_related(i % 2) : offset[i % 2];
+      a = fmaf(a, unit_log2, -less);
+      b = fmaf(b, unit_log2, -less);
+    };
+    weigh_by(exponents, scores, weights, added);
+  }
+
+  /// Does the same with exponents that are not yet scores times unit_log2 less an offset: `exponents(i, a, b)` makes a
+  /// and b, the two scores of word i of `weights`, which are of row i % 2 of the thread, exponents.
+  template <class Exponents, class Scores, class Weights>
+  CUTE_DEVICE static void weigh_by(Exponents&& exponents, Scores const& scores, Weights&& weights,
+                                   float (&added)[kRows]) {
     using namespace cute;
     using Element = typename std::decay_t<Weights>::value_type;
     static_assert(kRows == 2);
@@ -174,9 +187,10 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int i = 0; i < size(words); ++i) {
       const int r = i % 2;
-      const float less = related ? offset_of_related(r) : offset[r];
-      const float a = exp2_approx(fmaf(scores(2 * i), unit_log2, -less));
-      const float b = exp2_approx(fmaf(scores(2 * i + 1), unit_log2, -less));
+      float a = scores(2 * i), b = scores(2 * i + 1);
+      exponents(i, a, b);
+      a = exp2_approx(a);
+      b = exp2_approx(b);
       added[r] = i < 2 ? a + b : added[r] + a + b;
       words(i) = round_pair<Element>(a, b);
     }
@@ -185,8 +199,7 @@ struct OnlineSoftmax {
   /// Returns whether, in any thread of the warp, sums of weights show that a score has outgrown the reference. A row
   /// that had no reference yet has infinite weights, a steep row infinite ones or NaN. float16 holds kLimit; bfloat16
   /// would hold far more, but the rounding of exponents grows with the distance to the reference.
-  CUTE_DEVICE bool outgrown(float const (&added)[kRows]) const {
-    bool outgrown = false;
+  CUTE_DEVICE bool outgrown(float const (&added)[kRows], bool outgrown = false) const {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) outgrown |= too_large(added[r]);
     return __any_sync(0xffffffff, outgrown);

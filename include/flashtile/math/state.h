@@ -7,9 +7,13 @@
 
 namespace flashtile {
 
+/// Returns 1 / x. On a GPU it may be off by one unit in the last place, and takes one instruction in place of the
+/// thirty of the correctly rounded one, which stand on the way of a call's last rows.
 FLASHTILE_HOST_DEVICE float reciprocal(float x) {
 #ifdef __CUDA_ARCH__
-  return __frcp_rn(x);
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 #else
   return 1 / x;
 #endif

@@ -199,37 +199,97 @@ class ForwardConsumerSm90 {
     bool weighed = weigh<true>();
     CUTE_NO_UNROLL
     while (true) {
-      if (!weighed) [[unlikely]]
-        weigh_again();
+      if (!weighed) [[unlikely]] {
+        const bool raw = Mainloop::kMapsInOne && opening == ScaleOut::One && n_block < end_in_one(n_block);
+        if (raw) {  // map_interior() has left them so
+          form_scores(n_block);
+          weighed = weigh<false>();
+        }
+        if (!weighed) weigh_again();
+      }
       if constexpr (Mainloop::kKnowsDropout) {
         if (drops) drop(n_block);
       }
       n_block = walk.next(n_block);
       if (n_block == walk.end()) break;
-      if (Mainloop::kPeelInterior && !maps && !drops && !walk.is_edge(n_block)) {
-        CUTE_NO_UNROLL
-        while ((weighed = step(n_block, true_type{})) && walk.next(n_block) < walk.interior.end)
-          n_block = walk.next(n_block);
+      const int end = Mainloop::kMapsInOne ? end_in_one(n_block) : 0;
+      if (Mainloop::kPeelsPlain && !maps && !drops && !walk.is_edge(n_block)) {
+        weighed = weigh_interior(n_block, walk.interior.end, [&](int) { return weigh<false>(); });
+      } else if (Mainloop::kMapsInOne && n_block < end) {
+        weighed = map_interior(n_block, end);
       } else {
-        weighed = step(n_block, false_type{});
+        weighed = step<true>(n_block, [&](int) { return weigh<false>(); });
       }
     }
   }
 
+  /// Takes steps from that of `n_block` to `end`, whose blocks need no form_scores(), but stops where weights have to
+  /// be computed again. The last step taken becomes `n_block`.
+  template <class Weigh>
+  CUTE_DEVICE bool weigh_interior(int& n_block, int end, Weigh&& weigh_block) {
+    bool weighed;
+    CUTE_NO_UNROLL
+    while ((weighed = step<false>(n_block, weigh_block)) && walk.next(n_block) < end) n_block = walk.next(n_block);
+    return weighed;
+  }
+
+  /// Returns the end of the steps, from `step` on, whose scores are mapped and weighed in one pass over them, which
+  /// spares an operation and the way through the registers: those of interior blocks that are mapped once. With ALiBi
+  /// all of their keys are on the same side of the diagonal. All warps of a warpgroup, which share matmuls, get the
+  /// same.
+  CUTE_DEVICE int end_in_one(int step) const {
+    ScoreMap const& map = params.forward.scores.map;
+    const int n_block = work().keys.visited(step);
+    if (map.capped == map.stretched || drops || walk.is_edge(n_block)) return step;
+    if (map.capped) return map.near > 0 ? walk.interior.end : step;
+    if (!Mainloop::kStretchesInOne) return step;
+    const int end = behind_diagonal(n_block) ? walk.interior.end : min((diagonal_of(0) + 1) / kN, walk.interior.end);
+    return min(step + end - n_block, walk.end());
+  }
+  /// Returns the key that the diagonal of a row of the tile meets.
+  CUTE_DEVICE int diagonal_of(int row) const { return work().keys.lengths.diagonal(work().tile.m_block * kM + row); }
+  /// Returns whether no key of a block is before the diagonal of any row of the tile.
+  CUTE_DEVICE bool behind_diagonal(int n_block) const { return n_block * kN >= diagonal_of(kM - 1); }
+
+  /// Does what weigh_interior() does for raw scores, up to the end that end_in_one() returned. Where it returns false,
+  /// since weigh() would, or since a score is not near 0, as CappedExponents needs it, the last block's stay raw.
+  CUTE_DEVICE bool map_interior(int& n_block, int end) {
+    ScoreMap const& map = params.forward.scores.map;
+    const auto cap = [&](auto make_exponents) {
+      return weigh_interior(n_block, end, [&](int) {
+        auto exponents = make_exponents();
+        softmax.weigh_by(exponents, tSrS, tOrP, added);
+        return accept(exponents.far());
+      });
+    };
+    if (map.capped && map.three_near_terms()) return cap([&] { return CappedExponents<3>{map, softmax.offset}; });
+    if (map.capped) return cap([&] { return CappedExponents<4>{map, softmax.offset}; });
+    const float slope = (behind_diagonal(work().keys.visited(n_block)) ? kLog2e : -kLog2e) * work().slope;
+    return weigh_interior(n_block, end, [&](int step) {
+      const auto tile = score_tile();
+      const int first_column = work().keys.visited(step) * kN;
+      const auto first = [&](int r) {
+        return fmaf(-slope, tile.distance_of_first(tScS, r, first_column), -softmax.offset[r]);
+      };
+      softmax.weigh_by(StretchedExponents{map, slope, {first(0), first(1)}}, tSrS, tOrP, added);
+      return accept(false);
+    });
+  }
+
   /// Adds P·V of the block before `n_block`, and forms the weights of `n_block`.
-  template <class InteriorOnly>
-  CUTE_DEVICE bool step(int n_block, InteriorOnly interior_only) {
+  template <bool kForm, class Weigh>
+  CUTE_DEVICE bool step(int n_block, Weigh&& weigh) {
     shared.k_barriers.wait_full(k_at);
     turns.await();
     start_scores();
     start_output();
+    opening = ScaleOut::One;
     turns.pass();
     wait_matmul<1>(tSrS);
     release_operands(n_block);
-    if (!interior_only) form_scores(n_block);  // P·V goes on meanwhile
+    if constexpr (kForm) form_scores(n_block);  // P·V goes on meanwhile
     finish_output<0>();
-    opening = ScaleOut::One;
-    return weigh<false>();
+    return weigh(n_block);
   }
 
   /// Turns the raw scores of a step's block into scores, −inf where they do not count.
@@ -238,10 +298,13 @@ class ForwardConsumerSm90 {
     const int n_block = maps ? work().keys.visited(step) : step;  // only ALiBi, which maps, changes the order
     const bool edge = walk.is_edge(n_block);
     if (!edge && !maps) return;
-    const ScoreTile<HeadPacking> score_tile{params.forward.scores, work().tile, work().tile.m_block * kM,
-                                            work().keys.lengths, &work().slope};
+    const auto score_tile = this->score_tile();
     if (maps) score_tile.template map<Softcaps::kUsual>(scores, tScS, n_block * kN);
     if (edge) score_tile.mask(scores, tScS, n_block * kN);
+  }
+
+  CUTE_DEVICE ScoreTile<HeadPacking> score_tile() const {
+    return {params.forward.scores, work().tile, work().tile.m_block * kM, work().keys.lengths, &work().slope};
   }
 
   /// Turns scores into weights. Few blocks outgrow the reference that the tile's first block has set, and few rows are
@@ -251,7 +314,12 @@ class ForwardConsumerSm90 {
   CUTE_DEVICE bool weigh() {
     if (kFirst) softmax.begin(rows_and_columns(tSrS));
     softmax.weigh(tSrS, tOrP, added, false);  // no branch stands before it, so it begins while P·V is waited for
-    if (softmax.outgrown(added)) return false;
+    return accept(false);
+  }
+
+  /// Adds up the sums of the block's weights, unless a row has outgrown its reference, or the weights are `wrong`.
+  CUTE_DEVICE bool accept(bool wrong) {
+    if (softmax.outgrown(added, wrong)) return false;
     softmax.row[0].sum += added[0];
     softmax.row[1].sum += added[1];
     return true;
@@ -297,7 +365,7 @@ class ForwardConsumerSm90 {
   typename Ring<Mainloop::kStages>::Cursor k_at{};  // K of the next block
   typename Ring<Mainloop::kStages>::Cursor v_at{};  // V of the current block
   const Turns<Mainloop::kWarpgroups> turns{warpgroup};
-  const bool maps = params.forward.scores.map.maps();
+  const bool maps = Mainloop::maps(params.forward.scores.map);
   const bool drops = Mainloop::kKnowsDropout && params.forward.dropout.active();
   OnlineSoftmax<2> softmax{params.forward.scores.map.unit_log2};
   float added[2];                     // sums of the block's weights in this thread's columns

@@ -47,7 +47,7 @@ struct QueryProducerSm90 {
       for (int row = w * kRows; row < (w + 1) * kRows; row += packing.rows_of_box(kRows)) {
         load_tile<Mainloop::kM, Mainloop::kHeadDim, Mainloop::kColumns>(
             params.q, barrier, shared.q[at.stage] + row * Mainloop::kColumns, work.q_rows,
-            packing.queries_of(work.tile.m_block * Mainloop::kM + row), packing.first_head(work.tile.head));
+            packing.queries_of(work.tile.m_block * Mainloop::kM + row), work.tile.head);
       }
     }
   }

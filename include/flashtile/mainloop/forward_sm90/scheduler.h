@@ -39,7 +39,7 @@ struct ForwardSchedulerSm90 {
     return Mainloop::kSplits ? params.forward.parts.splits.remainder(int(index)) : 0;
   }
 
-  /// Hands out a tile, or a split of it, of the sequence whose spans are `span_of(&Sequence::q)` and
+  /// Hands out a tile of a pack of heads, or a split of it, of the sequence whose spans are `span_of(&Sequence::q)` and
   /// `span_of(&Sequence::k)`.
   template <class SpanOf>
   CUTE_DEVICE void hand_out(TileCoord tile, int split, SpanOf&& span_of) {
@@ -50,15 +50,14 @@ struct ForwardSchedulerSm90 {
   CUTE_DEVICE void write(Work& work, TileCoord tile, int split, SpanOf&& span_of) const {
     ForwardParams const& forward = params.forward;
     const auto forget = [] { asm volatile("" ::: "memory"); };  // registers are scarce: what is needed is read again
-    work.tile = tile;
-    if constexpr (Mainloop::kSplits) work.split = split;
+    work.tile = {tile.batch, forward.scores.packing.first_head(tile.head), tile.m_block};
     forget();
     work.sequence.q = span_of(&Sequence::q);
     forget();
     work.sequence.k = span_of(&Sequence::k);
     forget();
     const Span &q = work.sequence.q, &k = work.sequence.k;
-    work.kv_head = forward.group.quotient(forward.scores.packing.first_head(work.tile.head));
+    work.kv_head = forward.group.quotient(work.tile.head);
     forget();
     work.slope = forward.scores.slopes.at(work.tile.batch, work.tile.head);
     forget();
@@ -79,7 +78,9 @@ struct ForwardSchedulerSm90 {
     }
     if constexpr (Mainloop::kSplits) {
       forget();
-      work.keys.take_part(work.split, forward.parts.splits.value);
+      work.keys.take_part(split, forward.parts.splits.value);
+      forget();
+      work.part = forward.parts.place(forward.sequences.q, tile, q) + split;
     }
     // ALiBi makes scores grow towards the diagonal. From there on, few blocks outgrow the reference of the first one.
     // Under a causal mask all rows see the first row's diagonal.
@@ -168,7 +169,7 @@ struct ForwardSchedulerSm90 {
   /// the kernel may have started early, so it waits for the one before, and with it all roles do.
   CUTE_DEVICE void prepare() {
     ForwardParams const& forward = params.forward;
-    if (dense()) {
+    if (dense()) [[likely]] {
       if (leads() && has_dense()) write_dense(shared.work[0], 0);
       return;
     }

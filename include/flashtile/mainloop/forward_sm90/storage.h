@@ -42,7 +42,11 @@ struct PagedForwardParamsSm90 : ForwardParamsSm90 {
 /// then their results are partial ones (see ForwardParts).
 enum class Keys : std::uint8_t { kInRows, kInPages, kInRowsSplit, kInPagesSplit };
 
-template <Variant kV, Keys kKeys = Keys::kInRows>
+/// Maps says whether a kernel maps scores, by softcap or ALiBi (see ScoreMap): never, always, or as the call asks. Code
+/// that is jumped over takes registers, and time when a kernel begins, so most calls take a kernel without it.
+enum class Maps : std::uint8_t { kNever, kAlways, kAsAsked };
+
+template <Variant kV, Keys kKeys = Keys::kInRows, Maps kMaps = Maps::kNever>
 struct ForwardMainloopSm90 {
   static constexpr bool kOverPages = kKeys == Keys::kInPages || kKeys == Keys::kInPagesSplit;
   static constexpr bool kSplits = kKeys == Keys::kInRowsSplit || kKeys == Keys::kInPagesSplit;
@@ -89,8 +93,14 @@ struct ForwardMainloopSm90 {
   using SmemLayoutK = SmemTile<Element, kN, kHeadDim, kStages>;
   using SmemLayoutVt = SmemTileT<Element, kN, kHeadDimV, kStages>;  // V as the matmul sees it, (head_dim, N)
 
-  // Blocks that need no mask have a loop of their own, where registers allow a third copy of the step.
-  static constexpr bool kPeelInterior = kHeadDimV < 192;
+  // Blocks that need no mask have loops of their own: plain ones where registers allow a third copy of the step.
+  static constexpr bool kPeelsPlain = kMaps != Maps::kAlways && kHeadDimV < 192;
+  static constexpr bool kMapsInOne = kMaps == Maps::kAlways;
+  static constexpr bool kStretchesInOne = kHeadDimV < 192;  // P·V takes long beyond that: scores are mapped meanwhile
+  /// Returns whether scores are mapped.
+  CUTE_DEVICE static bool maps(ScoreMap const& map) {
+    return kMaps == Maps::kAlways || (kMaps == Maps::kAsAsked && map.maps());
+  }
 
   static constexpr int kRowsOfWarp = 16;  // rows of the output that a warp stages
   using SmemLayoutO = decltype(cute::tile_to_shape(typename SwizzledAtoms<Element, kColumnsV>::K{},
@@ -98,7 +108,8 @@ struct ForwardMainloopSm90 {
   static constexpr int kStagingWarps = kMemory.staged ? kM / kRowsOfWarp : 1;
   static constexpr int kStagingPerWarp = kMemory.staged ? kRowsOfWarp * kHeadDimV : 8;  // next to nothing where unused
 
-  /// Work is what the scheduler tells of a tile. With keys.blocks = 0 its rows see nothing; below 0 no tile is left.
+  /// Work is what the scheduler tells of a tile, whose head is the first one of a pack (see HeadPacking). With
+  /// keys.blocks = 0 its rows see nothing; below 0 no tile is left.
   struct Work {
     TileCoord tile;
     int kv_head;
@@ -107,7 +118,7 @@ struct ForwardMainloopSm90 {
     TmaRows q_rows, k_rows;
     VisibleKeys<kN> keys;
     struct Nothing {};
-    [[no_unique_address]] std::conditional_t<kSplits, int, Nothing> split;  // which split of the tile this is
+    [[no_unique_address]] std::conditional_t<kSplits, std::int64_t, Nothing> part;  // this split's place
   };
   // A tile stays in use until the next one has begun. A tile of ragged sequences is handed out when so many key blocks
   // of the one before are left to load, and not earlier, as no other thread block can take it then.
