@@ -119,7 +119,8 @@ TEST(SelectForward, HopperSplitsKeysWhereTilesAreFew) {
 }
 
 TEST(SelectForward, FewKeysTakeAmperesRowsOnHopper) {
-  const DeviceInfo device = gpu(90, 227);
+  DeviceInfo device = gpu(90, 227);
+  device.multiprocessors = 132;
   const auto arch_of = [&](int batch, int heads, int head_dim, int seqlen_q, int seqlen_k, bool ragged = false) {
     Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim, seqlen_k);
     problem.batch = batch, problem.heads_q = problem.heads_k = heads, problem.seqlen_q = seqlen_q;

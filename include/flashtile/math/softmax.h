@@ -16,7 +16,7 @@ inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 inline constexpr float kLargest = std::numeric_limits<float>::max();
 
 /// Models have softcaps of 15 to 50. Kernels for Hopper serve softcaps up to this one with a tanh whose absolute error
-/// is 1.2e-7, so that no score is off by more than 6e-5.
+/// is 1e-7, so that no score is off by more than 6e-5.
 inline constexpr float kUsualSoftcap = 512;
 
 /// ScoreMap is scale, softcap and ALiBi as one map from raw scores to scores, which are logits in a unit of their own:
@@ -39,7 +39,7 @@ struct ScoreMap {
   // Near 0 tanh is a polynomial: up to kNear with three terms, and up to kFurther with four, which softcaps take that
   // are so small that scores are often above the former.
   static constexpr int kNearTerms = 4;
-  static constexpr float kNear = 0.28f, kFurther = 0.5f, kSmallSoftcap = 24;
+  static constexpr float kNear = 0.22f, kFurther = 0.4f, kSmallSoftcap = 24;
   float near = 0;                          // up to which |raw| tanh_near() may be asked
   float near_terms[kNearTerms] = {};       // minimax coefficients of tanh(x) / x in x², times powers of `inner`
   float near_terms_log2[kNearTerms] = {};  // these, times unit_log2: with them the polynomial is an exponent of 2
@@ -62,7 +62,7 @@ struct ScoreMap {
   FLASHTILE_HOST_DEVICE bool maps() const { return capped || stretched; }
   FLASHTILE_HOST_DEVICE bool three_near_terms() const { return near_terms[kNearTerms - 1] == 0; }
 
-  /// Replaces raw scores up to `near`, where |inner · raw| is at most kNear, by tanh(inner · raw), to 1.5e-7. Those
+  /// Replaces raw scores up to `near`, where |inner · raw| is at most kNear, by tanh(inner · raw), to 6e-8. Those
   /// that are given together take each step together, as each step of one of them waits for the one before.
   template <int kCount>
   FLASHTILE_HOST_DEVICE void tanh_near(float (&raw)[kCount]) const {
@@ -77,8 +77,8 @@ struct ScoreMap {
   void find_near(bool further) {
     // With factors out of this range, no model's, powers of them would leave float32.
     if (!(std::fabs(inner) >= 0x1p-13f && std::fabs(inner) <= 0x1p13f)) return;
-    constexpr double kTerms[2][kNearTerms] = {{0.9999973372, -0.3330590143, 0.1262283546, 0},
-                                              {0.9999976762, -0.3332065507, 0.1314514424, -0.0433724456}};
+    constexpr double kTerms[2][kNearTerms] = {{0.9999993576, -0.3332265224, 0.1288779671, 0},
+                                              {0.9999995734, -0.3332972611, 0.1325056667, -0.0468257197}};
     near = (further ? kFurther : kNear) / std::fabs(inner);
     double power = inner;
     for (int n = 0; n < kNearTerms; ++n, power *= double{inner} * inner) {
