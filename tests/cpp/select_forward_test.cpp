@@ -285,7 +285,7 @@ TEST(SelectForward, PacksShareHeadsWhereNoPackDividesAGroup) {
 
 TEST(SelectForward, AmperesBlocksHaveTwiceTheWarpsWhereEachIsAloneOnAMultiprocessor) {
   for (const DeviceInfo& device : {gpu(80, 163), gpu(90, 227)}) {
-    Problem problem = problem_on(device, DType::kBFloat16, 128, 128, 19);
+    Problem problem = problem_on(device, DType::kBFloat16, 64, 64, 19);
     problem.batch = problem.heads_q = problem.heads_k = 1, problem.seqlen_q = 2736;
     const ForwardPlan alone = select_forward(problem, device);
     ASSERT_EQ(alone.variant.arch, Arch::kSm80);
