@@ -16,13 +16,21 @@ bool is_unusual_softcap(const Problem& p, bool backward) {
   return map.capped && (p.softcap > kUsualSoftcap || (backward && map.stretched));
 }
 
-/// These were read off ninety shapes on an H200, each between calls of other kernels (docs/performance.md).
+constexpr int kTallTile = 192;  // rows of the tallest tile of Hopper's forward
+
+/// Returns how many tiles of so many rows a dense forward has, without packs.
+std::int64_t dense_tiles(const Problem& p, int rows) {
+  return std::int64_t{p.batch} * p.heads_q * Spans::tiles(p.seqlen_q, rows);
+}
+
+/// These were read off ninety shapes on an H200, each between calls of other kernels (docs/performance.md). On an H100
+/// the two kernels were not compared.
 namespace h200 {
 
 constexpr int kMostKeys = 64;     // one block of Ampere's forward
-constexpr int kWidestHead = 128;  // above this Ampere's tiles have half as many rows
-constexpr int kNarrowHead = 64;   // up to this several of its thread blocks share a multiprocessor with ease
-constexpr int kRows = 128, kRowsOfHopper = 192;  // of a tile
+constexpr int kRows = 128;        // of one of its tiles
+constexpr int kWidestHead = 128;  // above this its tiles have half as many rows
+constexpr int kNarrowHead = 64;   // up to this a second thread block on a multiprocessor costs little
 
 }  // namespace h200
 
@@ -31,18 +39,16 @@ constexpr int kRows = 128, kRowsOfHopper = 192;  // of a tile
 bool has_few_keys(const Problem& p, const DeviceInfo& device) {
   if (p.device.type != DeviceType::kCuda || device.compute_capability != 90 || p.ragged) return false;
   if (p.wider_head_dim() > h200::kWidestHead || p.seqlen_k > h200::kMostKeys) return false;
-  const std::int64_t wave = device.multiprocessors;
-  const auto tiles = [&](int rows) { return std::int64_t{p.batch} * p.heads_q * ((p.seqlen_q + rows - 1) / rows); };
-  if (tiles(h200::kRows) <= wave) return true;
-  const bool takes_two = p.wider_head_dim() <= h200::kNarrowHead || tiles(h200::kRowsOfHopper) > wave;
-  return takes_two && tiles(h200::kRows) <= 2 * wave;
+  const std::int64_t tiles = dense_tiles(p, h200::kRows), wave = device.multiprocessors;
+  const bool in_two = p.wider_head_dim() <= h200::kNarrowHead || dense_tiles(p, kTallTile) > wave;
+  return tiles <= (in_two ? 2 * wave : wave);
 }
 
 bool prefers_rows_of_128(const Problem& p, const DeviceInfo& device) {
-  constexpr int kRows = 192, kKeys = 80, kWidestOfThreeBoxes = 72;  // a tile of D128 has so many rows, and keys
+  constexpr int kKeys = 80, kWidestOfThreeBoxes = 72;  // a tall tile of D128 has so many keys
   if (p.wider_head_dim() <= 64 || p.wider_head_dim() >= 96 || p.ragged) return false;
-  const std::int64_t tiles = std::int64_t{p.batch} * p.heads_q * ((p.seqlen_q + kRows - 1) / kRows);
-  return p.seqlen_k <= kKeys || (p.wider_head_dim() <= kWidestOfThreeBoxes && tiles > device.multiprocessors);
+  return p.seqlen_k <= kKeys ||
+         (p.wider_head_dim() <= kWidestOfThreeBoxes && dense_tiles(p, kTallTile) > device.multiprocessors);
 }
 
 Features features_of(const Problem& p, Kind kind, const Variant& v) {

@@ -104,17 +104,19 @@ double time_of_tiles(const Variant& v, const Problem& p, HeadPacking packing, in
 }
 
 /// Returns the packing that leaves fewest tiles, and of several the widest. Packs that share heads compute some twice,
-/// so they have to leave fewer tiles than others. With softcap there are none: a row's bits would depend on its
-/// neighbours (see CappedExponents), and the two packs that have it might store different ones. It packs none where int
-/// cannot count the rows of so long a sequence, nor where heads have ALiBi slopes, since a tile has one slope, nor with
-/// dropout, whose random words are indexed by the rows of a head.
+/// so they have to leave fewer tiles than others. Where scores are mapped there are none: whether a block is mapped and
+/// weighed in one pass depends on all rows of a warp, and with it a row's last bits, so that two packs which share a
+/// head might store different ones. It packs none where int cannot count the rows of so long a sequence, nor where
+/// heads have ALiBi slopes, since a tile has one slope, nor with dropout, whose random words are indexed by the rows of
+/// a head.
 HeadPacking packing_of_fewest_tiles(const Variant& v, const Problem& p) {
   HeadPacking found;
   if (p.seqlen_q >= 1 << 25 || p.alibi || p.dropout.active()) return found;
+  const bool mapped = p.score_map().maps();
   std::int64_t fewest = std::numeric_limits<std::int64_t>::max();
   for (const bool share : {false, true}) {
     for (int heads = 1; heads <= std::min(p.group(), HeadPacking::kRows); ++heads) {
-      if ((p.group() % heads != 0) != share || (share && p.softcap > 0)) continue;
+      if ((p.group() % heads != 0) != share || (share && mapped)) continue;
       const HeadPacking packing = HeadPacking::of(heads, p.group());
       const std::int64_t tiles =
           std::int64_t{Spans::tiles(p.seqlen_q, packing.queries_of(v.tile_m))} * packing.packs_of(p.group());

@@ -278,7 +278,9 @@ TEST(SelectForward, PacksShareHeadsWhereNoPackDividesAGroup) {
   EXPECT_EQ(plan.tiles, 64 * 5 * 9) << "a tile has 16 queries";
   problem.softcap = 30;
   EXPECT_EQ(select_forward(problem, device).packing.heads, 1) << "two packs might store different bits";
-  problem.softcap = 0, problem.heads_q = 36;
+  problem.softcap = 0, problem.scale = -1;
+  EXPECT_EQ(select_forward(problem, device).packing.heads, 1) << "a negative scale maps scores, too";
+  problem.scale = 1, problem.heads_q = 36;
   EXPECT_EQ(select_forward(problem, device).packing.packs_of(36) * select_forward(problem, device).packing.heads, 36)
       << "no head is computed twice where that saves no tile";
 }

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
   constexpr int kLaunchRegisters = kWarpgroups == 2 ? 168 : 128;
   static_assert(kProducerRegisters + kWarpgroups * Mainloop::kRegisters <= (kWarpgroups + 1) * kLaunchRegisters);
-  static_assert(sizeof(typename Mainloop::SharedStorage) <= forward_shared_memory(Row::kVariant));
+  static_assert(sizeof(typename Mainloop::SharedStorage) == forward_shared_memory(Row::kVariant));
 
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);

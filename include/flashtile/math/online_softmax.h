@@ -196,9 +196,9 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Returns whether, in any thread of the warp, sums of weights show that a score has outgrown the reference. A row
-  /// that had no reference yet has infinite weights, a steep row infinite ones or NaN. float16 holds kLimit; bfloat16
-  /// would hold far more, but the rounding of exponents grows with the distance to the reference.
+  /// Returns whether, in any thread of the warp, `outgrown` is given or sums of weights show that a score has outgrown
+  /// the reference. A row without one so far has infinite weights, a steep row infinite ones or NaN. float16 holds
+  /// kLimit; bfloat16 could hold far more, but the rounding of exponents grows with the distance to the reference.
   CUTE_DEVICE bool outgrown(float const (&added)[kRows], bool outgrown = false) const {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) outgrown |= too_large(added[r]);

@@ -62,8 +62,8 @@ struct ScoreMap {
   FLASHTILE_HOST_DEVICE bool maps() const { return capped || stretched; }
   FLASHTILE_HOST_DEVICE bool three_near_terms() const { return near_terms[kNearTerms - 1] == 0; }
 
-  /// Replaces raw scores up to `near`, where |inner · raw| is at most kNear, by tanh(inner · raw), to 6e-8. Those
-  /// that are given together take each step together, as each step of one of them waits for the one before.
+  /// Replaces raw scores up to `near`, |inner · raw| of kNear or kFurther, by tanh(inner · raw), to 6e-8. Those that
+  /// are given together take each step together, as each step of one of them waits for the one before.
   template <int kCount>
   FLASHTILE_HOST_DEVICE void tanh_near(float (&raw)[kCount]) const {
     float square[kCount], sum[kCount];
