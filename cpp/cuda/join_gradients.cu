@@ -2,6 +2,7 @@
 
 #include <cute/config.hpp>
 
+#include "flashtile/cuda/constants.h"
 #include "flashtile/cuda/launch.h"
 #include "flashtile/math/element.h"
 #include "flashtile/math/round.h"
@@ -51,11 +52,14 @@ __device__ float4 sum_of_parts(const float* first, std::int64_t pitch, int part,
 template <class Element>
 __global__ void __launch_bounds__(kThreads) join_kernel(const __grid_constant__ JoinParams join) {
   let_next_kernel_start();
-  await_kernel_before();
+  if (threadIdx.x / 32 == 0) prefetch_constants(join);
   BackwardParams const& params = join.backward;
+  if (params.ragged_keys.given()) await_kernel_before();  // the list of tiles is of a kernel before
   const int index = join.slices.quotient(blockIdx.x), slice = join.slices.remainder(blockIdx.x);
   BackwardParams::KeyTile tile;
-  if (!params.find_key_tile(index, tile)) return;
+  const bool there = params.find_key_tile(index, tile);
+  await_kernel_before();
+  if (!there) return;
 
   const int of_team = kThreads / join.teams, team = threadIdx.x / of_team;
   const int vector = slice * of_team + threadIdx.x % of_team;

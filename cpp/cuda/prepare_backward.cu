@@ -2,6 +2,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/cuda/constants.h"
 #include "flashtile/cuda/launch.h"
 #include "flashtile/mainloop/sum_of_dq.h"
 #include "flashtile/math/element.h"
@@ -124,6 +125,7 @@ __device__ void begin_dq(PrepareParams const& prepare, BackwardParams::QueryTile
 template <class Element, int kLanes>
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ PrepareParams prepare) {
   let_next_kernel_start();
+  if (threadIdx.x / 32 == kThreads / 32 - 1) prefetch_constants(prepare);
   BackwardParams const& params = prepare.backward;
   const BackwardWorkspace workspace = params.workspace;
   const int tile_m = workspace.tile_m;

@@ -32,8 +32,8 @@ namespace h100 {
 constexpr double kEndsOfBlock = 2;          // prologue and epilogue of a thread block, in steps,
 constexpr double kEndsOfNext = 1.3;         // of a block of keys that is not a thread block's first,
 constexpr double kEndsOfPart = 2.5;         // and of a part, whose gradients are float32
-constexpr double kJoin = 4000;              // the kernel that joins the parts, beside what it moves, in nanoseconds
-constexpr double kFewestSteps = 4;          // of the longest part
+constexpr double kJoin = 3500;              // the kernel that joins the parts, beside what it moves, in nanoseconds
+constexpr double kFewestSteps = 2;          // of the longest part (this and kJoin were fitted anew on an H200)
 constexpr std::int64_t kMostWaves = 5;      // of thread blocks with a part, which bounds the workspace
 constexpr std::int64_t kDealtWaves = 16;    // with more waves of blocks of keys no more than a usual order is tried
 constexpr double kKept = 0.5;               // share of the L2 cache that keeps what the blocks of a section share;

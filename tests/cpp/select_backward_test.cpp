@@ -37,6 +37,37 @@ TEST(SelectBackward, OnHopperTakesTwoPassesOfWideHeads) {
   }
 }
 
+TEST(SelectBackward, OnHopperFewQueriesOfManyKeysTakeAmperesKernel) {
+  const DeviceInfo device = gpu(90, 227);
+  const auto on_ampere = [&](int head_dim, int batch, int heads, int seqlen_q, int seqlen_k,
+                             bool deterministic = false) {
+    Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim, seqlen_k);
+    problem.batch = batch;
+    problem.heads_q = problem.heads_k = heads;
+    problem.seqlen_q = seqlen_q;
+    problem.band = Band::full();
+    problem.deterministic = deterministic;
+    const BackwardPlan plan = select_backward(problem, device);
+    return plan.variant.arch == Arch::kSm80;
+  };
+  // In wide heads a tile of dQ goes through all keys.
+  EXPECT_TRUE(on_ampere(256, 1, 8, 49, 4096));
+  EXPECT_TRUE(on_ampere(256, 6, 1, 49, 381));
+  EXPECT_TRUE(on_ampere(192, 1, 2, 128, 8192));
+  EXPECT_FALSE(on_ampere(256, 1, 8, 49, 4096, true)) << "only two passes have no sums whose order could differ";
+  EXPECT_FALSE(on_ampere(256, 16, 4, 49, 256)) << "tiles are many";
+  EXPECT_FALSE(on_ampere(256, 1, 8, 4096, 4096)) << "queries are many";
+  EXPECT_FALSE(on_ampere(256, 1, 8, 64, 64)) << "keys are few";
+  // In narrow heads most of a tile of 128 queries would be empty.
+  EXPECT_TRUE(on_ampere(64, 32, 8, 16, 512));
+  EXPECT_TRUE(on_ampere(32, 1, 16, 64, 8192));
+  EXPECT_FALSE(on_ampere(64, 32, 8, 65, 512));
+  EXPECT_FALSE(on_ampere(64, 2, 4, 16, 1024)) << "blocks of keys are few, and Hopper's begin sooner";
+  EXPECT_FALSE(on_ampere(128, 32, 8, 16, 512)) << "tiles of both have 64 queries";
+  EXPECT_FALSE(on_ampere(64, 32, 8, 0, 512));
+  EXPECT_FALSE(on_ampere(256, 1, 8, 49, 0));
+}
+
 TEST(SelectBackward, KeyBlocksOfOneWaveTakeTurnsUnderAMask) {
   const DeviceInfo device = gpu(90, 227);
   const auto plan = [&](int seqlen, Band band, int group = 1, bool deterministic = false) {

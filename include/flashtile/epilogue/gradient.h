@@ -1,7 +1,9 @@
-// This epilogue stores a finished tile of dQ, dK or dV of a wgmma from registers straight to memory.
+// This epilogue stores a finished tile of dQ, dK or dV of a wgmma, from registers straight to memory, or by TMA where
+// shared memory has room for the tile.
 #pragma once
 
 #include "flashtile/epilogue/direct.h"
+#include "flashtile/epilogue/staged.h"
 
 namespace flashtile {
 
@@ -20,19 +22,26 @@ struct GradientHead {
   }
 };
 
-/// Scales and rounds the accumulators of a (kRows, head_dim) tile of `Mma`, whose warpgroups divide the rows, and
-/// stores the rows from `first_row` on that exist. With kRagged it stores rows that do not count (see Span) as 0.
-/// `thread` counts from the first of the Mma.
+/// Each warp of a wgmma has so many rows of accumulators.
+inline constexpr int kRowsOfWarp = 16;
+
+/// Multiplies all accumulators by `scale`.
+template <class Accumulator>
+CUTE_DEVICE void scale_gradient(Accumulator& acc, float scale) {
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(acc); ++i) acc(i) *= scale;
+}
+
+/// Rounds the accumulators of a (kRows, head_dim) tile of `Mma`, whose warpgroups divide the rows, and stores the rows
+/// from `first_row` on that exist. With kRagged it stores rows that do not count (see Span) as 0. `thread` counts from
+/// the first of the Mma.
 template <int kRows, class Mma, bool kRagged, class Element, class Accumulator>
-CUTE_DEVICE void store_gradient(Accumulator& acc, float scale, GradientHead<Element> const& head, int first_row,
-                                int thread) {
+CUTE_DEVICE void store_gradient(Accumulator& acc, GradientHead<Element> const& head, int first_row, int thread) {
   using namespace cute;
   constexpr int kColumns = size<1>(typename Mma::AtomShape_MNK{});
   Tensor coord =
       rows_and_columns(Mma{}.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<kRows>, Int<kColumns>>{})));
   Tensor tile = rows_and_columns(acc);  // (row, head_dim)
-  CUTE_UNROLL
-  for (int i = 0; i < size(acc); ++i) acc(i) *= scale;
   if (kRagged && first_row + kRows > head.span.used) {
     CUTE_UNROLL
     for (int r = 0; r < size<0>(tile); ++r) {
@@ -46,6 +55,30 @@ CUTE_DEVICE void store_gradient(Accumulator& acc, float scale, GradientHead<Elem
     const int row = first_row + get<0>(coord(r, 0));
     store_row(tile, r, head.data + row * head.row_stride, row < head.span.size ? head.columns : 0);
   }
+}
+
+/// Does the same for a dense batch by way of `staging`, a tile of shared memory that no thread reads any more: each
+/// warp puts its rows there and has TMA store those that exist, by a map whose boxes have kRowsOfWarp rows and
+/// kColumnsPerBox columns. The tile has the layout `Layout` (row, head_dim). This takes fewer instructions, which
+/// counts where a thread block comes here once and has to wait for each line of code. Shared memory must outlive TMA's
+/// reads of it.
+template <class Layout, int kColumnsPerBox, class Element, class Accumulator>
+CUTE_DEVICE void stage_and_store_gradient(CUtensorMap const& map, Accumulator const& acc, Element* staging,
+                                          int first_row, int head, int batch, int thread) {
+  using namespace cute;
+  constexpr int kRows = size<0>(Layout{}), kColumns = size<1>(Layout{});
+  const int row_of_tile = thread / 32 * kRowsOfWarp, lane = thread % 32;
+  Element* const own = staging + row_of_tile * kColumnsPerBox;  // this warp's rows of the first box
+  stage_rows<Layout, kColumnsPerBox>(rows_and_columns(acc), own, lane);
+  tma_store_fence();
+  __syncwarp();  // all lanes have staged their rows
+  if (lane != 0) return;
+  const TmaRows rows = TmaRows::dense(batch);
+  CUTE_UNROLL
+  for (int column = 0; column < kColumns; column += kColumnsPerBox)
+    SM90_TMA_STORE_5D::copy(&map, own + column * kRows, column, head, rows.position(first_row + row_of_tile),
+                            rows.batch, rows.way_back);
+  tma_store_arrive();
 }
 
 }  // namespace flashtile

@@ -7,6 +7,7 @@
 #include <cute/tensor.hpp>
 
 #include "flashtile/backward_order.h"
+#include "flashtile/cuda/constants.h"
 #include "flashtile/cuda/launch.h"
 #include "flashtile/epilogue/gradient.h"
 #include "flashtile/epilogue/partial_gradient.h"
@@ -27,6 +28,8 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   using Element = typename Mainloop::Element;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
+  const int warp = threadIdx.x / 32;
+  if (warp == 3) prefetch_constants(params);
   if (threadIdx.x == 0) {
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.q));
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.k));
@@ -38,15 +41,18 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   }
   __syncthreads();  // all threads wait for the barriers' initialisation
   let_next_kernel_start();
-  await_kernel_before();
 
+  // While rows are being prepared, the producer has the first tiles of Q, K, V and dO loaded and the consumers begin
+  // with S. Each role waits for that kernel where it first needs what it writes.
   const OnePassBlocksSm90<Mainloop> blocks(params, shared);
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<Mainloop::kProducerRegisters>();
-    const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
       OnePassProducerSm90<Mainloop>{params, shared}.run(blocks);
-    } else if (threadIdx.x % 32 == 0 && warp <= Mainloop::kWarpgroups) {
+      return;
+    }
+    await_kernel_before();
+    if (threadIdx.x % 32 == 0 && warp <= Mainloop::kWarpgroups) {
       OnePassWriterSm90<Mainloop>{params, shared, warp - 1}.run(blocks);
     } else if constexpr (Mainloop::kRagged) {
       if (threadIdx.x % 32 == 0) OnePassSchedulerSm90<Mainloop>{params, shared}.run();
@@ -56,22 +62,35 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     const int thread = threadIdx.x - 128;
     BackwardParams const& backward = params.backward;
     const auto store = [&](typename Mainloop::Work const& work, auto& tKrdK, auto& tVrdV) {
-      const auto store = [&](auto& acc, float scale, void* gradient, Strides const& strides, float* partial,
-                             int columns) {
+      const auto scale_dv = [&](auto& acc) {
+        if constexpr (Mainloop::kKnowsDropout) scale_gradient(acc, backward.dropout.scale);
+      };
+      const auto scale_dk = [&](auto& acc) { scale_gradient(acc, backward.scale); };
+      const auto store = [&](auto& acc, auto const& scale, void* gradient, Strides const& strides, float* partial,
+                             int columns, CUtensorMap const& map, Element* staging) {
         if (gradient == nullptr) return;
-        if (partial != nullptr)
+        if (partial != nullptr) [[unlikely]]
           return store_partial<Mainloop::kN, Mainloop::kHeadDim, typename Mainloop::MmaKV>(
               acc, partial, work.place, work.span_of_keys(backward).used - work.n_block * Mainloop::kN, columns,
               thread);
-        const auto head = GradientHead<Element>::of(gradient, strides, work.batch, work.kv_head,
-                                                    work.span_of_keys(backward), columns);
-        store_gradient<Mainloop::kN, typename Mainloop::MmaKV, Mainloop::kRagged>(acc, scale, head,
-                                                                                  work.n_block * Mainloop::kN, thread);
+        scale(acc);
+        const int first_row = work.n_block * Mainloop::kN;
+        if constexpr (!Mainloop::kLoops) {
+          stage_and_store_gradient<typename Mainloop::SmemLayoutGradient, Mainloop::kColumns>(
+              map, acc, staging, first_row, work.kv_head, work.batch, thread);
+        } else {
+          const auto head = GradientHead<Element>::of(gradient, strides, work.batch, work.kv_head,
+                                                      work.span_of_keys(backward), columns);
+          store_gradient<Mainloop::kN, typename Mainloop::MmaKV, Mainloop::kRagged>(acc, head, first_row, thread);
+        }
       };
-      store(tVrdV, backward.dropout.scale, backward.dv, backward.dv_strides, backward.partial_dv, backward.head_dim_v);
-      store(tKrdK, backward.scale, backward.dk, backward.dk_strides, backward.partial_dk, backward.head_dim);
+      store(tVrdV, scale_dv, backward.dv, backward.dv_strides, backward.partial_dv, backward.head_dim_v, params.dv,
+            shared.v);
+      store(tKrdK, scale_dk, backward.dk, backward.dk_strides, backward.partial_dk, backward.head_dim, params.dk,
+            shared.k);
     };
     OnePassConsumerSm90<Mainloop>{params, shared, thread}.run(blocks, store);
+    if (!Mainloop::kLoops) tma_store_wait<0>();  // shared memory must outlive TMA's reads of it
   }
 }
 
@@ -87,10 +106,13 @@ __global__ void __launch_bounds__(kFinishThreads) backward_finish_sm90(const __g
   static_assert(kFinishThreads == 128 * Mainloop::kWarpgroups);
   constexpr int kPitch = Mainloop::kHeadDim + 8;  // padded so that no two lanes meet in a bank
   __shared__ alignas(16) Element rows[Mainloop::kM * kPitch];
-  await_kernel_before();
-  BackwardParams::QueryTile tile;
-  if (!params.find_query_tile(blockIdx.x, tile)) return;
   const int thread = threadIdx.x;
+  if (thread / 32 == 0) prefetch_constants(params);
+  if (params.ragged_queries.given()) await_kernel_before();  // the list of tiles is of a kernel before
+  BackwardParams::QueryTile tile;
+  const bool there = params.find_query_tile(blockIdx.x, tile);
+  await_kernel_before();
+  if (!there) return;
   const bool stored = SumOfDq(params, tile.place, thread / 128).stored();
   const float4* part = reinterpret_cast<const float4*>(params.workspace.dq(params.memory) +
                                                        (tile.place * Mainloop::kWarpgroups + thread / 128) *
@@ -145,6 +167,10 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   const bool ragged = plan.problem.ragged;
   const std::int64_t parts = workspace.tiles * Mainloop::kWarpgroups;
   constexpr int kRowsOfPart = Mainloop::kRowsOfPart;
+  const bool loops = plan.grid < plan.tiles;
+  const auto rows_of_warp = [&](const TensorView& gradient) {
+    return ragged || loops ? CUtensorMap{} : head_tiles(gradient, kRowsOfWarp, Mainloop::kColumns, false);
+  };
   const BackwardOnePassParams params{
       .backward = backward,
       .q = head_tiles(tensors.forward.q, Mainloop::kM, Mainloop::kColumns, ragged),
@@ -154,6 +180,8 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
       .statistics = float_boxes(workspace.lse_log2(memory), 2, workspace.rows(), 2, Mainloop::kM, device),
       .dq = float_boxes(workspace.dq(memory), parts * kRowsOfPart, Mainloop::kColumnsOfPart, kRowsOfPart,
                         Mainloop::kColumnsOfPart, device),
+      .dk = rows_of_warp(tensors.dk),
+      .dv = rows_of_warp(tensors.dv),
       .blocks = static_cast<int>(plan.tiles),
   };
   const int tiles = static_cast<int>(workspace.tiles);
@@ -161,7 +189,6 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   const auto launch_main = [&](auto kernel, KernelHandles& handles) {
     launch(kernel, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory, true}, params, stream);
   };
-  const bool loops = plan.grid < plan.tiles;
   if (ragged || (loops && !go_in_rounds(plan.problem, plan.variant, backward.n_blocks, plan.parts, plan.grid))) {
     launch_main(backward_one_pass_sm90<Row, Takes::kNext>, next);
   } else if constexpr (Row::kVariant.may_loop()) {

@@ -9,6 +9,7 @@
 #include <cute/tensor.hpp>
 
 #include "flashtile/backward_order.h"
+#include "flashtile/cuda/constants.h"
 #include "flashtile/cuda/launch.h"
 #include "flashtile/epilogue/gradient.h"
 #include "flashtile/epilogue/partial_gradient.h"
@@ -69,13 +70,17 @@ struct BackwardTwoPassSm90 {
     BackwardParams const& backward = params.backward;
     int key_blocks = params.key_blocks, query_tiles = params.query_tiles;
     if constexpr (kRagged) {
+      await_kernel_before();  // which writes the lists
       key_blocks = min(key_blocks, *backward.ragged_keys.listed * backward.heads_k * backward.parts.value);
       query_tiles = min(query_tiles, *backward.ragged_queries.listed * backward.heads);
     }
     const int before_keys = params.queries_first ? query_tiles : 0;
     const int before_queries = params.queries_first ? 0 : key_blocks;
     int index = blockIdx.x;
-    const auto next = [&] { index = gridDim.x + atomicAdd(backward.taken, 1); };
+    const auto next = [&] {
+      await_kernel_before();  // which clears the counter
+      index = gridDim.x + atomicAdd(backward.taken, 1);
+    };
     const auto find_query_tile = [&](int place, QueryTile& tile) {
       if constexpr (!kRagged) {
         const int heads = backward.batch * backward.heads;
@@ -180,7 +185,8 @@ struct BackwardTwoPassSm90 {
             consumer.thread);
       const auto head = GradientHead<Element>::of(gradient, strides, kept.batch, kept.kv_head,
                                                   kept.span_of_keys(params.backward), columns);
-      store_gradient<OfKeys::kN, Mma, kRagged>(acc, scale, head, kept.n_block * OfKeys::kN, consumer.thread);
+      scale_gradient(acc, scale);
+      store_gradient<OfKeys::kN, Mma, kRagged>(acc, head, kept.n_block * OfKeys::kN, consumer.thread);
     });
   }
 
@@ -197,7 +203,8 @@ struct BackwardTwoPassSm90 {
       consumer.run(typename OfQueries::Work(backward, tile), acc);
       const auto head = GradientHead<Element>::of(backward.dq, backward.dq_strides, tile.batch, tile.head,
                                                   tile.sequence.q, backward.head_dim);
-      store_gradient<OfQueries::kM, Mma, kRagged>(acc, backward.scale, head, tile.m_block * OfQueries::kM, thread);
+      scale_gradient(acc, backward.scale);
+      store_gradient<OfQueries::kM, Mma, kRagged>(acc, head, tile.m_block * OfQueries::kM, thread);
     });
   }
 };
@@ -208,6 +215,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   using Passes = BackwardTwoPassSm90<Row::kVariant, kRagged>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Passes::SharedStorage*>(shared_bytes);
+  if (threadIdx.x / 32 == 3) prefetch_constants(params);
   if (threadIdx.x == 0) {
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.q));
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.k));
@@ -218,7 +226,9 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   }
   __syncthreads();  // all threads wait for the barriers' initialisation
   let_next_kernel_start();
-  await_kernel_before();
+
+  // While rows are being prepared, the first tiles are on their way. Each role waits for that kernel where it first
+  // needs what it writes.
   const Passes passes{params, shared};
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<Passes::kProducerRegisters>();
@@ -228,6 +238,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
       passes.hand_out();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Passes::kRegisters>();
+    await_kernel_before();
     passes.consume();
   }
 }

@@ -12,6 +12,7 @@
 #include <cute/tensor.hpp>
 
 #include "flashtile/cuda/barrier.h"
+#include "flashtile/cuda/launch.h"
 #include "flashtile/load/tma.h"
 #include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/key_block.h"
@@ -125,18 +126,23 @@ struct BackwardKeysSm90 {
           constexpr int kColumnsOfTile = sizeof(to) / sizeof(Element) / kM;
           load_tile<kM, kColumnsOfTile, kColumns>(map, barrier, &to[0], q_rows, m_block * kM, head);
         };
+        std::uint64_t* of_q = nullptr;  // the barrier of Q and the statistics
         barriers.q.fill_by_warp(at, sizeof(Tiles::q[0]) + sizeof(Tiles::statistics[0]), [&](std::uint64_t* barrier) {
           load_queries(params.q, barrier, tiles.q[at.stage]);
-          const int row = workspace_row(params.backward, work, head, m_block);
-          cute::SM90_TMA_LOAD_2D::copy(&params.statistics, barrier,
-                                       static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                       tiles.statistics[at.stage], row, 0);
+          of_q = barrier;
         });
         if (first) load_keys(params.k, barriers.k, tiles.k);  // waits until the last block's K has been read
         barriers.dout.fill_by_warp(at, sizeof(Tiles::dout[0]), [&](std::uint64_t* barrier) {
           load_queries(params.dout, barrier, tiles.dout[at.stage]);
         });
-        if (first) load_keys(params.v, barriers.v, tiles.v);
+        if (first) {
+          load_keys(params.v, barriers.v, tiles.v);
+          await_kernel_before();  // which writes the statistics
+        }
+        if (of_q)
+          cute::SM90_TMA_LOAD_2D::copy(
+              &params.statistics, of_q, static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+              tiles.statistics[at.stage], workspace_row(params.backward, work, head, m_block), 0);
         at.advance();
         first = false;
         if (left-- == ask_at) ask();

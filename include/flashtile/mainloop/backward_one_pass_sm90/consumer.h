@@ -3,6 +3,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/cuda/launch.h"
 #include "flashtile/mainloop/backward_one_pass_sm90/scheduler.h"
 #include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/scores.h"
@@ -25,6 +26,7 @@ struct OnePassFragmentsSm90 {
   static constexpr int kStages = Mainloop::kStages;
   using ShapeS = cute::Shape<cute::Int<kN>, cute::Int<kM>>;
   using TilesOfQueries = SmemTile<Element, kM, kHeadDim, kStages>;
+  using TileOfValues = SmemTile<Element, kN, kHeadDim, 1>;
   using TilesOfQueriesT = SmemTileT<Element, kM, kHeadDim, kStages>;
 
   template <class Layout>
@@ -37,6 +39,23 @@ struct OnePassFragmentsSm90 {
     using namespace cute;
     using TileOfKeys = SmemTile<Element, kN, kHeadDim, 1, kColumnsPerBox>;
     return MmaS{}.get_slice(warpgroup * 128).partition_fragment_A(tensor(at, TileOfKeys{}))(_, _, _, 0);
+  }
+  /// Returns V, in registers or in shared memory, (mma, n, k).
+  CUTE_DEVICE static auto values(Element* at, int thread) {
+    using namespace cute;
+    if constexpr (Mainloop::kKeepsV)
+      return typename Mainloop::MmaP{}.get_slice(thread).partition_fragment_A(tensor(at, TileOfValues{})(_, _, 0));
+    else
+      return keys<Mainloop::kColumns>(at, uniform(thread / 128));
+  }
+  /// Loads V into registers.
+  template <class Values>
+  CUTE_DEVICE static void load_values(Element* at, int thread, Values& tSrV) {
+    using namespace cute;
+    auto load = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{}, typename Mainloop::MmaP{}).get_slice(thread);
+    copy(Copy_Atom<SM75_U32x4_LDSM_N, Element>{},
+         load.partition_S(as_position_independent_swizzle_tensor(tensor(at, TileOfValues{})(_, _, 0))),
+         load.retile_D(tSrV));
   }
   /// Returns Q or dO for the scores, (mma, m, k, stage).
   CUTE_DEVICE static auto queries(Element* at, int warpgroup) {
@@ -87,6 +106,7 @@ class OnePassConsumerSm90 {
   /// Calls `finish(work, tKrdK, tVrdV)` for each block, with dK, before the scale, and dV, both (mma, key, head_dim).
   template <class Finish>
   CUTE_DEVICE void run(Blocks const& blocks, Finish&& finish) {
+    if constexpr (kLoops) ask_for_steep_rows();
     blocks.for_each([&](Work const& work, auto release) __attribute__((always_inline)) {
       release();
       auto tKrdK = Fragments::gradient_of_keys();
@@ -102,6 +122,13 @@ class OnePassConsumerSm90 {
   }
 
  private:
+  /// Asks, once, whether there are steep rows, which the kernel before marks. A thread block that takes only one block
+  /// of keys does not wait for that kernel before its first S is being formed.
+  CUTE_DEVICE void ask_for_steep_rows() {
+    await_kernel_before();
+    steep = backward.steep();
+  }
+
   /// Forms dK and dV of a block of keys, and its part of dQ of all tiles of queries that see it.
   template <class Gradient>
   CUTE_DEVICE void add_up(Work const& work, Gradient& tKrdK, Gradient& tVrdV) {
@@ -110,16 +137,27 @@ class OnePassConsumerSm90 {
     started = false;
     opening = ScaleOut::Zero;
     shared.k_barriers.wait_full(keys_at);
+    if constexpr (Mainloop::kKeepsV) {
+      shared.v_barriers.wait_full(keys_at);
+      Fragments::load_values(shared.v, thread, tSrV);
+      if (kLoops) shared.v_barriers.release_by_warp(keys_at);
+    }
     work.for_each([&](int head, int m_block)
                       __attribute__((always_inline)) { step(work, head, m_block, tKrdK, tVrdV); });
     shared.ds_full[dq_at.stage].wait(dq_at.parity);
-    if (kLoops) shared.v_barriers.release_by_warp(keys_at);
+    if (kLoops && !Mainloop::kKeepsV) shared.v_barriers.release_by_warp(keys_at);
     auto tQrdQ = Fragments::gradient_of_queries();
     start_dq(tQrdQ);
     wait_matmul<0>(tQrdQ);
     if (kLoops) shared.k_barriers.release_by_warp(keys_at);
     if (kLoops) keys_at.advance();
     finish_dq(tQrdQ);
+    if constexpr (!kLoops) {
+      // Gradients are staged where V and K are. All warps have read V for the last dP since they have stored the last
+      // dS; here they wait until all have read K for the last dQ.
+      const auto last = ds_at.previous();
+      shared.ds_empty[last.stage].wait(last.parity);
+    }
   }
 
   /// Adds to dK and dV what one tile of queries contributes, and forms dQ of the tile before.
@@ -127,6 +165,7 @@ class OnePassConsumerSm90 {
   CUTE_DEVICE void step(Work const& work, int head, int m_block, Gradient& tKrdK, Gradient& tVrdV) {
     using namespace cute;
     typename Mainloop::MmaS mma_s;
+    typename Mainloop::MmaP mma_p;
     typename Mainloop::MmaKV mma_kv;
     // As members these would be held in registers from one step to the next, since a matmul's asm reads what it
     // overwrites: there are too few registers for that.
@@ -141,9 +180,12 @@ class OnePassConsumerSm90 {
     const int stage = uniform(at.stage);
     shared.q_barriers.wait_full(at);
     start_matmul(mma_s, tSrK, tSrQ(_, _, _, stage), tSrS, ScaleOut::Zero);
-    if (opening == ScaleOut::Zero) shared.v_barriers.wait_full(keys_at);
+    if (opening == ScaleOut::Zero) {
+      if constexpr (!Mainloop::kKeepsV) shared.v_barriers.wait_full(keys_at);
+      if constexpr (!kLoops) ask_for_steep_rows();
+    }
     shared.dout_barriers.wait_full(at);
-    start_matmul(mma_s, tSrV, tSrdO(_, _, _, stage), tSrdP, ScaleOut::Zero);
+    start_matmul(mma_p, tSrV, tSrdO(_, _, _, stage), tSrdP, ScaleOut::Zero);
     wait_matmul<1>(tSrS);
 
     const int key = work.n_block * kN;
@@ -330,9 +372,8 @@ class OnePassConsumerSm90 {
   const int thread;
   const int warpgroup = uniform(thread / 128);
   decltype(Fragments::template keys<Mainloop::kColumnsOfK>(nullptr, 0)) tSrK =
-      Fragments::template keys<Mainloop::kColumnsOfK>(shared.k, warpgroup);  // (mma, n, k)
-  decltype(Fragments::template keys<Mainloop::kColumns>(nullptr, 0)) tSrV =
-      Fragments::template keys<Mainloop::kColumns>(shared.v, warpgroup);                           // (mma, n, k)
+      Fragments::template keys<Mainloop::kColumnsOfK>(shared.k, warpgroup);                        // (mma, n, k)
+  decltype(Fragments::values(nullptr, 0)) tSrV = Fragments::values(shared.v, thread);              // (mma, n, k)
   decltype(Fragments::queries(nullptr, 0)) tSrQ = Fragments::queries(shared.q[0], warpgroup);      // (mma, m, k, stage)
   decltype(Fragments::queries(nullptr, 0)) tSrdO = Fragments::queries(shared.dout[0], warpgroup);  // (mma, m, k, stage)
   decltype(Fragments::queries_t(nullptr, 0)) tVrdO =
@@ -342,7 +383,6 @@ class OnePassConsumerSm90 {
   decltype(Fragments::places(0)) tScS = Fragments::places(thread);  // (row, column)
   const bool maps = backward.scores.map.maps();
   const float unit_log2 = backward.scores.map.unit_log2;
-  const bool steep = backward.steep();
   typename Ring<Mainloop::kStages>::Cursor at{};  // current tile of queries
   typename Ring<2>::Cursor ds_at{};               // buffer for its dS
   typename Ring<2>::Cursor dq_at{};               // buffer of the dS that dQ is formed of
@@ -351,6 +391,7 @@ class OnePassConsumerSm90 {
   unsigned dq_parity = 0;
   Lengths lengths;   // those of the current block of keys
   bool partial;      // whether the block reaches beyond the last key
+  bool steep;        // whether any row is, of all blocks
   bool started;      // whether a step before has left dS to form dQ of
   ScaleOut opening;  // a block's first matmuls overwrite dK and dV
 };

@@ -3,6 +3,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "flashtile/cuda/launch.h"
 #include "flashtile/load/tma.h"
 #include "flashtile/mainloop/backward_one_pass_sm90/scheduler.h"
 
@@ -43,17 +44,20 @@ struct OnePassProducerSm90 {
       const auto load_queries = [&](CUtensorMap const& map, std::uint64_t* barrier, Element* to) {
         load_tile<kM, kHeadDim, kColumns>(map, barrier, to, work.q_rows(params.backward), m_block * kM, head);
       };
-      std::uint64_t* barrier =
-          shared.q_barriers.fill(at, [] { return sizeof(SharedStorage::q[0]) + sizeof(SharedStorage::statistics[0]); });
+      std::uint64_t* barrier = shared.q_barriers.fill(at, [] { return sizeof(SharedStorage::q[0]); });
       load_queries(params.q, barrier, shared.q[at.stage]);
+      // This waits until the last block's K has been read.
+      if (first) load_keys(cute::Int<Mainloop::kColumnsOfK>{}, params.k, shared.k_barriers, shared.k);
+      barrier = shared.dout_barriers.fill(
+          at, [] { return sizeof(SharedStorage::dout[0]) + sizeof(SharedStorage::statistics[0]); });
+      load_queries(params.dout, barrier, shared.dout[at.stage]);
+      if (first) {
+        load_keys(cute::Int<kColumns>{}, params.v, shared.v_barriers, shared.v);
+        await_kernel_before();  // which writes the statistics
+      }
       cute::SM90_TMA_LOAD_2D::copy(
           &params.statistics, barrier, static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
           shared.statistics[at.stage], work.workspace_tile(params.backward, head, m_block) * kM, 0);
-      // This waits until the last block's K has been read.
-      if (first) load_keys(cute::Int<Mainloop::kColumnsOfK>{}, params.k, shared.k_barriers, shared.k);
-      barrier = shared.dout_barriers.fill(at, [] { return sizeof(SharedStorage::dout[0]); });
-      load_queries(params.dout, barrier, shared.dout[at.stage]);
-      if (first) load_keys(cute::Int<kColumns>{}, params.v, shared.v_barriers, shared.v);
       first = false;
       at.advance();
       if (left-- == release_at) release();

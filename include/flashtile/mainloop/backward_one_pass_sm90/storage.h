@@ -19,6 +19,7 @@ struct BackwardOnePassParams {
   CUtensorMap q, k, v, dout;  // tiles of M, N, N, M rows
   CUtensorMap statistics;     // lse_log2 and delta of M rows
   CUtensorMap dq;             // half a tile of the workspace
+  CUtensorMap dk, dv;         // a warp's rows; where a thread block takes one block of keys
   int blocks;                 // blocks of keys of all heads
 };
 
@@ -51,6 +52,8 @@ struct BackwardOnePassSm90 {
   using Element = ElementOf<kV.dtype>;
   static constexpr int kColumns = columns_per_box(kHeadDim);
   using SmemLayoutdS = SmemTile<Element, kM, kN, 2>;
+  using SmemLayoutGradient = decltype(cute::tile_to_shape(typename SwizzledAtoms<Element, kColumns>::K{},
+                                                          cute::Shape<cute::Int<kN>, cute::Int<kHeadDim>>{}));
   using PlacesOfdS = decltype(cute::as_position_independent_swizzle_layout(SmemLayoutdS{}));  // offsets in elements
 
   static constexpr auto kMajorK = cute::SM90::GMMA::Major::K;
@@ -59,7 +62,17 @@ struct BackwardOnePassSm90 {
   using MmaS = decltype(cute::make_tiled_mma(
       cute::SM90::GMMA::ss_op_selector<Element, Element, float,
                                        cute::Shape<cute::Int<kN>, cute::Int<kM>, cute::Int<kHeadDim>>>(),
-      Keys{}));  // S, dP
+      Keys{}));  // S, and dP where V is not in registers
+  // Where enough registers are free, V is in them while a block of keys lasts: dP then reads half as much of shared
+  // memory.
+  static constexpr bool kKeepsV = kHeadDim == 96;
+  using MmaP = std::conditional_t<
+      kKeepsV,
+      decltype(cute::make_tiled_mma(
+          cute::SM90::GMMA::rs_op_selector<Element, Element, float,
+                                           cute::Shape<cute::Int<kN>, cute::Int<kM>, cute::Int<kHeadDim>>>(),
+          Keys{})),
+      MmaS>;
   using MmaKV = decltype(cute::make_tiled_mma(
       cute::SM90::GMMA::rs_op_selector<
           Element, Element, float, cute::Shape<cute::Int<kN>, cute::Int<kHeadDim>, cute::Int<kM>>, kMajorK, kMajorMN>(),
@@ -98,7 +111,7 @@ struct BackwardOnePassSm90 {
     alignas(1024) Element dout[kStages][kM * kHeadDim];
     alignas(1024) Element ds[2][kM * kN];
     alignas(1024) float dq[kWarpgroups][kPartOfQ];
-    alignas(128) float statistics[kStages][2][kM];  // lse_log2, delta
+    alignas(128) float statistics[kStages][2][kM];  // lse_log2, delta; they come and go with dO
     // This is the next block, where blocks are handed out: the producer, the writers and all consumers wait for it, and
     // the scheduler waits for all of them to be done with the one before.
     Work work;

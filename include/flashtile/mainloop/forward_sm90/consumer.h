@@ -235,12 +235,14 @@ class ForwardConsumerSm90 {
 
   /// Returns the end of the steps, from `step` on, whose scores are mapped and weighed in one pass over them, which
   /// spares an operation and the way through the registers: those of interior blocks that are mapped once. With ALiBi
-  /// all of their keys are on the same side of the diagonal. All warps of a warpgroup, which share matmuls, get the
-  /// same.
+  /// all of their keys are on the same side of the diagonal. Where a tile has few blocks, one loop serves them all, as
+  /// there the code of another takes longer to come than it saves. All warps of a warpgroup, which share matmuls, get
+  /// the same.
   CUTE_DEVICE int end_in_one(int step) const {
+    constexpr int kFewBlocks = 8;
     ScoreMap const& map = params.forward.scores.map;
     const int n_block = work().keys.visited(step);
-    if (map.capped == map.stretched || drops || walk.is_edge(n_block)) return step;
+    if (map.capped == map.stretched || drops || walk.is_edge(n_block) || walk.blocks() < kFewBlocks) return step;
     if (map.capped) return map.near > 0 ? walk.interior.end : step;
     if (!Mainloop::kStretchesInOne) return step;
     const int end = behind_diagonal(n_block) ? walk.interior.end : min((diagonal_of(0) + 1) / kN, walk.interior.end);
