@@ -41,12 +41,12 @@ constexpr int kFewQueries = 64;     // half a tile of Hopper's backward of narro
 constexpr int kKeysOfTile = 128;    // of that one's tiles
 constexpr int kFewSteps = 4;        // of a tile of dQ: with no more of them Hopper's two passes are as fast
 constexpr double kEndsOfTile = 2;   // prologue and epilogue of a thread block of two passes, in steps of 64 queries
-constexpr double kTimesAsLong = 2;  // as the even share of all multiprocessors: so slow is Ampere's backward
+constexpr double kTimesAsLong = 2;  // as Hopper's backward Ampere's takes, for a block of keys and for all work
 
 }  // namespace h200
 
-/// Returns whether, of Hopper's two passes, a tile of dQ takes clearly longer than its multiprocessor's share of all
-/// work.
+/// Returns whether, of Hopper's two passes, a tile of dQ takes longer than Ampere's backward: than one of its blocks of
+/// keys, and than each multiprocessor's share of all work.
 bool has_long_tiles_of_dq(const Problem& p, int multiprocessors) {
   constexpr int kQueries = 128, kKeys = 64;  // of a tile of dQ, and of a block of keys in both passes
   const int last = (p.seqlen_q - 1) / kQueries * kQueries;
@@ -55,7 +55,8 @@ bool has_long_tiles_of_dq(const Problem& p, int multiprocessors) {
   const double block = h200::kEndsOfTile + p.group() * Spans::tiles(p.seqlen_q, kQueriesOfPass);
   const auto blocks = static_cast<double>(std::int64_t{p.batch} * p.heads_k * Spans::tiles(p.seqlen_k, kKeys));
   const auto tiles = static_cast<double>(dense_tiles(p, kQueries));
-  return steps > h200::kFewSteps && tile > h200::kTimesAsLong * (blocks * block + tiles * tile) / multiprocessors;
+  const double ampere = h200::kTimesAsLong * std::max(block, (blocks * block + tiles * tile) / multiprocessors);
+  return steps > h200::kFewSteps && tile > ampere;
 }
 
 }  // namespace

@@ -22,6 +22,8 @@ namespace h200 {
 constexpr int kFewQueries = 4096;             // with no more queries, a block's prologue and epilogue matter
 constexpr std::int64_t kShortHead = 1 << 16;  // a head is short up to here, in blocks of keys times head_dim²
 constexpr double kBusy = 0.95;                // a grid should use this share of the multiprocessors
+constexpr double kJoinOfOnePass = 3500;       // as h100::kJoin and kFewestSteps, of one pass, whose kernels start early
+constexpr double kFewestStepsOfOnePass = 2;
 
 }  // namespace h200
 
@@ -32,8 +34,8 @@ namespace h100 {
 constexpr double kEndsOfBlock = 2;          // prologue and epilogue of a thread block, in steps,
 constexpr double kEndsOfNext = 1.3;         // of a block of keys that is not a thread block's first,
 constexpr double kEndsOfPart = 2.5;         // and of a part, whose gradients are float32
-constexpr double kJoin = 3500;              // the kernel that joins the parts, beside what it moves, in nanoseconds
-constexpr double kFewestSteps = 2;          // of the longest part (this and kJoin were fitted anew on an H200)
+constexpr double kJoin = 4000;              // the kernel that joins the parts, beside what it moves, in nanoseconds
+constexpr double kFewestSteps = 4;          // of the longest part
 constexpr std::int64_t kMostWaves = 5;      // of thread blocks with a part, which bounds the workspace
 constexpr std::int64_t kDealtWaves = 16;    // with more waves of blocks of keys no more than a usual order is tried
 constexpr double kKept = 0.5;               // share of the L2 cache that keeps what the blocks of a section share;
@@ -222,7 +224,8 @@ double time_of(const KeyBlockOrder& order, const Dealing& dealing, const Backwar
   const double of_step = matmuls * queries_of_step(v) * v.tile_n * columns / counted::kFlops;
   if (order.parts == 1) return steps * of_step;
   const double floats = static_cast<double>(plan.tiles * order.parts * v.tile_n) * columns;
-  return steps * of_step + h100::kJoin + 2 * 4 * floats / counted::kBytes;  // they are written, then read
+  const double join = v.one_pass() ? h200::kJoinOfOnePass : h100::kJoin;
+  return steps * of_step + join + 2 * 4 * floats / counted::kBytes;  // they are written, then read
 }
 
 /// Returns, of the orders that are tried, the one that ends first. Narrow sections come before wide ones, and few parts
@@ -247,9 +250,10 @@ KeyBlockOrder best_order(const BackwardPlan& plan, const DeviceInfo& device) {
     const double here = time(order);
     if (here < share * least) best = order, least = here;
   };
+  const double fewest_steps = v.one_pass() ? h200::kFewestStepsOfOnePass : h100::kFewestSteps;
   const std::int64_t most = std::min<std::int64_t>(h100::kMostWaves * at_once / plan.tiles, dealt.back().most_parts());
   for (int parts = 1; parts == 1 || parts <= most; parts += 1 + parts / 32) {  // of many, not each number is tried
-    if (parts > 1 && parts * h100::kFewestSteps > dealt.back().longest()) break;
+    if (parts > 1 && parts * fewest_steps > dealt.back().longest()) break;
     if (parts > 1)
       consider(usual_order(p, v, device, plan.tiles, parts),
                v.two_passes() ? h100::kClearlyTwoPasses : h100::kClearlyParts);

@@ -58,14 +58,20 @@ def test_gradients_of_more_than_2_to_31_elements(head_dim):
 
 
 @pytest.mark.usefixtures("much_memory")
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
 @pytest.mark.parametrize("batch, heads", [(70_001, 1), (1, 70_001)])
 def test_gradients_of_more_than_65535_heads_and_sequences(batch, heads, head_dim):
+    """The last head's gradients are those it has alone; on Hopper those of D64 come from another kernel then."""
     tensors = [randn(batch, length, heads, head_dim) for length in (20, 30, 30, 20)]
     many = backward(*tensors, causal=True)
     last = backward(*(x[-1:, :, -1:] for x in tensors), causal=True)
     for what, a, b in zip(("dq", "dk", "dv"), many[2:], last[2:], strict=True):
-        assert_bitwise(a[-1:, :, -1:], b, what)
+        if head_dim == 64:
+            torch.testing.assert_close(
+                a[-1:, :, -1:], b, rtol=2 * torch.finfo(BF16).eps, atol=4e-3 * b.abs().max().item()
+            )
+        else:
+            assert_bitwise(a[-1:, :, -1:], b, what)
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
