@@ -62,7 +62,7 @@ CUtensorMap encode(const Key& key, const TensorView& t) {
 
 // The driver takes far longer to encode a tensor map than to give a known one another address.
 CUtensorMap head_tiles(const TensorView& t, int rows, int columns_per_box, bool ragged, HeadPacking packing) {
-  if (t.empty()) return {};
+  if (!t.given() || t.empty()) return {};
   static const auto replace_address =
       driver_function<decltype(&cuTensorMapReplaceAddress)>("cuTensorMapReplaceAddress");
   static thread_local Recent<Key, CUtensorMap> recent;

@@ -42,16 +42,19 @@ void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device) {
 }  // namespace
 
 BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
-  const bool few_queries = has_few_queries(problem, device);
-  const auto suits = [&](const auto& row) { return !few_queries || row.variant.arch == Arch::kSm80; };
-  const auto choice = choose(problem, device, backward_rows(), suits);
+  auto choice = choose(problem, device, backward_rows(), kEveryRow);
+  if (has_few_queries(problem, choice.row->variant, device)) {
+    const auto on_ampere = [](const auto& row) { return row.variant.arch == Arch::kSm80; };
+    choice = choose(problem, device, backward_rows(), on_ampere);
+    choice.why = kFewQueries;
+  }
   BackwardPlan plan;
   plan.problem = problem;
   plan.variant = choice.row->variant;
   plan.tiles = problem.heads_k * problem.places_k(plan.variant.tile_n);
   plan.shared_memory = shared_memory_of(Kind::kBackward, plan.variant);
   plan.variant.arch == Arch::kCpu ? plan_on_cpu(plan, device) : plan_on_gpu(plan, device);
-  plan.why = few_queries ? kFewQueries : choice.why;
+  plan.why = choice.why;
   plan.run = choice.row->run;
   return plan;
 }

@@ -1,10 +1,5 @@
 #include "select/choose.h"
 
-#include <algorithm>
-
-#include "flashtile/backward_order.h"
-#include "flashtile/mask/mask.h"
-
 namespace flashtile {
 namespace {
 
@@ -37,27 +32,7 @@ constexpr int kRows = 128;        // of one of its tiles
 constexpr int kWidestHead = 128;  // above this its tiles have half as many rows
 constexpr int kNarrowHead = 64;   // up to this a second thread block on a multiprocessor costs little
 
-constexpr int kFewQueries = 64;     // half a tile of Hopper's backward of narrow heads
-constexpr int kKeysOfTile = 128;    // of that one's tiles
-constexpr int kFewSteps = 4;        // of a tile of dQ: with no more of them Hopper's two passes are as fast
-constexpr double kEndsOfTile = 2;   // prologue and epilogue of a thread block of two passes, in steps of 64 queries
-constexpr double kTimesAsLong = 2;  // as Hopper's backward Ampere's takes, for a block of keys and for all work
-
 }  // namespace h200
-
-/// Returns whether, of Hopper's two passes, a tile of dQ takes longer than Ampere's backward: than one of its blocks of
-/// keys, and than each multiprocessor's share of all work.
-bool has_long_tiles_of_dq(const Problem& p, int multiprocessors) {
-  constexpr int kQueries = 128, kKeys = 64;  // of a tile of dQ, and of a block of keys in both passes
-  const int last = (p.seqlen_q - 1) / kQueries * kQueries;
-  const int steps = p.mask().walk({last, p.seqlen_q}, kKeys, p.lengths()).blocks();
-  const double tile = h200::kEndsOfTile + 0.75 * kQueries / kQueriesOfPass * steps;  // as step_of_queries() has it
-  const double block = h200::kEndsOfTile + p.group() * Spans::tiles(p.seqlen_q, kQueriesOfPass);
-  const auto blocks = static_cast<double>(std::int64_t{p.batch} * p.heads_k * Spans::tiles(p.seqlen_k, kKeys));
-  const auto tiles = static_cast<double>(dense_tiles(p, kQueries));
-  const double ampere = h200::kTimesAsLong * std::max(block, (blocks * block + tiles * tile) / multiprocessors);
-  return steps > h200::kFewSteps && tile > ampere;
-}
 
 }  // namespace
 
@@ -67,14 +42,6 @@ bool has_few_keys(const Problem& p, const DeviceInfo& device) {
   const std::int64_t tiles = dense_tiles(p, h200::kRows), wave = device.multiprocessors;
   const bool in_two = p.wider_head_dim() <= h200::kNarrowHead || dense_tiles(p, kTallTile) > wave;
   return tiles <= (in_two ? 2 * wave : wave);
-}
-
-bool has_few_queries(const Problem& p, const DeviceInfo& device) {
-  if (p.device.type != DeviceType::kCuda || device.compute_capability != 90 || p.ragged) return false;
-  if (p.deterministic || p.dropout.active() || p.seqlen_q == 0 || p.heads_k == 0) return false;
-  if (p.wider_head_dim() > h200::kWidestHead) return has_long_tiles_of_dq(p, device.multiprocessors);
-  const std::int64_t blocks = std::int64_t{p.batch} * p.heads_k * Spans::tiles(p.seqlen_k, h200::kKeysOfTile);
-  return p.wider_head_dim() <= h200::kNarrowHead && p.seqlen_q <= h200::kFewQueries && blocks >= device.multiprocessors;
 }
 
 bool prefers_rows_of_128(const Problem& p, const DeviceInfo& device) {

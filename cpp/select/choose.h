@@ -19,7 +19,6 @@ inline constexpr const char* kSmallerTile =
     "the first row of this dtype that is wide enough and fits the GPU's shared memory";
 inline constexpr const char* kSplitKeys = "too few tiles to fill the GPU, so the keys of each are split";
 inline constexpr const char* kFewKeys = "so few keys and tiles that a persistent kernel would have nothing to overlap";
-inline constexpr const char* kFewQueries = "so few queries that most of Hopper's tiles, or of the GPU, would be idle";
 inline constexpr const char* kFastest = "of the rows that are just wide enough, the one with the least estimated time";
 
 /// A row that knows features that nobody asks for takes up to so many times as long: see Features. Sinks are not among
@@ -35,11 +34,6 @@ Features features_of(const Problem& problem, Kind kind, const Variant& v);
 /// sooner and has less code to fetch. It is so where each of its thread blocks has a multiprocessor to itself, and
 /// where two share one, as long as those of Hopper, whose tiles are taller, would need two rounds, or heads are narrow.
 bool has_few_keys(const Problem& problem, const DeviceInfo& device);
-
-/// Returns whether a backward on Hopper has so few queries that Ampere's kernel is faster. Hopper's tiles of narrow
-/// heads have 128 queries, Ampere's 32. In wide heads a tile of dQ takes one thread block of Hopper, which goes through
-/// all keys: that takes long where such tiles are few and keys are many.
-bool has_few_queries(const Problem& problem, const DeviceInfo& device);
 
 /// Returns whether a forward on Hopper is faster with the rows of D128 than with those of D96, though these are wide
 /// enough. They load a row of at most 72 columns by two boxes of TMA, not by three, which counts where all

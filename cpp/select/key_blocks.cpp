@@ -25,6 +25,11 @@ constexpr double kBusy = 0.95;                // a grid should use this share of
 constexpr double kJoinOfOnePass = 3500;       // as h100::kJoin and kFewestSteps, of one pass, whose kernels start early
 constexpr double kFewestStepsOfOnePass = 2;
 
+// These compare with Ampere's kernel (27 shapes of D64 and D256; not measured at D192, nor on an H100).
+constexpr int kNarrowHead = 64;   // Hopper's tiles have 128 queries up to here, Ampere's 32
+constexpr int kFewStepsOfDq = 4;  // with no more steps of a tile of dQ, two passes are as fast
+constexpr double kAmpere = 2;     // a block of keys, and all work, take Ampere's kernel so many times as long
+
 }  // namespace h200
 
 /// These constants are fitted to 140 shapes, in up to six orders each, on an H100 (docs/performance.md). A step is one
@@ -270,6 +275,22 @@ KeyBlockOrder best_order(const BackwardPlan& plan, const DeviceInfo& device) {
 }
 
 }  // namespace
+
+bool has_few_queries(const Problem& p, const Variant& v, const DeviceInfo& device) {
+  if (v.arch != Arch::kSm90 || p.ragged || p.deterministic || p.dropout.active() || p.seqlen_q == 0) return false;
+  const double multiprocessors = device.multiprocessors;
+  const double blocks = double{1} * p.batch * p.heads_k * key_blocks(p, v);
+  if (v.one_pass()) return v.head_dim <= h200::kNarrowHead && p.seqlen_q <= v.tile_m / 2 && blocks >= multiprocessors;
+  if (blocks == 0) return false;
+  // Times are in steps of the pass for dK and dV, as in Dealing. The last tile of queries sees most keys.
+  const int last = (p.seqlen_q - 1) / v.tile_m * v.tile_m;
+  const int steps = p.mask().walk({last, p.seqlen_q}, v.tile_n, p.lengths()).blocks();
+  const double tile = h100::kEndsOfBlock + step_of_queries(v) * steps;
+  const double tiles = double{1} * p.batch * p.heads_q * Spans::tiles(p.seqlen_q, v.tile_m);
+  const double block = h100::kEndsOfBlock + double{1} * p.group() * Spans::tiles(p.seqlen_q, kQueriesOfPass);
+  const double even = (blocks * block + tiles * tile) / multiprocessors;
+  return steps > h200::kFewStepsOfDq && tile > h200::kAmpere * std::max(block, even);
+}
 
 KeyBlockOrder order_key_blocks(const BackwardPlan& plan, const DeviceInfo& device) {
   struct Key {

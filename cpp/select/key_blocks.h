@@ -23,4 +23,15 @@ struct KeyBlockOrder {
 /// has several parts where blocks are too few for the GPU, or are one round of thread blocks and a little more.
 KeyBlockOrder order_key_blocks(const BackwardPlan& plan, const DeviceInfo& device);
 
+inline constexpr const char* kFewQueries = "so few queries that most of Hopper's tiles, or of the GPU, would be idle";
+
+/// Returns whether a backward has so few queries that Ampere's kernel is faster than that of Hopper's row `v`. A tile
+/// of Hopper's row of narrow heads would be half empty, and Ampere's tiles are smaller. Of two passes, a tile of dQ is
+/// the work of one thread block, which goes through all keys: that takes long where such tiles are few and keys are
+/// many, and Ampere's kernel has thread blocks for blocks of keys alone.
+///
+/// It returns false for ragged batches, whose lengths the host does not know, and where Ampere's kernel was not
+/// measured: for sums in order and with dropout.
+bool has_few_queries(const Problem& problem, const Variant& v, const DeviceInfo& device);
+
 }  // namespace flashtile

@@ -122,9 +122,9 @@ def attention(
         out, (B, S_q, H_q, D_v), contiguous, of q's dtype; with ``return_lse`` the pair (out, lse), where lse is the
         natural logarithm, float32, (B, H_q, S_q). Both are differentiable with respect to q, k, v and sinks, once.
         Sums and softmax statistics are float32. On CUDA the parts of dq add up in no fixed order unless
-        ``deterministic``, so its last bits may differ from run to run (not on Hopper where D or D_v is above 128);
-        everything else repeats to the bit. A row that sees no column has out = 0, lse = -inf (or the sink) and
-        gradients 0.
+        ``deterministic``, so its last bits may differ from run to run (on Hopper, where D or D_v is above 128, only if
+        few queries see many keys); everything else repeats to the bit. A row that sees no column has out = 0, lse =
+        -inf (or the sink) and gradients 0.
 
     Raises:
         TypeError: an argument has the wrong type or dtype; or it is attn_mask or is_causal, which

@@ -66,6 +66,9 @@ TEST(SelectBackward, OnHopperFewQueriesOfManyKeysTakeAmperesKernel) {
   EXPECT_FALSE(on_ampere(128, 32, 8, 16, 512)) << "tiles of both have 64 queries";
   EXPECT_FALSE(on_ampere(64, 32, 8, 0, 512));
   EXPECT_FALSE(on_ampere(256, 1, 8, 49, 0));
+  EXPECT_FALSE(on_ampere(256, 0, 8, 49, 4096));
+  EXPECT_FALSE(on_ampere(256, 1, 1, 1'500'000'000, 64)) << "twice as many would not be an int";
+  EXPECT_FALSE(on_ampere(64, 1, 1, 1'500'000'000, 64));
 }
 
 TEST(SelectBackward, KeyBlocksOfOneWaveTakeTurnsUnderAMask) {

@@ -169,8 +169,7 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   constexpr int kRowsOfPart = Mainloop::kRowsOfPart;
   const bool loops = plan.grid < plan.tiles;
   const auto rows_of_warp = [&](const TensorView& gradient) {
-    return ragged || loops || !gradient.given() ? CUtensorMap{}
-                                                : head_tiles(gradient, kRowsOfWarp, Mainloop::kColumns, false);
+    return ragged || loops ? CUtensorMap{} : head_tiles(gradient, kRowsOfWarp, Mainloop::kColumns, false);
   };
   const BackwardOnePassParams params{
       .backward = backward,

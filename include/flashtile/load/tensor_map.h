@@ -16,7 +16,7 @@ constexpr int kWayBack = 1 << 30;
 /// Describes the (rows, columns) tiles of a (B, S, H, D) tensor to TMA: the coordinates of a tile are column, head,
 /// position, batch, 0. A box is as wide as one swizzled row of shared memory, 128, 64 or 32 bytes, and has the heads of
 /// one pack (see HeadPacking). Elements outside the tensor are read as zero and not written. An empty tensor gets an
-/// empty map.
+/// empty map, and so does one that is left out.
 ///
 /// `ragged` describes a (1, T, H, D) tensor in which what lies behind the end of a sequence counts as outside. For that
 /// two coordinates move along the rows: the position, which ends at kEndOfRows, and in place of the batch a shift,
