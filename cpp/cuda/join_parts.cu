@@ -2,6 +2,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/cuda/constants.h"
 #include "flashtile/cuda/launch.h"
 #include "flashtile/math/element.h"
 #include "flashtile/math/part.h"
@@ -12,7 +13,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kColumns = 4;  // columns that a thread has of a row
-constexpr int kAhead = 8;    // parts whose loads are in flight together
+constexpr int kAhead = 4;    // parts that are loaded while as many are joined
 
 struct JoinParams {
   ForwardParams forward;
@@ -43,33 +44,42 @@ template <class Element>
 __global__ void __launch_bounds__(kThreads) join_parts_kernel(const __grid_constant__ JoinParams params) {
   ForwardParams const& forward = params.forward;
   const ForwardParts& parts = forward.parts;
-  await_kernel_before();
+  if (threadIdx.x / 32 == 0) prefetch_constants(params);
+  if (forward.sequences.q.ragged()) await_kernel_before();  // tables that find_tile() reads may be of a kernel before
   const int place = params.blocks_of_tile.quotient(blockIdx.x);
   const int chunk = params.blocks_of_tile.remainder(blockIdx.x) * kThreads + int(threadIdx.x);
   const int row = params.chunks_of_row.quotient(chunk), column = params.chunks_of_row.remainder(chunk) * kColumns;
-  if (row >= params.tile_m) return;
   TileCoord tile;
   Span queries;
   find_tile(forward, place, tile, queries);
   const HeadPacking packing = forward.scores.packing;
   const int query = packing.query(tile.m_block * params.tile_m, row);
-  if (tile.m_block < 0 || query >= queries.size || packing.idle(row)) return;
+  const bool there = row < params.tile_m && tile.m_block >= 0 && query < queries.size && !packing.idle(row);
+  await_kernel_before();
+  if (!there) return;
 
   const std::int64_t first = std::int64_t(place) * parts.splits.value * params.tile_m + row;
   const float unit = forward.scores.map.unit, unit_log2 = forward.scores.map.unit_log2;
   Part sum;
   if (query < queries.used) {
-    CUTE_NO_UNROLL
-    for (int n = 0; n < parts.splits.value; n += kAhead) {
-      Part some[kAhead];
+    const auto load = [&](int n, Part(&some)[kAhead]) {
       CUTE_UNROLL
       for (int i = 0; i < kAhead; ++i) {
+        some[i] = Part{};  // changes nothing
         if (n + i >= parts.splits.value) continue;
         const std::int64_t at = first + std::int64_t(n + i) * params.tile_m;
         some[i] = {*reinterpret_cast<const float4*>(parts.out + at * forward.head_dim_v + column), parts.state[at]};
       }
+    };
+    Part some[kAhead], next[kAhead];
+    load(0, some);
+    CUTE_NO_UNROLL
+    for (int n = 0; n < parts.splits.value; n += kAhead) {
+      load(n + kAhead, next);  // while these are joined
       CUTE_UNROLL
       for (int i = 0; i < kAhead; ++i) sum.join(some[i], unit_log2);
+      CUTE_UNROLL
+      for (int i = 0; i < kAhead; ++i) some[i] = next[i];
     }
   }
   const int head = packing.first_head(tile.head) + packing.head(row);

@@ -30,21 +30,20 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
   const int warp = threadIdx.x / 32;
   if (warp == 3) prefetch_constants(params);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 128) shared.init_barriers();  // a consumer, which has to wait for tiles later
+  if (threadIdx.x == 64) {
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.q));
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.k));
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.v));
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.dout));
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.statistics));
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.dq));
-    shared.init_barriers();
   }
+  const OnePassBlocksSm90<Mainloop> blocks(params, shared);
   __syncthreads();  // all threads wait for the barriers' initialisation
-  let_next_kernel_start();
 
   // While rows are being prepared, the producer has the first tiles of Q, K, V and dO loaded and the consumers begin
   // with S. Each role waits for that kernel where it first needs what it writes.
-  const OnePassBlocksSm90<Mainloop> blocks(params, shared);
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<Mainloop::kProducerRegisters>();
     if (threadIdx.x == 0) {
@@ -62,6 +61,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     const int thread = threadIdx.x - 128;
     BackwardParams const& backward = params.backward;
     const auto store = [&](typename Mainloop::Work const& work, auto& tKrdK, auto& tVrdV) {
+      let_next_kernel_start();
       const auto scale_dv = [&](auto& acc) {
         if constexpr (Mainloop::kKnowsDropout) scale_gradient(acc, backward.dropout.scale);
       };

@@ -13,8 +13,9 @@
 namespace flashtile {
 
 /// ForwardSourceSm80 is the mainloop's Source for the rows of a dense or ragged batch.
-template <Variant kV>
+template <Variant kV, bool kMayMapScores>
 struct ForwardSourceSm80 {
+  static constexpr bool kMayMap = kMayMapScores;
   using Params = ForwardParams;
   using Mainloop = ForwardMainloopSm80<kV, ForwardSourceSm80>;
 
@@ -57,11 +58,12 @@ struct ForwardSourceSm80 {
 };
 
 /// `Row` is a type with a `static constexpr Variant kVariant`: nvcc's host stubs cannot spell a class-type template
-/// argument of a kernel.
-template <class Row>
+/// argument of a kernel. Code that maps scores, even if it is jumped over, takes time where a kernel is soon done: so
+/// some exist without it.
+template <class Row, bool kMayMap>
 __global__ void __launch_bounds__(Row::kVariant.threads()) forward_sm80(const __grid_constant__ ForwardParams params) {
   using namespace cute;
-  using Source = ForwardSourceSm80<Row::kVariant>;
+  using Source = ForwardSourceSm80<Row::kVariant, kMayMap>;
   using Mainloop = typename Source::Mainloop;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
@@ -100,17 +102,20 @@ struct WithDoubledWarps {
 
 template <class Row>
 void launch_forward_sm80(const ForwardPlan& plan, const ForwardTensors& tensors, void* memory, Stream stream) {
-  using Storage = typename ForwardSourceSm80<Row::kVariant>::Mainloop::SharedStorage;
+  using Storage = typename ForwardSourceSm80<Row::kVariant, true>::Mainloop::SharedStorage;
   static_assert(sizeof(Storage) == forward_shared_memory(Row::kVariant));
-  static KernelHandles usual, doubled;
+  static KernelHandles usual, doubled, doubled_plain;
   const ForwardParams params = ForwardParams::of(plan, tensors, memory);
   const LaunchShape shape{plan.grid, plan.threads(), plan.shared_memory};
   if (plan.lists) order_tiles(params.sequences, params.ragged, plan.problem.device, stream);
   if constexpr (Row::kVariant.may_double_warps()) {
+    using Doubled = WithDoubledWarps<Row>;
+    if (plan.doubles_warps && params.scores.map.maps())
+      return launch(forward_sm80<Doubled, true>, doubled, plan.problem.device, shape, params, stream);
     if (plan.doubles_warps)
-      return launch(forward_sm80<WithDoubledWarps<Row>>, doubled, plan.problem.device, shape, params, stream);
+      return launch(forward_sm80<Doubled, false>, doubled_plain, plan.problem.device, shape, params, stream);
   }
-  launch(forward_sm80<Row>, usual, plan.problem.device, shape, params, stream);
+  launch(forward_sm80<Row, true>, usual, plan.problem.device, shape, params, stream);
 }
 
 }  // namespace flashtile

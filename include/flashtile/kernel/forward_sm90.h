@@ -37,8 +37,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
   const int warp = threadIdx.x / 32;
   ForwardSchedulerSm90<Mainloop> scheduler{params, shared};
-  if (threadIdx.x == 0) shared.init_barriers();  // while other warps do what needs none
-  if (warp == 1) scheduler.prepare();
+  if (threadIdx.x == 0) shared.init_barriers();
   if (warp == 2) prefetch_constants(params);
   if (params.forward.scores.packing.has_idle_rows() && threadIdx.x >= 128)
     shared.clear_q(threadIdx.x - 128, 128 * kWarpgroups);
@@ -48,9 +47,19 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.v));
     if (Mainloop::kMemory.staged) prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.out));
   }
-  __syncthreads();  // all threads wait for the barriers' initialisation
-  if (warp == 1) scheduler.hand_out_prepared();
-  if (Mainloop::kSplits) let_next_kernel_start();  // join_parts() waits for this one's results
+  // All threads wait for the barriers' initialisation, and the scheduler's warp, which finds the first tile meanwhile,
+  // keeps no other waiting: so the code of their roles is in the instruction cache when that tile is there.
+  constexpr int kThreads = Row::kVariant.threads();
+  constexpr unsigned kForScheduler = 3, kForOthers = 4;  // named barriers that Turns leaves
+  if (warp == 1) {
+    scheduler.prepare();
+    cutlass::arch::NamedBarrier::sync(64, kForScheduler);
+    scheduler.hand_out_prepared();
+  } else {
+    __syncwarp();
+    if (warp == 0) cutlass::arch::NamedBarrier::arrive(64, kForScheduler);
+    cutlass::arch::NamedBarrier::sync(kThreads - 32, kForOthers);
+  }
 
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
@@ -89,6 +98,8 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     };
     const auto finish = [&](Work const& work, auto& tOrO, typename Mainloop::Softmax& softmax, auto const& sinks) {
       if constexpr (Mainloop::kSplits) {
+        // This lets join_parts() start. At the kernel's start, this took calls up to 3 µs longer.
+        let_next_kernel_start();
         store_part<Mainloop::kM>(params.forward, work.part, rows_and_columns(tOrO), tOcO, softmax);
       } else {
         scale_rows(rows_and_columns(tOrO), finish_softmax(work, softmax, sinks));

@@ -27,6 +27,7 @@ namespace flashtile {
 /// `Source` knows where rows lie, and what the options make of scores:
 ///
 ///   Params                              has pointers, strides and options
+///   kMayMap                             says whether scores may be mapped
 ///   load_q(sQ, thread)                  copies the tile's rows of Q
 ///   load_k(block, sK, thread)           copies a block of keys
 ///   load_v(block, sV, thread)           copies the same block of values; the next block comes after that
@@ -167,7 +168,7 @@ struct ForwardMainloopSm80 {
     Tensor tScS = rows_and_columns(mma_thread.partition_C(cS));       // (row, column)
     Tensor rows_of_o = rows_and_columns(tOrO);                        // (row, head_dim)
 
-    const bool maps = params.scores.map.maps();
+    const bool maps = Source::kMayMap && params.scores.map.maps();
     bool drops = false;
     if constexpr (kKnowsDropout) drops = params.dropout.active();
     source.load_q(sQ, thread);

@@ -21,6 +21,7 @@ constexpr Variant of_group(Variant v) {
 /// KvcacheSource is the mainloop's Source for the rows of a tile of one sequence, and of keys in the pages of a cache.
 template <Variant kV>
 struct KvcacheSource {
+  static constexpr bool kMayMap = true;
   using Params = KvcacheParams;
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;

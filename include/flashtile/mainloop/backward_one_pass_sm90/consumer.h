@@ -137,11 +137,6 @@ class OnePassConsumerSm90 {
     started = false;
     opening = ScaleOut::Zero;
     shared.k_barriers.wait_full(keys_at);
-    if constexpr (Mainloop::kKeepsV) {
-      shared.v_barriers.wait_full(keys_at);
-      Fragments::load_values(shared.v, thread, tSrV);
-      if (kLoops) shared.v_barriers.release_by_warp(keys_at);
-    }
     work.for_each([&](int head, int m_block)
                       __attribute__((always_inline)) { step(work, head, m_block, tKrdK, tVrdV); });
     shared.ds_full[dq_at.stage].wait(dq_at.parity);
@@ -181,7 +176,11 @@ class OnePassConsumerSm90 {
     shared.q_barriers.wait_full(at);
     start_matmul(mma_s, tSrK, tSrQ(_, _, _, stage), tSrS, ScaleOut::Zero);
     if (opening == ScaleOut::Zero) {
-      if constexpr (!Mainloop::kKeepsV) shared.v_barriers.wait_full(keys_at);
+      shared.v_barriers.wait_full(keys_at);
+      if constexpr (Mainloop::kKeepsV) {
+        Fragments::load_values(shared.v, thread, tSrV);
+        if (kLoops) shared.v_barriers.release_by_warp(keys_at);
+      }
       if constexpr (!kLoops) ask_for_steep_rows();
     }
     shared.dout_barriers.wait_full(at);

@@ -191,36 +191,75 @@ class ForwardConsumerSm90 {
   /// Turns the scores of all blocks of a tile, the first of which are there already, into weights, and adds up P·V of
   /// all but the last block.
   CUTE_DEVICE void weigh_blocks() {
-    using namespace cute;
     release_operands(walk.first());
     opening = ScaleOut::Zero;
+    if constexpr (Mainloop::kOneCopy)
+      weigh_by_one_copy();
+    else
+      weigh_by_copies();
+  }
+
+  /// Does so with code of its own for the first block, for those that need a mask, and for those that need none.
+  CUTE_DEVICE void weigh_by_copies() {
     int n_block = walk.first();
     form_scores(n_block);
     bool weighed = weigh<true>();
     CUTE_NO_UNROLL
     while (true) {
-      if (!weighed) [[unlikely]] {
-        const bool raw = Mainloop::kMapsInOne && opening == ScaleOut::One && n_block < end_in_one(n_block);
-        if (raw) {  // map_interior() has left them so
-          form_scores(n_block);
-          weighed = weigh<false>();
-        }
-        if (!weighed) weigh_again();
-      }
+      if (!weighed) [[unlikely]]
+        weigh_again();
       if constexpr (Mainloop::kKnowsDropout) {
         if (drops) drop(n_block);
       }
       n_block = walk.next(n_block);
       if (n_block == walk.end()) break;
-      const int end = Mainloop::kMapsInOne ? end_in_one(n_block) : 0;
       if (Mainloop::kPeelsPlain && !maps && !drops && !walk.is_edge(n_block)) {
         weighed = weigh_interior(n_block, walk.interior.end, [&](int) { return weigh<false>(); });
-      } else if (Mainloop::kMapsInOne && n_block < end) {
-        weighed = map_interior(n_block, end);
       } else {
         weighed = step<true>(n_block, [&](int) { return weigh<false>(); });
       }
     }
+  }
+
+  /// Does so with one copy of the code for all blocks but those of long runs, which loops of their own take. What maps
+  /// scores is long, and a call of few blocks would take as long to fetch more copies as to run them.
+  CUTE_DEVICE void weigh_by_one_copy() {
+    int n_block = walk.first();
+    bool formed = false;
+    CUTE_NO_UNROLL
+    while (true) {
+      if (!formed) form_scores(n_block);
+      if (opening == ScaleOut::Zero) softmax.begin(rows_and_columns(tSrS));
+      if (!weigh<false>()) [[unlikely]]
+        weigh_again();
+      bool weighed = true;
+      CUTE_NO_UNROLL
+      while (weighed) {
+        if constexpr (Mainloop::kKnowsDropout) {
+          if (drops) drop(n_block);
+        }
+        n_block = walk.next(n_block);
+        if (n_block == walk.end()) return;
+        formed = false;
+        weighed = take_steps(n_block, formed);
+      }
+    }
+  }
+
+  /// Takes one or more steps from that of `n_block` on; the last one taken becomes `n_block`. If it returns false, the
+  /// scores of that one are still to be weighed, and before that to be formed, unless it sets `formed`.
+  CUTE_DEVICE bool take_steps(int& n_block, bool& formed) {
+    if constexpr (Mainloop::kMapsInOne) {
+      const int end = end_in_one(n_block);
+      if (n_block < end) return map_interior(n_block, end);
+    } else if (Mainloop::kPeelsPlain && !maps && !drops && !walk.is_edge(n_block)) {
+      return weigh_interior(n_block, walk.interior.end, [&](int) { return weigh<false>(); });
+    }
+    start_step(n_block);
+    formed = Mainloop::kFormsMeanwhile;
+    if (formed) form_scores(n_block);
+    finish_output<0>();
+    return false;
   }
 
   /// Takes steps from that of `n_block` to `end`, whose blocks need no form_scores(), but stops where weights have to
@@ -278,9 +317,8 @@ class ForwardConsumerSm90 {
     });
   }
 
-  /// Adds P·V of the block before `n_block`, and forms the weights of `n_block`.
-  template <bool kForm, class Weigh>
-  CUTE_DEVICE bool step(int n_block, Weigh&& weigh) {
+  /// Starts P·V of the block before `n_block`, and waits for the raw scores of `n_block`.
+  CUTE_DEVICE void start_step(int n_block) {
     shared.k_barriers.wait_full(k_at);
     turns.await();
     start_scores();
@@ -289,6 +327,12 @@ class ForwardConsumerSm90 {
     turns.pass();
     wait_matmul<1>(tSrS);
     release_operands(n_block);
+  }
+
+  /// Adds P·V of the block before `n_block`, and forms the weights of `n_block`.
+  template <bool kForm, class Weigh>
+  CUTE_DEVICE bool step(int n_block, Weigh&& weigh) {
+    start_step(n_block);
     if constexpr (kForm) form_scores(n_block);  // P·V goes on meanwhile
     finish_output<0>();
     return weigh(n_block);

@@ -59,8 +59,6 @@ struct ForwardSchedulerSm90 {
     const Span &q = work.sequence.q, &k = work.sequence.k;
     work.kv_head = forward.group.quotient(work.tile.head);
     forget();
-    work.slope = forward.scores.slopes.at(work.tile.batch, work.tile.head);
-    forget();
     work.q_rows = TmaRows::of(forward.sequences.q, work.tile.batch, q, q.used);
     forget();
     work.k_rows = TmaRows::of(forward.sequences.k, work.tile.batch, k, k.used);
@@ -85,6 +83,8 @@ struct ForwardSchedulerSm90 {
     // ALiBi makes scores grow towards the diagonal. From there on, few blocks outgrow the reference of the first one.
     // Under a causal mask all rows see the first row's diagonal.
     if (forward.scores.slopes.data != nullptr) work.keys.begin_at_diagonal(queries.begin);
+    forget();
+    work.slope = forward.scores.slopes.at(work.tile.batch, work.tile.head);  // last, as it comes from memory
   }
 
   /// Hands out tiles one by one, from the thread block's own on. `find(index, tile)` says whether there is one, of the
@@ -165,37 +165,31 @@ struct ForwardSchedulerSm90 {
   CUTE_DEVICE static bool leads() { return threadIdx.x % 32 == 0; }
 
   /// The warp calls it before the barriers of shared memory can be used, while another thread initialises them: all
-  /// other roles wait for the first tile. It writes that of a dense batch, or orders a few sequences. For ragged ones
-  /// the kernel may have started early, so it waits for the one before, and with it all roles do.
+  /// other roles wait for the first tile, so that of a dense batch is written then.
   CUTE_DEVICE void prepare() {
-    ForwardParams const& forward = params.forward;
-    if (dense()) [[likely]] {
-      if (leads() && has_dense()) write_dense(shared.work[0], 0);
-      return;
-    }
-    await_kernel_before();
-    if (params.taken.given()) {
-      few_tiles = shared.few.place(forward.sequences, forward.ragged) * forward.ragged.heads.value *
-                  (Mainloop::kSplits ? forward.parts.splits.value : 1);
-    }
+    if (dense() && leads() && has_dense()) write_dense(shared.work[0], 0);
   }
 
-  /// The warp calls it as soon as the barriers can be used. It hands out the tile of a dense batch that was prepared:
-  /// the warp comes to run() later, as that code has to be fetched into the instruction cache first.
+  /// The warp calls it as soon as the barriers can be used. It hands out the tile that was prepared: the warp comes to
+  /// run() later, as that code has to be fetched into the instruction cache first.
   CUTE_DEVICE void hand_out_prepared() {
     if (dense() && leads() && has_dense()) hand_out([](Work&) {});
   }
 
+  /// Hands out all other tiles. A kernel for ragged sequences may have started early, so the warp waits for the one
+  /// before, and with it all roles do, which wait for their first tile.
   CUTE_DEVICE void run() {
-    if (!leads()) return;
     if (dense()) {
-      hand_out_dense();
-    } else if (params.taken.given()) {
-      hand_out_few();
+      if (leads()) hand_out_dense();
     } else {
-      hand_out_listed();
+      await_kernel_before();
+      if (params.taken.given()) {
+        few_tiles = shared.few.place(params.forward.sequences, params.forward.ragged) *
+                    params.forward.ragged.heads.value * (Mainloop::kSplits ? params.forward.parts.splits.value : 1);
+      }
+      if (leads()) params.taken.given() ? hand_out_few() : hand_out_listed();
     }
-    hand_out([](Work& end) { end.keys.blocks = -1; });
+    if (leads()) hand_out([](Work& end) { end.keys.blocks = -1; });
   }
 };
 

@@ -97,6 +97,10 @@ struct ForwardMainloopSm90 {
   static constexpr bool kPeelsPlain = kMaps != Maps::kAlways && kHeadDimV < 192;
   static constexpr bool kMapsInOne = kMaps == Maps::kAlways;
   static constexpr bool kStretchesInOne = kHeadDimV < 192;  // P·V takes long beyond that: scores are mapped meanwhile
+  // Mapped scores are formed by one copy of that code. While P·V of wide heads goes on, which takes long, a second copy
+  // forms the next ones.
+  static constexpr bool kOneCopy = kMaps == Maps::kAlways || kSplits;
+  static constexpr bool kFormsMeanwhile = kMapsInOne && kHeadDimV >= 192;
   /// Returns whether scores are mapped.
   CUTE_DEVICE static bool maps(ScoreMap const& map) {
     return kMaps == Maps::kAlways || (kMaps == Maps::kAsAsked && map.maps());
