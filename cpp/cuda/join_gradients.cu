@@ -113,7 +113,7 @@ void join_gradients(BackwardPlan const& plan, BackwardParams const& params, Stre
                         .vectors_of_row = Divisor(vectors),
                         .slices = Divisor(slices)};
   const int blocks = static_cast<int>(params.workspace.partial_rows / (std::int64_t{plan.parts} * v.tile_n));
-  const LaunchShape shape = {blocks * slices, kThreads, 0, true};
+  const LaunchShape shape = {blocks * slices, kThreads, 0, v.arch == Arch::kSm90};
   v.dtype == DType::kFloat16
       ? launch(join_kernel<ElementOf<DType::kFloat16>>, f16, plan.problem.device, shape, join, stream)
       : launch(join_kernel<ElementOf<DType::kBFloat16>>, bf16, plan.problem.device, shape, join, stream);

@@ -232,7 +232,7 @@ void prepare_backward(BackwardPlan const& plan, BackwardParams const& params, St
   };
   const bool is_half = v.dtype == DType::kFloat16;
   (is_half ? launch_prepare<DType::kFloat16> : launch_prepare<DType::kBFloat16>)(prepare, problem.device, stream);
-  const LaunchShape shape{params.heads, kThreads, 0, true};
+  const LaunchShape shape{params.heads, kThreads, 0, v.arch == Arch::kSm90};
   if (params.dsinks) launch(sinks_kernel, sinks, problem.device, shape, params, stream);
 }
 

@@ -1,6 +1,6 @@
 // This file has the kinds of barriers of Hopper's kernels: who arrives, who waits, and for what. A kernel's own
 // barriers are in its SharedStorage or in HandOut. Named barriers are here (Turns), where forward_sm90 begins, in
-// begin_second_pass, and, on Ampere, in BackwardMainloopSm80.
+// change_passes, and, on Ampere, in BackwardMainloopSm80.
 #pragma once
 
 #include <cutlass/arch/barrier.h>

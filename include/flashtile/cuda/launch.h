@@ -34,23 +34,9 @@ struct LaunchShape {
   int grid = 0;  // thread blocks; with 0 nothing is launched
   int threads = 0;
   int shared_memory = 0;  // bytes
-  // If early, the kernel may start while the one before runs, and waits for it in await_kernel_before(). GPUs before
-  // Hopper start it as any other.
+  // If early, the kernel may start while the one before runs, and waits for it in await_kernel_before(). Hopper only.
   bool early = false;
 };
-
-/// Returns whether a device starts kernels early.
-inline bool starts_early(int device) {
-  enum : signed char { kUnknown, kNo, kYes };
-  static std::array<std::atomic<signed char>, kMaxDevices> known{};
-  std::atomic<signed char>& starts = known[device];
-  if (starts.load(std::memory_order_relaxed) == kUnknown) {
-    int major = 0;
-    throw_on_error(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "asking for a GPU's age");
-    starts.store(major >= 9 ? kYes : kNo, std::memory_order_relaxed);
-  }
-  return starts.load(std::memory_order_relaxed) == kYes;
-}
 
 /// launch() calls it for a kernel that may start while the one before it in the stream still runs (programmatic
 /// dependent launch).
@@ -78,7 +64,7 @@ void launch(void (*kernel)(Params), KernelHandles& handles, Device device, Launc
   static const auto start = driver_function<decltype(&cuLaunchKernel)>("cuLaunchKernel");
   const CUfunction function = handles.get(reinterpret_cast<const void*>(kernel), device.index, shape.shared_memory);
   void* arguments[] = {const_cast<Params*>(&params)};  // the driver only reads it
-  if (shape.early && starts_early(device.index)) return launch_early(function, device, shape, arguments, stream);
+  if (shape.early) return launch_early(function, device, shape, arguments, stream);
   call_driver("launch of a kernel", device.index, [&] {
     return start(function, shape.grid, 1, 1, shape.threads, 1, 1, shape.shared_memory, static_cast<CUstream>(stream),
                  arguments, nullptr);

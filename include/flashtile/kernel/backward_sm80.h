@@ -3,7 +3,6 @@
 
 #include <cute/tensor.hpp>
 
-#include "flashtile/cuda/constants.h"
 #include "flashtile/cuda/launch.h"
 #include "flashtile/epilogue/partial_gradient.h"
 #include "flashtile/epilogue/tile.h"
@@ -23,7 +22,6 @@ __global__ void __launch_bounds__(Row::kVariant.threads())
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
   typename Mainloop::Work work;
-  if (params.ragged_keys.given()) await_kernel_before();  // the list of blocks is of a kernel before
   if (!work.find(params, blockIdx.x)) return;
 
   const auto shape_of_tile = Shape<Int<Mainloop::kN>, Int<Mainloop::kHeadDim>>{};
@@ -31,8 +29,6 @@ __global__ void __launch_bounds__(Row::kVariant.threads())
   clear(gradient);
   const Mainloop mainloop(params, shared, work);
   mainloop.run(gradient);
-  await_kernel_before();  // where no query sees the block, it has not been waited for
-  let_next_kernel_start();
 
   const bool weighs = mainloop.weighs();
   const Span keys = work.sequence.k;
@@ -68,12 +64,8 @@ __global__ void __launch_bounds__(Row::kVariant.threads())
   using Mainloop = BackwardMainloopSm80<Row::kVariant>;
   using Element = typename Mainloop::Element;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
-  if (threadIdx.x / 32 == 0) prefetch_constants(params);
-  if (params.ragged_queries.given()) await_kernel_before();  // the list of tiles is of a kernel before
   BackwardParams::QueryTile tile;
-  const bool there = params.find_query_tile(blockIdx.x, tile);
-  await_kernel_before();
-  if (!there) return;
+  if (!params.find_query_tile(blockIdx.x, tile)) return;
 
   Tensor tQrdQ = partition_fragment_C(typename Mainloop::MmaQ{},
                                       Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDim>>{});  // (mma, m, head_dim)
@@ -100,11 +92,11 @@ void launch_backward_sm80(const BackwardPlan& plan, const BackwardTensors& tenso
   const int tiles = static_cast<int>(params.workspace.tiles);
   const int threads = Mainloop::kThreads;
   prepare_backward(plan, params, stream);
-  launch(backward_sm80<Row>, main, device, {plan.grid, threads, plan.shared_memory, true}, params, stream);
+  launch(backward_sm80<Row>, main, device, {plan.grid, threads, plan.shared_memory}, params, stream);
   join_gradients(plan, params, stream);
   if (params.dq)
     launch(backward_finish_sm80<Row>, finish, device,
-           {tiles, threads, int(sizeof(typename Mainloop::Element)) * Mainloop::kM * Mainloop::kHeadDim, true}, params,
+           {tiles, threads, int(sizeof(typename Mainloop::Element)) * Mainloop::kM * Mainloop::kHeadDim}, params,
            stream);
 }
 

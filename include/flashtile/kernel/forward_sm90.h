@@ -47,12 +47,14 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.v));
     if (Mainloop::kMemory.staged) prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.out));
   }
-  // All threads wait for the barriers' initialisation, and the scheduler's warp, which finds the first tile meanwhile,
-  // keeps no other waiting: so the code of their roles is in the instruction cache when that tile is there.
+  // All threads wait for the barriers' initialisation. The scheduler's warp finds the first tile meanwhile, and keeps
+  // no producer waiting: so their code is in the instruction cache when that tile is there. (Consumers do wait for it,
+  // as they need the registers that it gives up; but their first operands come later still.)
   constexpr int kThreads = Row::kVariant.threads();
   constexpr unsigned kForScheduler = 3, kForOthers = 4;  // named barriers that Turns leaves
   if (warp == 1) {
     scheduler.prepare();
+    __syncwarp();
     cutlass::arch::NamedBarrier::sync(64, kForScheduler);
     scheduler.hand_out_prepared();
   } else {
@@ -98,7 +100,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     };
     const auto finish = [&](Work const& work, auto& tOrO, typename Mainloop::Softmax& softmax, auto const& sinks) {
       if constexpr (Mainloop::kSplits) {
-        // This lets join_parts() start. At the kernel's start, this took calls up to 3 µs longer.
+        // This lets join_parts() start. Called at the kernel's start, it made calls take up to 3 µs longer.
         let_next_kernel_start();
         store_part<Mainloop::kM>(params.forward, work.part, rows_and_columns(tOrO), tOcO, softmax);
       } else {

@@ -15,7 +15,6 @@
 
 #include <cute/tensor.hpp>
 
-#include "flashtile/cuda/launch.h"
 #include "flashtile/load/cp_async.h"
 #include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/key_block.h"
@@ -406,8 +405,6 @@ struct BackwardMainloopSm80 {
     using namespace cute;
     if (work.empty()) return;
     const bool partial = (work.n_block + 1) * kN > work.sequence.k.used;
-    load_keys();
-    await_kernel_before();  // which prepares rows
     const bool steep = params.steep();
 
     Tensor cS = make_identity_tensor(Shape<Int<kN>, Int<kM>>{});                            // (N, M)
@@ -418,6 +415,7 @@ struct BackwardMainloopSm80 {
     Step step = {work.first_head, work.first_tile_of_head};
     int left = work.steps;
     int stage = 0;
+    load_keys();
     load_queries(step, stage);
     cp_async_fence();
     CUTE_NO_UNROLL

@@ -247,7 +247,8 @@ class ForwardConsumerSm90 {
   }
 
   /// Takes one or more steps from that of `n_block` on; the last one taken becomes `n_block`. If it returns false, the
-  /// scores of that one are still to be weighed, and before that to be formed, unless it sets `formed`.
+  /// scores of that one are still to be weighed, or, after a run of plain ones, weighed anew, and before that to be
+  /// formed, unless it sets `formed`.
   CUTE_DEVICE bool take_steps(int& n_block, bool& formed) {
     if constexpr (Mainloop::kMapsInOne) {
       const int end = end_in_one(n_block);
@@ -359,7 +360,7 @@ class ForwardConsumerSm90 {
   template <bool kFirst>
   CUTE_DEVICE bool weigh() {
     if (kFirst) softmax.begin(rows_and_columns(tSrS));
-    softmax.weigh(tSrS, tOrP, added, false);  // no branch stands before it, so it begins while P·V is waited for
+    softmax.weigh(tSrS, tOrP, added, false);  // without a branch before it, it begins while P·V is waited for
     return accept(false);
   }
 

@@ -93,12 +93,12 @@ struct ForwardMainloopSm90 {
   using SmemLayoutK = SmemTile<Element, kN, kHeadDim, kStages>;
   using SmemLayoutVt = SmemTileT<Element, kN, kHeadDimV, kStages>;  // V as the matmul sees it, (head_dim, N)
 
-  // Blocks that need no mask have loops of their own: plain ones where registers allow a third copy of the step.
+  // Blocks that need no mask have loops of their own: plain ones where registers allow one more copy of the step.
   static constexpr bool kPeelsPlain = kMaps != Maps::kAlways && kHeadDimV < 192;
   static constexpr bool kMapsInOne = kMaps == Maps::kAlways;
   static constexpr bool kStretchesInOne = kHeadDimV < 192;  // P·V takes long beyond that: scores are mapped meanwhile
-  // Mapped scores are formed by one copy of that code. While P·V of wide heads goes on, which takes long, a second copy
-  // forms the next ones.
+  // Where scores are mapped, and in short calls, whose keys are split, all other blocks go through one copy of the
+  // code. While P·V of wide heads goes on, which takes long, a second copy forms mapped scores.
   static constexpr bool kOneCopy = kMaps == Maps::kAlways || kSplits;
   static constexpr bool kFormsMeanwhile = kMapsInOne && kHeadDimV >= 192;
   /// Returns whether scores are mapped.
