@@ -34,7 +34,7 @@ struct LaunchShape {
   int grid = 0;  // thread blocks; with 0 nothing is launched
   int threads = 0;
   int shared_memory = 0;  // bytes
-  // If early, the kernel may start while the one before runs, and waits for it in await_kernel_before(). Hopper only.
+  // If early, the kernel may start while the one before runs. It must be compiled for Hopper, or it could not wait.
   bool early = false;
 };
 
@@ -71,7 +71,7 @@ void launch(void (*kernel)(Params), KernelHandles& handles, Device device, Launc
   });
 }
 
-/// A kernel that started early waits here until the kernel before it is done and what that one wrote can be seen.
+/// A kernel that started early waits here until the one before is done. Code made from Ampere's PTX does not wait.
 __device__ __forceinline__ void await_kernel_before() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
