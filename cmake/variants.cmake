@@ -5,8 +5,8 @@
 # several GPUs; the PTX itself is included for GPUs that are newer than these.
 set(FLASHTILE_GENCODE_sm80 arch=compute_80,code=[sm_80,sm_90,compute_80])
 set(FLASHTILE_GENCODE_sm90 arch=compute_90a,code=sm_90a)
-# Kernels that need no row of a table run on every GPU. On Hopper they let the next kernel start early, which Ampere's
-# PTX cannot express, so Hopper's machine code is made from PTX of its own.
+# Kernels that need no row of a table run on every GPU, and so do rows that are marked `also for Hopper`. On Hopper they
+# let the next kernel start early, which Ampere's PTX cannot express: its machine code there is made from other PTX.
 set(FLASHTILE_GENCODE_every_gpu -gencode=arch=compute_80,code=[sm_80,compute_80] -gencode=arch=compute_90,code=sm_90)
 set(FLASHTILE_CUDA_ARCHITECTURES "sm_80, sm_90, sm_90a, compute_80")
 
@@ -17,7 +17,7 @@ set(FLASHTILE_SM90_WIDTHS 8 16 32 64 96 128 192 256)
 set(FLASHTILE_NO_SPILLS -Xptxas=--warn-on-spills,--warning-as-error)
 
 # Reads the rows `MACRO(arch, dtype, head_dim, head_dim_v, M, N, stages, warps, features)` of `table` and generates a
-# file from `template` for each CUDA row. It appends the files to `out_sources`. Files of rows that end in `// may
+# file from `template` for each CUDA row. It appends the files to `out_sources`. Files of rows whose comment has `may
 # spill: why` get the source property FLASHTILE_MAY_SPILL.
 function(flashtile_variant_sources table template out_sources)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${table} ${template})
@@ -46,7 +46,11 @@ function(flashtile_variant_sources table template out_sources)
     set(NAME ${ARCH}_${DTYPE}_d${HEAD_DIM}_v${HEAD_DIM_V}_m${TILE_M}_n${TILE_N}_s${STAGES}_w${WARPS}_${FEATURES})
     set(source ${CMAKE_BINARY_DIR}/variants/${KIND}_${NAME}.cu)
     configure_file(${template} ${source} @ONLY)
-    set_source_files_properties(${source} PROPERTIES COMPILE_OPTIONS -gencode=${FLASHTILE_GENCODE_${ARCH}})
+    if(comment MATCHES "also for Hopper")
+      set_source_files_properties(${source} PROPERTIES COMPILE_OPTIONS "${FLASHTILE_GENCODE_every_gpu}")
+    else()
+      set_source_files_properties(${source} PROPERTIES COMPILE_OPTIONS -gencode=${FLASHTILE_GENCODE_${ARCH}})
+    endif()
     # A backward whose head dimension is no multiple of 64 has matmuls of half of it (see BackwardOnePassSm90).
     set(widths ${TILE_M} ${TILE_N})
     math(EXPR rest "${HEAD_DIM} % 64")

@@ -2,6 +2,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/backward_order.h"
 #include "flashtile/cuda/constants.h"
 #include "flashtile/cuda/launch.h"
 #include "flashtile/mainloop/sum_of_dq.h"
@@ -14,6 +15,8 @@ namespace flashtile {
 namespace {
 
 constexpr int kThreads = 256;
+// So few tiles of dQ are cleared in less time than blocks of keys take to find out which of them stores first.
+constexpr int kFewTiles = 128;
 static_assert(kThreads >= RaggedOrder::kClasses && kThreads >= kMostRowsOfBackwardTile);
 
 struct PrepareParams {
@@ -21,6 +24,7 @@ struct PrepareParams {
   RaggedOrder orders[2];
   int lists;          // 2 for a ragged batch, 0 for a dense one
   int tile_n;         // keys of the backward kernel's tiles
+  bool sums_dq;       // blocks of keys add to dQ in the workspace
   bool first_stores;  // the first block of keys that adds to a tile of dQ stores it instead: see SumOfDq
 };
 
@@ -109,10 +113,10 @@ __device__ void begin_dq(PrepareParams const& prepare, BackwardParams::QueryTile
   BackwardWorkspace const& workspace = params.workspace;
   if (int(threadIdx.x) < workspace.parts) {
     const int first = tile.keys(params, workspace.tile_m, prepare.tile_n).first();
-    workspace.state(params.memory)[tile.place * workspace.parts + threadIdx.x] = !params.deterministic
-                                                                                     ? SumOfDq::kNothing
-                                                                                 : prepare.first_stores ? ~first
-                                                                                                        : first;
+    const int in_order = prepare.first_stores ? ~first : first;
+    const int in_any_order = prepare.first_stores ? SumOfDq::kNothing : SumOfDq::kThere;
+    workspace.state(params.memory)[tile.place * workspace.parts + threadIdx.x] =
+        params.deterministic ? in_order : in_any_order;
   }
   if (prepare.first_stores) return;
   const int size = workspace.tile_m * workspace.head_dim;
@@ -121,8 +125,9 @@ __device__ void begin_dq(PrepareParams const& prepare, BackwardParams::QueryTile
 }
 
 /// Runs one thread block per tile of the workspace, see BackwardWorkspace; of a ragged batch, before those, one for
-/// each list of tiles, by which the next kernel goes.
-template <class Element, int kLanes>
+/// each list of tiles, by which the next kernel goes. A dense batch has a kernel without the code for lists, which
+/// would have to be fetched around.
+template <class Element, int kLanes, bool kRagged>
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ PrepareParams prepare) {
   let_next_kernel_start();
   if (threadIdx.x / 32 == kThreads / 32 - 1) prefetch_constants(prepare);
@@ -130,7 +135,11 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   const BackwardWorkspace workspace = params.workspace;
   const int tile_m = workspace.tile_m;
   const int index = int(blockIdx.x) - prepare.lists;
-  if (index < 0) return list_tiles(params.sequences, prepare.orders[blockIdx.x]);
+  if constexpr (kRagged) {
+    if (index < 0) return list_tiles(params.sequences, prepare.orders[blockIdx.x]);
+  } else {
+    __builtin_assume(!params.ragged_queries.given());
+  }
   if (workspace.counts() && index == 0 && threadIdx.x == 0) *params.taken = 0;
   BackwardParams::QueryTile tile;
   if (index >= workspace.tiles || !query_tile_at(params, index, tile)) return;
@@ -161,7 +170,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
     const FinishedRow finished = counts ? params.rows.finished(stored, params.scores.map.unit) : FinishedRow{};
     write_row(params, tile.place * tile_m + threadIdx.x, finished, products[threadIdx.x] - dlse);
   }
-  if (params.dq != nullptr) begin_dq(prepare, tile);
+  if (prepare.sums_dq) begin_dq(prepare, tile);
 }
 
 /// Forms dsinks = −Σ weight of the sink · delta over all rows of a head, with one thread block for each head: the order
@@ -200,18 +209,20 @@ __global__ void __launch_bounds__(kThreads) sinks_kernel(const __grid_constant__
 template <DType kDType>
 void launch_prepare(PrepareParams const& params, Device device, Stream stream) {
   using Element = ElementOf<kDType>;
-  static KernelHandles narrow, medium, wide;
+  static KernelHandles dense[3], ragged[3];
   const int head_dim_v = params.backward.head_dim_v;
   const int blocks = params.lists + std::max(int(params.backward.workspace.tiles), 1);
-  const auto launch_kernel = [&](auto kernel, KernelHandles& handles) {
-    launch(kernel, handles, device, {blocks, kThreads, 0}, params, stream);
+  const auto launch_kernel = [&](auto lanes, int handles) {
+    params.lists > 0
+        ? launch(prepare_kernel<Element, lanes, true>, ragged[handles], device, {blocks, kThreads, 0}, params, stream)
+        : launch(prepare_kernel<Element, lanes, false>, dense[handles], device, {blocks, kThreads, 0}, params, stream);
   };
   if (head_dim_v <= 64)
-    launch_kernel(prepare_kernel<Element, 8>, narrow);
+    launch_kernel(std::integral_constant<int, 8>{}, 0);
   else if (head_dim_v <= 128)
-    launch_kernel(prepare_kernel<Element, 16>, medium);
+    launch_kernel(std::integral_constant<int, 16>{}, 1);
   else
-    launch_kernel(prepare_kernel<Element, 32>, wide);
+    launch_kernel(std::integral_constant<int, 32>{}, 2);
 }
 
 }  // namespace
@@ -228,7 +239,8 @@ void prepare_backward(BackwardPlan const& plan, BackwardParams const& params, St
                   Divisor(params.heads_k), plan.parts_of_sequence, plan.blocks_of_section}},
       .lists = problem.ragged ? 2 : 0,
       .tile_n = v.tile_n,
-      .first_stores = v.arch == Arch::kSm90,
+      .sums_dq = params.dq != nullptr && !dq_is_whole(plan),
+      .first_stores = v.arch == Arch::kSm90 && params.workspace.tiles > kFewTiles,
   };
   const bool is_half = v.dtype == DType::kFloat16;
   (is_half ? launch_prepare<DType::kFloat16> : launch_prepare<DType::kBFloat16>)(prepare, problem.device, stream);

@@ -18,8 +18,9 @@ constexpr double kSpeedOf192Rows = 1.06;            // speed per row relative to
 constexpr double kSpeedOf192NarrowRows = 1.24;      // at head dimension 64,
 constexpr double kSpeedOf192NarrowRowsBy80 = 1.18;  // there with 80 keys to a tile instead of 128,
 constexpr double kSpeedOf192RowsOf80 = 1.17;        // at 80 (an H100, as the next),
-constexpr double kSpeedOf192OddRows = 1.42;  // and at 72, 88, 104 and 120: rows begin within sectors of the L2 cache
-constexpr double kEndsOf128Rows = 100;       // a tile's prologue and epilogue, in the time of keys
+constexpr double kSpeedOf192OddRows = 1.53;  // and at 72, 88, 104 and 120: rows begin within sectors of the L2 cache,
+constexpr double kSpeedOf192MaskedRows = 1.02;  // and at 128 under a mask, where a head has several tiles;
+constexpr double kEndsOf128Rows = 100;          // a tile's prologue and epilogue, in the time of keys
 constexpr double kEndsOf192Rows = 180;
 constexpr double kEndsOf192RowsOfFewKeys = 110;  // where all keys are in one block (an H100)
 
@@ -67,6 +68,7 @@ double keys_per_tile(const Variant& v, const Problem& p, HeadPacking packing) {
 double speed_of_192_rows(const Variant& v, const Problem& p) {
   if (v.head_dim == 64) return v.tile_n == 128 ? h200::kSpeedOf192NarrowRows : h200::kSpeedOf192NarrowRowsBy80;
   if (p.head_dim % 16 != 0) return h200::kSpeedOf192OddRows;
+  if (p.head_dim == 128 && p.band != Band::full() && p.seqlen_q > v.tile_m) return h200::kSpeedOf192MaskedRows;
   return v.head_dim == 96 && p.head_dim < 96 ? h200::kSpeedOf192RowsOf80 : h200::kSpeedOf192Rows;
 }
 

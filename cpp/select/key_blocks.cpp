@@ -19,10 +19,11 @@ namespace {
 /// These constants are fitted to runs on an H200 (docs/performance.md).
 namespace h200 {
 
-constexpr int kFewQueries = 4096;             // with no more queries, a block's prologue and epilogue matter
+constexpr int kFewQueries = 4096;             // with no more queries, a block's prologue and epilogue matter,
+constexpr double kFullRounds = 0.97;          // and where rounds of blocks are as full as this
 constexpr std::int64_t kShortHead = 1 << 16;  // a head is short up to here, in blocks of keys times head_dim²
 constexpr double kBusy = 0.95;                // a grid should use this share of the multiprocessors
-constexpr double kJoinOfOnePass = 3500;       // as h100::kJoin and kFewestSteps, of one pass, whose kernels start early
+constexpr double kJoinOfOnePass = 2000;  // as h100::kJoin and kFewestSteps, of one pass, whose last kernel joins, too
 constexpr double kFewestStepsOfOnePass = 2;
 
 // These compare with Ampere's kernel (27 shapes of D64 and D256; not measured at D192, nor on an H100).
@@ -41,7 +42,7 @@ constexpr double kEndsOfNext = 1.3;         // of a block of keys that is not a 
 constexpr double kEndsOfPart = 2.5;         // and of a part, whose gradients are float32
 constexpr double kJoin = 4000;              // the kernel that joins the parts, beside what it moves, in nanoseconds
 constexpr double kFewestSteps = 4;          // of the longest part
-constexpr std::int64_t kMostWaves = 5;      // of thread blocks with a part, which bounds the workspace
+constexpr std::int64_t kMostWaves = 8;      // of thread blocks with a part, which bounds the workspace
 constexpr std::int64_t kDealtWaves = 16;    // with more waves of blocks of keys no more than a usual order is tried
 constexpr double kKept = 0.5;               // share of the L2 cache that keeps what the blocks of a section share;
 constexpr double kSlower = 0.23;            // what is beyond it, by the size of the L2 cache, takes so much more time
@@ -169,7 +170,8 @@ class Dealing {
 
 /// Returns how many persistent thread blocks usually take the blocks of keys, in `parts` parts each, or 0 where each
 /// part has a thread block of its own. Two passes, or Hopper's one pass over ragged sequences, take one wave of them.
-/// So does one pass over dense sequences where a block meets so few queries that its prologue and epilogue matter.
+/// So does one pass over dense sequences where a block meets so few queries that its prologue and epilogue matter, or
+/// where rounds are full without a mask, so that no thread block has a block less than others.
 /// Under a mask such a wave is made of whole heads, so that rounds in alternate directions give each thread block equal
 /// work; it is not taken where it would leave too many multiprocessors idle.
 ///
@@ -180,8 +182,11 @@ int persistent_blocks(const Problem& p, const Variant& v, const DeviceInfo& devi
   const int wave = device.multiprocessors;
   if (v.two_passes() || (p.ragged && v.one_pass())) return wave;
   const std::int64_t queries = std::int64_t{p.group()} * p.seqlen_q / parts;
-  if (p.ragged || !v.may_loop() || queries == 0 || queries > h200::kFewQueries) return 0;
+  if (p.ragged || !v.may_loop() || queries == 0) return 0;
   const int blocks = key_blocks(p, v);
+  const double rounds = 1.0 * p.batch * p.heads_k * blocks * parts / wave;
+  const bool full = p.band == Band::full() && !p.deterministic && rounds > h200::kFullRounds * std::ceil(rounds);
+  if (queries > h200::kFewQueries && !full) return 0;
   if (p.deterministic && std::int64_t{blocks} * v.head_dim * v.head_dim > h200::kShortHead) return 0;
   if (p.deterministic || p.band == Band::full()) return wave;
   const int of_whole_heads = wave / (blocks * parts) * (blocks * parts);

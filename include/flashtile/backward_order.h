@@ -16,6 +16,10 @@ inline bool go_in_rounds(const Problem& p, const Variant& v, int blocks, int par
          (p.band == Band::full() || grid % (std::int64_t{blocks} * parts) == 0);
 }
 
+/// Returns whether, in a kernel of one pass, the only block of keys of each head forms dQ of all queries: then nothing
+/// is to be summed. How long a ragged sequence is, the host does not know.
+bool dq_is_whole(const BackwardPlan& plan);
+
 /// In the pass that forms dK and dV, of two, a block of keys meets tiles of so many queries.
 inline constexpr int kQueriesOfPass = 64;
 

@@ -71,6 +71,28 @@ TEST(SelectBackward, OnHopperFewQueriesOfManyKeysTakeAmperesKernel) {
   EXPECT_FALSE(on_ampere(64, 1, 1, 1'500'000'000, 64));
 }
 
+TEST(SelectBackward, OnHopperTheOnlyBlockOfKeysFormsTheWholeOfDq) {
+  const DeviceInfo device = gpu(90, 227);
+  const auto whole = [&](int head_dim, int seqlen_q, int seqlen_k, Band band, bool ragged = false) {
+    Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim, seqlen_k);
+    problem.seqlen_q = seqlen_q;
+    problem.band = band;
+    problem.ragged = ragged;
+    return dq_is_whole(select_backward(problem, device));
+  };
+  for (const int head_dim : {32, 64, 96, 128}) {
+    EXPECT_TRUE(whole(head_dim, 5000, 77, Band::full()));
+    EXPECT_TRUE(whole(head_dim, 1, 1, Band::full()));
+    EXPECT_TRUE(whole(head_dim, 128, 128, Band::causal()));
+    EXPECT_TRUE(whole(head_dim, 20, 128, Band::causal()));
+    EXPECT_FALSE(whole(head_dim, 500, 129, Band::full())) << "blocks of keys are two";
+    EXPECT_FALSE(whole(head_dim, 500, 60, Band::causal())) << "the first queries see no key";
+    EXPECT_FALSE(whole(head_dim, 500, 0, Band::full())) << "no query sees a key";
+    EXPECT_FALSE(whole(head_dim, 100, 100, Band::full(), true)) << "the host does not know the lengths";
+  }
+  EXPECT_FALSE(whole(256, 500, 100, Band::full())) << "dQ has a pass of its own";
+}
+
 TEST(SelectBackward, KeyBlocksOfOneWaveTakeTurnsUnderAMask) {
   const DeviceInfo device = gpu(90, 227);
   const auto plan = [&](int seqlen, Band band, int group = 1, bool deterministic = false) {

@@ -23,6 +23,7 @@ def backward(q, k, v, dout, **options):
 def check_gradients(q, k, v, dout, **options):
     """Against float64, for the first and the last KV head: the formula takes S_q × S_k each."""
     found = backward(q, k, v, dout, **options)[2:]
+    options.pop("deterministic", None)
     group = q.shape[2] // k.shape[2]
     for head in {0, k.shape[2] - 1}:
         mine, theirs = slice(head * group, (head + 1) * group), slice(head, head + 1)
@@ -72,6 +73,57 @@ def test_gradients_of_more_than_65535_heads_and_sequences(batch, heads, head_dim
             )
         else:
             assert_bitwise(a[-1:, :, -1:], b, what)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
+@pytest.mark.parametrize("batch, heads_q, heads_k", [(2, 6, 2), (1, 7, 1), (150, 2, 1)])
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k, options",
+    [
+        (300, 77, {}),
+        (1, 128, {}),
+        (1000, 1, {}),
+        (128, 128, {"causal": True}),
+        (40, 128, {"causal": True}),
+        (128, 100, {"window": (30, 20)}),
+        (700, 100, {"window": (30, 20)}),  # in which many queries see no key, as in the next
+        (500, 60, {"causal": True}),
+        (130, 128, {"softcap": 20.0}),
+        (200, 128, {"deterministic": True}),
+    ],
+    ids=str,
+)
+def test_gradients_over_one_block_of_keys(seqlen_q, seqlen_k, options, batch, heads_q, heads_k, head_dim):
+    """On Hopper it forms the whole of dq, unless there are queries that see none of its keys: dq of these is 0."""
+    shapes = ((seqlen_q, heads_q), (seqlen_k, heads_k), (seqlen_k, heads_k), (seqlen_q, heads_q))
+    check_gradients(*(randn(batch, *shape, head_dim) for shape in shapes), **options)
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (64, 24), (96, 72), (104, 128)])
+def test_gradients_over_one_block_of_keys_in_float16_and_of_packed_heads(head_dim, head_dim_v):
+    q, k = randn(3, 200, 6, head_dim).to(F16)[:, :, 1:5], randn(3, 90, 6, head_dim).to(F16)[:, :, 2:4]
+    check_gradients(q, k, *(randn(3, *shape, head_dim_v).to(F16) for shape in ((90, 2), (200, 4))))
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(33, 1100), (300, 100), (500, 500)])
+@pytest.mark.parametrize("batch, heads_q, heads_k", [(12, 8, 8), (1, 8, 1)])
+def test_gradients_of_calls_in_a_row(batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim):
+    """A kernel that starts while the one before runs waits for it: what calls before have left where this one's
+    workspace lies, of other inputs, is in no gradient."""
+    shapes = ((seqlen_q, heads_q), (seqlen_k, heads_k), (seqlen_k, heads_k), (seqlen_q, heads_q))
+    calls = [[(1 + i % 3) * randn(batch, *shape, head_dim) for shape in shapes] for i in range(6)]
+    alone = []
+    for tensors in calls:
+        alone.append(backward(*tensors)[2:])
+        torch.cuda.synchronize()
+    for _ in range(5):
+        in_a_row = [backward(*tensors)[2:] for tensors in calls]
+        for mine, theirs in zip(in_a_row, alone, strict=True):
+            for what, a, b in zip(("dq", "dk", "dv"), mine, theirs, strict=True):
+                # dq is summed in any order.
+                slack = 2 * torch.finfo(BF16).eps
+                torch.testing.assert_close(a, b, rtol=slack, atol=1e-3 * b.abs().max().item(), msg=what)
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])

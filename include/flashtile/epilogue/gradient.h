@@ -81,4 +81,23 @@ CUTE_DEVICE void stage_and_store_gradient(CUtensorMap const& map, Accumulator co
   tma_store_arrive();
 }
 
+/// A warp does what stage_rows() does with 16 columns of the tile, which the rows of its accumulators are: stmatrix
+/// transposes blocks of 8 × 8 on the way. They are in the first box, from `first_column` on.
+template <class Layout, class Element, class Rows>
+CUTE_DEVICE void stage_columns(Rows const& rows, Element* staging, int first_column, int lane) {
+  using namespace cute;
+  using Places = decltype(as_position_independent_swizzle_layout(Layout{}));
+  constexpr int kStep = Places{}(_16{}, _0{}) * sizeof(Element);  // 16 rows on, with the same swizzle
+  const int row = lane / 16 * 8 + lane % 8, column = first_column + lane / 8 % 2 * 8;
+  const std::uint32_t first = cast_smem_ptr_to_uint(staging + Places{}(row, column));
+  CUTE_UNROLL
+  for (int c = 0; c < size<1>(decltype(rows.layout()){}); c += 4)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(first + c / 4 * kStep),
+                 "r"(round_pair<Element>(rows(0, c), rows(0, c + 1))),
+                 "r"(round_pair<Element>(rows(1, c), rows(1, c + 1))),
+                 "r"(round_pair<Element>(rows(0, c + 2), rows(0, c + 3))),
+                 "r"(round_pair<Element>(rows(1, c + 2), rows(1, c + 3)))
+                 : "memory");
+}
+
 }  // namespace flashtile

@@ -1,5 +1,5 @@
-// These are the backward kernels for Hopper, of heads up to 128: the first has thread blocks for blocks of keys, the
-// second one for each tile of dQ.
+// These are the backward kernels for Hopper, of heads up to 128: the first has thread blocks for blocks of keys; the
+// second, where the first does not form dQ as a whole, one for each tile of dQ, and others for parts of dK and dV.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -20,11 +20,11 @@
 
 namespace flashtile {
 
-template <class Row, Takes kTakes>
+template <class Row, Takes kTakes, Contributes kContributes = Contributes::kPart>
 __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     backward_one_pass_sm90(const __grid_constant__ BackwardOnePassParams params) {
   using namespace cute;
-  using Mainloop = BackwardOnePassSm90<Row::kVariant, kTakes>;
+  using Mainloop = BackwardOnePassSm90<Row::kVariant, kTakes, kContributes>;
   using Element = typename Mainloop::Element;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
@@ -89,28 +89,47 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
       store(tKrdK, scale_dk, backward.dk, backward.dk_strides, backward.partial_dk, backward.head_dim, params.dk,
             shared.k);
     };
-    OnePassConsumerSm90<Mainloop>{params, shared, thread}.run(blocks, store);
+    const auto stage_dq = [&](auto& acc, Element* staging) {
+      using Layout = typename Mainloop::SmemLayoutStaged;
+      constexpr int kPerBox = Mainloop::kColumnsOfStaged;
+      const int first = thread % 128 / 32 * kRowsOfWarp, lane = thread % 32;
+      scale_gradient(acc, backward.scale);
+      if constexpr (Mainloop::kTurned)
+        stage_columns<Layout>(rows_and_columns(acc), staging, first, lane);
+      else
+        stage_rows<Layout, kPerBox>(rows_and_columns(acc), staging + first * kPerBox, lane);
+    };
+    OnePassConsumerSm90<Mainloop>{params, shared, thread}.run(blocks, store, stage_dq);
     if (!Mainloop::kLoops) tma_store_wait<0>();  // shared memory must outlive TMA's reads of it
   }
 }
 
 inline constexpr int kFinishThreads = 256;
 
+struct BackwardFinishParams {
+  BackwardParams backward;
+  GradientJoin join;
+};
+
 /// Scales and rounds dQ, one thread block per tile of the workspace. There a tile has the order of MmaQ's accumulators;
-/// it goes through shared memory to get into rows.
+/// it goes through shared memory to get into rows. Thread blocks before these join parts of dK and dV.
 template <class Row>
-__global__ void __launch_bounds__(kFinishThreads) backward_finish_sm90(const __grid_constant__ BackwardParams params) {
+__global__ void __launch_bounds__(kFinishThreads)
+    backward_finish_sm90(const __grid_constant__ BackwardFinishParams both) {
   using namespace cute;
   using Mainloop = BackwardOnePassSm90<Row::kVariant, Takes::kBlock>;
   using Element = typename Mainloop::Element;
-  static_assert(kFinishThreads == 128 * Mainloop::kWarpgroups);
+  static_assert(kFinishThreads == 128 * Mainloop::kWarpgroups && kFinishThreads == kJoinThreads);
+  BackwardParams const& params = both.backward;
   constexpr int kPitch = Mainloop::kHeadDim + 8;  // padded so that no two lanes meet in a bank
   __shared__ alignas(16) Element rows[Mainloop::kM * kPitch];
   const int thread = threadIdx.x;
-  if (thread / 32 == 0) prefetch_constants(params);
+  if (thread / 32 == 0) prefetch_constants(both);
+  const int index = int(blockIdx.x) - both.join.grid;
+  if (index < 0) return join_gradients<Element>(params, both.join, blockIdx.x);
   if (params.ragged_queries.given()) await_kernel_before();  // the list of tiles is of a kernel before
   BackwardParams::QueryTile tile;
-  const bool there = params.find_query_tile(blockIdx.x, tile);
+  const bool there = params.find_query_tile(unsigned(index), tile);
   await_kernel_before();
   if (!there) return;
   const bool stored = SumOfDq(params, tile.place, thread / 128).stored();
@@ -160,7 +179,7 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
                                    Stream stream) {
   using Mainloop = BackwardOnePassSm90<Row::kVariant, Takes::kBlock>;
   static_assert(sizeof(typename Mainloop::SharedStorage) <= backward_shared_memory(Row::kVariant));
-  static KernelHandles one, several, next, finish;
+  static KernelHandles one, several, one_whole, several_whole, of_next, last;
   const Device device = plan.problem.device;
   const BackwardParams backward = BackwardParams::of(plan, tensors, memory);
   const BackwardWorkspace& workspace = backward.workspace;
@@ -168,6 +187,9 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   const std::int64_t parts = workspace.tiles * Mainloop::kWarpgroups;
   constexpr int kRowsOfPart = Mainloop::kRowsOfPart;
   const bool loops = plan.grid < plan.tiles;
+  const bool next =
+      ragged || (loops && !go_in_rounds(plan.problem, plan.variant, backward.n_blocks, plan.parts, plan.grid));
+  const bool whole = dq_is_whole(plan);
   const auto rows_of_warp = [&](const TensorView& gradient) {
     return ragged || loops ? CUtensorMap{} : head_tiles(gradient, kRowsOfWarp, Mainloop::kColumns, false);
   };
@@ -178,8 +200,9 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
       .v = head_tiles(tensors.forward.v, Mainloop::kN, Mainloop::kColumns, ragged),
       .dout = head_tiles(tensors.dout, Mainloop::kM, Mainloop::kColumns, ragged),
       .statistics = float_boxes(workspace.lse_log2(memory), 2, workspace.rows(), 2, Mainloop::kM, device),
-      .dq = float_boxes(workspace.dq(memory), parts * kRowsOfPart, Mainloop::kColumnsOfPart, kRowsOfPart,
-                        Mainloop::kColumnsOfPart, device),
+      .dq = whole ? head_tiles(tensors.dq, Mainloop::kStagedRows, Mainloop::kColumnsOfStaged, false)
+                  : float_boxes(workspace.dq(memory), parts * kRowsOfPart, Mainloop::kColumnsOfPart, kRowsOfPart,
+                                Mainloop::kColumnsOfPart, device),
       .dk = rows_of_warp(tensors.dk),
       .dv = rows_of_warp(tensors.dv),
       .blocks = static_cast<int>(plan.tiles),
@@ -189,17 +212,21 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   const auto launch_main = [&](auto kernel, KernelHandles& handles) {
     launch(kernel, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory, true}, params, stream);
   };
-  if (ragged || (loops && !go_in_rounds(plan.problem, plan.variant, backward.n_blocks, plan.parts, plan.grid))) {
-    launch_main(backward_one_pass_sm90<Row, Takes::kNext>, next);
-  } else if constexpr (Row::kVariant.may_loop()) {
-    loops ? launch_main(backward_one_pass_sm90<Row, Takes::kBlocks>, several)
-          : launch_main(backward_one_pass_sm90<Row, Takes::kBlock>, one);
-  } else {
-    launch_main(backward_one_pass_sm90<Row, Takes::kBlock>, one);
-  }
-  join_gradients(plan, backward, stream);
-  if (backward.dq)
-    launch(backward_finish_sm90<Row>, finish, device, {tiles, kFinishThreads, 0, true}, backward, stream);
+  const auto launch_dense = [&](auto contributes, KernelHandles& one, KernelHandles& several) {
+    if constexpr (Row::kVariant.may_loop()) {
+      if (loops) return launch_main(backward_one_pass_sm90<Row, Takes::kBlocks, contributes>, several);
+    }
+    launch_main(backward_one_pass_sm90<Row, Takes::kBlock, contributes>, one);
+  };
+  if (next)
+    launch_main(backward_one_pass_sm90<Row, Takes::kNext>, of_next);
+  else if (!whole)
+    launch_dense(std::integral_constant<Contributes, Contributes::kPart>{}, one, several);
+  else if constexpr (Row::kVariant.may_loop())
+    launch_dense(std::integral_constant<Contributes, Contributes::kWhole>{}, one_whole, several_whole);
+  if (backward.dq == nullptr || whole) return join_gradients(plan, backward, stream);
+  const BackwardFinishParams both{backward, GradientJoin::of(plan, backward)};
+  launch(backward_finish_sm90<Row>, last, device, {both.join.grid + tiles, kFinishThreads, 0, true}, both, stream);
 }
 
 }  // namespace flashtile

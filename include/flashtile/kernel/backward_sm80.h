@@ -22,13 +22,15 @@ __global__ void __launch_bounds__(Row::kVariant.threads())
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
   typename Mainloop::Work work;
-  if (!work.find(params, blockIdx.x)) return;
+  if (params.ragged_keys.given()) await_kernel_before();  // the list of blocks is of a kernel before
+  if (!work.find(params, blockIdx.x)) return await_kernel_before();
 
   const auto shape_of_tile = Shape<Int<Mainloop::kN>, Int<Mainloop::kHeadDim>>{};
   Tensor gradient = partition_fragment_C(typename Mainloop::Mma{}, shape_of_tile);  // (mma, key, head_dim)
   clear(gradient);
   const Mainloop mainloop(params, shared, work);
   mainloop.run(gradient);
+  let_next_kernel_start();
 
   const bool weighs = mainloop.weighs();
   const Span keys = work.sequence.k;
@@ -64,8 +66,11 @@ __global__ void __launch_bounds__(Row::kVariant.threads())
   using Mainloop = BackwardMainloopSm80<Row::kVariant>;
   using Element = typename Mainloop::Element;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
+  if (params.ragged_queries.given()) await_kernel_before();  // the list of tiles is of a kernel before
   BackwardParams::QueryTile tile;
-  if (!params.find_query_tile(blockIdx.x, tile)) return;
+  const bool there = params.find_query_tile(blockIdx.x, tile);
+  await_kernel_before();
+  if (!there) return;
 
   Tensor tQrdQ = partition_fragment_C(typename Mainloop::MmaQ{},
                                       Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDim>>{});  // (mma, m, head_dim)
@@ -82,6 +87,21 @@ __global__ void __launch_bounds__(Row::kVariant.threads())
       strides.row, queries.size - row, params.head_dim, threadIdx.x);
 }
 
+/// Returns whether the code that a GPU runs of a row's kernels was compiled for Hopper, so that it can wait for the
+/// kernel before: rows of Ampere's kernels that select takes on Hopper are compiled for both.
+template <class Row>
+bool can_start_early(Device device) {
+  enum Answer : char { kUnknown, kNo, kYes };
+  static std::array<std::atomic<Answer>, kMaxDevices> answers{};
+  std::atomic<Answer>& answer = answers[device.index];
+  if (answer.load(std::memory_order_relaxed) == kUnknown) {
+    cudaFuncAttributes attributes;
+    throw_on_error(cudaFuncGetAttributes(&attributes, backward_sm80<Row>), "attributes of a kernel");
+    answer.store(attributes.ptxVersion >= 90 ? kYes : kNo, std::memory_order_relaxed);
+  }
+  return answer.load(std::memory_order_relaxed) == kYes;
+}
+
 template <class Row>
 void launch_backward_sm80(const BackwardPlan& plan, const BackwardTensors& tensors, void* memory, Stream stream) {
   using Mainloop = BackwardMainloopSm80<Row::kVariant>;
@@ -91,12 +111,13 @@ void launch_backward_sm80(const BackwardPlan& plan, const BackwardTensors& tenso
   const Device device = plan.problem.device;
   const int tiles = static_cast<int>(params.workspace.tiles);
   const int threads = Mainloop::kThreads;
+  const bool early = can_start_early<Row>(device);
   prepare_backward(plan, params, stream);
-  launch(backward_sm80<Row>, main, device, {plan.grid, threads, plan.shared_memory}, params, stream);
+  launch(backward_sm80<Row>, main, device, {plan.grid, threads, plan.shared_memory, early}, params, stream);
   join_gradients(plan, params, stream);
   if (params.dq)
     launch(backward_finish_sm80<Row>, finish, device,
-           {tiles, threads, int(sizeof(typename Mainloop::Element)) * Mainloop::kM * Mainloop::kHeadDim}, params,
+           {tiles, threads, int(sizeof(typename Mainloop::Element)) * Mainloop::kM * Mainloop::kHeadDim, early}, params,
            stream);
 }
 

@@ -15,6 +15,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/cuda/launch.h"
 #include "flashtile/load/cp_async.h"
 #include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/key_block.h"
@@ -261,7 +262,7 @@ struct BackwardMainloopSm80 {
 
   /// Turns raw scores `acc` into weights. Under a cap it leaves the cap's derivative in shared.weights for run().
   template <class Scores, class Coord>
-  CUTE_DEVICE void weigh(Scores& acc, Coord const& coord, Step step, bool edge, bool steep,
+  CUTE_DEVICE void weigh(Scores& acc, Coord const& coord, Step step, bool edge, bool partial, bool steep,
                          const float* lse_log2) const {
     using namespace cute;
     Tensor scores = rows_and_columns(acc);  // (row, column)
@@ -278,15 +279,8 @@ struct BackwardMainloopSm80 {
       }
       if (params.scores.map.stretched) score_tile.stretch(scores, coord, step.m_block * kM);
     }
-    if (edge) {
-      score_tile.template mask<8 * kSharers>(scores, coord, step.m_block * kM);
-      CUTE_UNROLL
-      for (int r = 0; r < size<0>(scores); ++r) {
-        if (key + get<0>(coord(r, 0)) < work.sequence.k.used) continue;  // keys behind the last one would add to dQ
-        CUTE_UNROLL
-        for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = -kInfinity;
-      }
-    }
+    if (edge) score_tile.template mask<8 * kSharers>(scores, coord, step.m_block * kM);
+    if (partial) hide_keys_behind(work.sequence.k.used - key, scores, coord);
     if (steep) [[unlikely]]
       relate_steep_rows<8 * kSharers>(params, scores, coord, lse_log2, tile_of(step) * kM);
     const float unit_log2 = params.scores.map.unit_log2;
@@ -329,10 +323,10 @@ struct BackwardMainloopSm80 {
 
   /// Turns the scores `acc` into weights, and gives them to the other role.
   template <class Scores, class Coord>
-  CUTE_DEVICE void form_weights(Scores& acc, Coord const& tScS, Step step, bool edge, bool steep,
+  CUTE_DEVICE void form_weights(Scores& acc, Coord const& tScS, Step step, bool edge, bool partial, bool steep,
                                 const float* lse_log2) const {
     using namespace cute;
-    weigh(acc, tScS, step, edge, steep, lse_log2);
+    weigh(acc, tScS, step, edge, partial, steep, lse_log2);
     Tensor scores = rows_and_columns(acc);  // (row, column)
     if constexpr (kKnowsDropout) {
       if (drops())
@@ -403,7 +397,9 @@ struct BackwardMainloopSm80 {
   template <class Accumulator>
   CUTE_DEVICE void run(Accumulator& gradient) const {
     using namespace cute;
-    if (work.empty()) return;
+    if (work.empty()) return await_kernel_before();
+    load_keys();
+    await_kernel_before();  // which zeros dQ, and writes what follows of each row
     const bool partial = (work.n_block + 1) * kN > work.sequence.k.used;
     const bool steep = params.steep();
 
@@ -415,7 +411,6 @@ struct BackwardMainloopSm80 {
     Step step = {work.first_head, work.first_tile_of_head};
     int left = work.steps;
     int stage = 0;
-    load_keys();
     load_queries(step, stage);
     cp_async_fence();
     CUTE_NO_UNROLL
@@ -441,7 +436,7 @@ struct BackwardMainloopSm80 {
         turn = sum_of(step).ready(work.n_block);
       }
       if (weighs())
-        form_weights(acc, tScS, step, partial || work.queries.is_edge(step.m_block), steep, shared.lse_log2[stage]);
+        form_weights(acc, tScS, step, work.queries.is_edge(step.m_block), partial, steep, shared.lse_log2[stage]);
       else
         form_score_gradients(acc, tScS, shared.delta[stage]);
       if (kStages == 2) {

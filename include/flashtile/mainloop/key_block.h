@@ -16,9 +16,9 @@ namespace flashtile {
 /// In a dense batch blocks are ordered section by section (see BlockOfSection): first comes block 0 of each KV head,
 /// which has the most work under a causal mask, and at last the one with the least, so that thread blocks end together.
 ///
-/// Queries go from the first to the last. Under a full mask all blocks of a head would begin with the same tile, and
-/// contend when they add to dQ: so each begins with a tile of its own and wraps around. Where they add in order they go
-/// from the last query to the first: see SumOfDq.
+/// Queries go from the first to the last. Blocks of a head that see its first query, as all do under a full mask, would
+/// begin with the same tile, and contend when they add to dQ: so each begins with a tile of its own and wraps around.
+/// Where they add in order they go from the last query to the first: see SumOfDq.
 ///
 /// The parts of a block are neighbours in the order. So a block's parts come after all parts of the blocks before it of
 /// the same head, and a part that waits for the sum of another block only ever waits for one that comes before it. It
@@ -122,11 +122,28 @@ struct KeyBlock : GroupWalk {
     if (params.group > 0) queries = params.scores.mask.walk(keys, kM, lengths.transposed());
     start = params.deterministic ? queries.last() : queries.first();
     step = params.deterministic ? -1 : 1;
-    // First tiles are spread as evenly as can be. The quotient is approximate, as a 64-bit one would be a call.
-    if (kTurns && params.scores.mask.shows_all() && !params.deterministic)
-      start += int(__umulhi(unsigned(queries.end() - start), unsigned(n_block) * (~0u / unsigned(n_blocks))));
+    // Their first tiles are spread as evenly as can be, but no further apart than two tiles from block to block, so
+    // that what one of them has read and added to is still in the L2 cache when the next comes to it. The quotient is
+    // approximate, as a 64-bit one would be a call.
+    if (kTurns && queries.first() == 0 && !params.deterministic) {
+      const int even = int(__umulhi(unsigned(queries.end()), unsigned(n_block) * (~0u / unsigned(n_blocks))));
+      start += min(even, 2 * n_block);
+    }
     take_part(params);
   }
 };
+
+/// Hides the scores of the keys of a block from its `keys`-th on, which would add to dQ: a row is a key. This apart
+/// from the mask, for which most blocks have no need of a test for each element.
+template <class Scores, class Coord>
+CUTE_DEVICE void hide_keys_behind(int keys, Scores& scores, Coord const& coord) {
+  using namespace cute;
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(scores); ++r) {
+    if (get<0>(coord(r, 0)) < keys) continue;
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = -kInfinity;
+  }
+}
 
 }  // namespace flashtile

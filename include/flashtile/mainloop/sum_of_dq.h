@@ -15,12 +15,12 @@ namespace flashtile {
 /// with all of its parts (see KeyBlock), and all go from the last query to the first. Under a causal mask all of them
 /// see the last: so those that run at a time are a step apart.
 ///
-/// In any order, the first to come stores what others add to, which spares clearing the memory beforehand. The others
-/// wait while it does. Ampere's kernel adds to zeros instead, and has a state only where sums are in order.
+/// In any order, the first to come stores what others add to, which spares clearing the memory; the others wait while
+/// it does. But few tiles are cleared, and so are all of Ampere's kernel, which has a state only for sums in order.
 class SumOfDq {
  public:
   // In order, the state is the block of keys that comes next, or ~block if it shall store, not add. In any order it is
-  // one of these. Either way it is positive from the time on when a block has stored.
+  // one of these. Either way it is positive once a block has stored, or zeros have.
   static constexpr int kNothing = 0, kBeingStored = 1, kThere = 2;
 
   CUTE_DEVICE SumOfDq(BackwardParams const& params, std::int64_t tile, int part)

@@ -104,8 +104,10 @@ class OnePassConsumerSm90 {
       : backward(params.backward), shared(shared), thread(thread) {}
 
   /// Calls `finish(work, tKrdK, tVrdV)` for each block, with dK, before the scale, and dV, both (mma, key, head_dim).
-  template <class Finish>
-  CUTE_DEVICE void run(Blocks const& blocks, Finish&& finish) {
+  /// Where dQ is whole, calls `stage_dq(tQrdQ, staging)` for this warpgroup's part of it, before the scale, in each
+  /// step, to put it where the writer takes it.
+  template <class Finish, class StageDq>
+  CUTE_DEVICE void run(Blocks const& blocks, Finish&& finish, StageDq&& stage_dq) {
     if constexpr (kLoops) ask_for_steep_rows();
     blocks.for_each([&](Work const& work, auto release) __attribute__((always_inline)) {
       release();
@@ -116,7 +118,7 @@ class OnePassConsumerSm90 {
         cute::clear(tVrdV);
         return finish(work, tKrdK, tVrdV);
       }
-      add_up(work, tKrdK, tVrdV);
+      add_up(work, tKrdK, tVrdV, stage_dq);
       finish(work, tKrdK, tVrdV);
     });
   }
@@ -130,15 +132,15 @@ class OnePassConsumerSm90 {
   }
 
   /// Forms dK and dV of a block of keys, and its part of dQ of all tiles of queries that see it.
-  template <class Gradient>
-  CUTE_DEVICE void add_up(Work const& work, Gradient& tKrdK, Gradient& tVrdV) {
+  template <class Gradient, class StageDq>
+  CUTE_DEVICE void add_up(Work const& work, Gradient& tKrdK, Gradient& tVrdV, StageDq const& stage_dq) {
     lengths = work.lengths(backward);
     partial = (work.n_block + 1) * kN > lengths.k;
     started = false;
     opening = ScaleOut::Zero;
     shared.k_barriers.wait_full(keys_at);
     work.for_each([&](int head, int m_block)
-                      __attribute__((always_inline)) { step(work, head, m_block, tKrdK, tVrdV); });
+                      __attribute__((always_inline)) { step(work, head, m_block, tKrdK, tVrdV, stage_dq); });
     shared.ds_full[dq_at.stage].wait(dq_at.parity);
     if (kLoops && !Mainloop::kKeepsV) shared.v_barriers.release_by_warp(keys_at);
     auto tQrdQ = Fragments::gradient_of_queries();
@@ -146,7 +148,7 @@ class OnePassConsumerSm90 {
     wait_matmul<0>(tQrdQ);
     if (kLoops) shared.k_barriers.release_by_warp(keys_at);
     if (kLoops) keys_at.advance();
-    finish_dq(tQrdQ);
+    finish_dq(tQrdQ, stage_dq);
     if constexpr (!kLoops) {
       // Gradients are staged where V and K are. All warps have read V for the last dP since they have stored the last
       // dS; here they wait until all have read K for the last dQ.
@@ -156,8 +158,9 @@ class OnePassConsumerSm90 {
   }
 
   /// Adds to dK and dV what one tile of queries contributes, and forms dQ of the tile before.
-  template <class Gradient>
-  CUTE_DEVICE void step(Work const& work, int head, int m_block, Gradient& tKrdK, Gradient& tVrdV) {
+  template <class Gradient, class StageDq>
+  CUTE_DEVICE void step(Work const& work, int head, int m_block, Gradient& tKrdK, Gradient& tVrdV,
+                        StageDq const& stage_dq) {
     using namespace cute;
     typename Mainloop::MmaS mma_s;
     typename Mainloop::MmaP mma_p;
@@ -189,7 +192,7 @@ class OnePassConsumerSm90 {
 
     const int key = work.n_block * kN;
     const Tile tile{backward.scores, {work.batch, head, work.n_block}, key, lengths.transposed()};
-    form_scores(scores, tile, partial || work.queries.is_edge(m_block), m_block);
+    form_scores(scores, tile, work.queries.is_edge(m_block), m_block);
     if (steep) [[unlikely]]
       relate_steep_rows(backward, scores, tScS, shared.statistics[stage][0],
                         std::int64_t(work.workspace_tile(backward, head, m_block)) * kM);
@@ -214,7 +217,7 @@ class OnePassConsumerSm90 {
     wait_matmul<2>(tVrdV);
     shared.dout_barriers.release_by_warp(at);
     wait_matmul<1>(tQrdQ);
-    if (started) finish_dq(tQrdQ);
+    if (started) finish_dq(tQrdQ, stage_dq);
     wait_matmul<0>(tKrdK);
     shared.q_barriers.release_by_warp(at);
     at.advance();
@@ -227,20 +230,14 @@ class OnePassConsumerSm90 {
   template <class Scores>
   CUTE_DEVICE void form_scores(Scores& scores, Tile const& tile, bool edge, int m_block) {
     using namespace cute;
-    if (!edge && !maps) return;
+    if (!edge && !partial && !maps) return;
     if constexpr (kKnowsSoftcap) {
       if (maps) tile.cap_or_stretch(scores, tScS, m_block * kM);
     } else {
       if (maps) tile.stretch(scores, tScS, m_block * kM);
     }
-    if (!edge) return;
-    tile.mask(scores, tScS, m_block * kM);
-    CUTE_UNROLL
-    for (int r = 0; r < size<0>(scores); ++r) {
-      if (tile.first_row + get<0>(tScS(r, 0)) < tile.lengths.q) continue;  // keys behind the last one would add to dQ
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = -kInfinity;
-    }
+    if (edge) tile.mask(scores, tScS, m_block * kM);
+    if (partial) hide_keys_behind(tile.lengths.q - tile.first_row, scores, tScS);
   }
 
   /// Turns scores into weights, rounded for dV, and `scores` into the factors of dP: these weights times
@@ -341,29 +338,32 @@ class OnePassConsumerSm90 {
       start_matmul(mma_q, slice.partition_fragment_A(sdS)(_, _, _, buffer), slice.partition_fragment_B(sKt)(_, _, _, 0),
                    tQrdQ, ScaleOut::Zero);
   }
-  template <class Gradient>
-  CUTE_DEVICE void finish_dq(Gradient& tQrdQ) {
+  template <class Gradient, class StageDq>
+  CUTE_DEVICE void finish_dq(Gradient& tQrdQ, StageDq const& stage_dq) {
     __syncwarp();
     if (thread % 32 == 0) shared.ds_empty[dq_at.stage].arrive();  // this warp has read dS
     dq_at.advance();
     if (backward.dq == nullptr) return;
     // Waits until TMA has read the dQ of the step before; on a new barrier nobody waits.
     shared.dq_empty[warpgroup].wait(dq_parity ^ 1);
-    hand_over_dq(tQrdQ);
+    if constexpr (Mainloop::kWhole)
+      stage_dq(tQrdQ, reinterpret_cast<Element*>(shared.dq[warpgroup]));
+    else
+      stage_part(tQrdQ);
+    cute::tma_store_fence();
+    __syncwarp();
+    if (thread % 32 == 0) shared.dq_full[warpgroup].arrive();
     dq_parity ^= 1;
   }
 
-  /// Gives a warpgroup's part of dQ to the writer, which waits for it: each thread's accumulators as they are, four by
-  /// four, next to those of the other threads.
+  /// Puts a warpgroup's part of dQ where the writer takes it: each thread's accumulators as they are, four by four,
+  /// next to those of the other threads.
   template <class Gradient>
-  CUTE_DEVICE void hand_over_dq(Gradient& tQrdQ) {
+  CUTE_DEVICE void stage_part(Gradient& tQrdQ) {
     using namespace cute;
     float4* const part = reinterpret_cast<float4*>(shared.dq[warpgroup]) + thread % 128;
     CUTE_UNROLL
     for (int i = 0; i < size(tQrdQ); i += 4) part[i / 4 * 128] = {tQrdQ(i), tQrdQ(i + 1), tQrdQ(i + 2), tQrdQ(i + 3)};
-    tma_store_fence();
-    __syncwarp();
-    if (thread % 32 == 0) shared.dq_full[warpgroup].arrive();
   }
 
   BackwardParams const& backward;

@@ -18,7 +18,7 @@ struct BackwardOnePassParams {
   BackwardParams backward;
   CUtensorMap q, k, v, dout;  // tiles of M, N, N, M rows
   CUtensorMap statistics;     // lse_log2 and delta of M rows
-  CUtensorMap dq;             // half a tile of the workspace
+  CUtensorMap dq;             // half a tile of the workspace, or, where dQ is whole, of dQ itself
   CUtensorMap dk, dv;         // a warp's rows; where a thread block takes one block of keys
   int blocks;                 // blocks of keys of all heads
 };
@@ -28,11 +28,16 @@ struct BackwardOnePassParams {
 /// not even.
 enum class Takes { kBlock, kBlocks, kNext };
 
+/// Contributes says what a block of keys forms of dQ: a part, which is added to what others form of it, or the whole,
+/// where it is the only block of its head and every tile of queries sees it. The whole is rounded and stored at once.
+enum class Contributes { kPart, kWhole };
+
 /// Where a thread block takes several blocks of keys, the tiles of the next one are being loaded while dK and dV of the
 /// last one are stored.
-template <Variant kV, Takes kT>
+template <Variant kV, Takes kT, Contributes kC = Contributes::kPart>
 struct BackwardOnePassSm90 {
   static constexpr Takes kTakes = kT;
+  static constexpr bool kWhole = kC == Contributes::kWhole;
   static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
   static constexpr bool kKnowsSoftcap = kV.knows(Features::kSoftcap);
   static constexpr bool kLoops = kTakes != Takes::kBlock;
@@ -99,6 +104,14 @@ struct BackwardOnePassSm90 {
   static constexpr int kColumnsOfPart = 256;                    // columns and rows of a part as TMA sees it
   static constexpr int kRowsOfPart = kPartOfQ / kColumnsOfPart;
   static_assert(kPartOfQ % kColumnsOfPart == 0);
+  // Where dQ is whole, a part of it is staged as rows: half of the tile's, or half of their columns.
+  static constexpr int kStagedRows = kTurned || kByColumns ? kM : kM / kWarpgroups;
+  static constexpr int kStagedColumns = kPartOfQ / kStagedRows;
+  static constexpr int kColumnsOfStaged = kByColumns ? 16 : kColumns;  // of a box
+  static_assert(kStagedColumns % kColumnsOfStaged == 0);
+  using SmemLayoutStaged =
+      decltype(cute::tile_to_shape(typename SwizzledAtoms<Element, kColumnsOfStaged>::K{},
+                                   cute::Shape<cute::Int<kStagedRows>, cute::Int<kStagedColumns>>{}));
 
   using Work = KeyBlock<kM, kN, kRagged>;
 
@@ -110,7 +123,7 @@ struct BackwardOnePassSm90 {
     alignas(1024) Element q[kStages][kM * kHeadDim];
     alignas(1024) Element dout[kStages][kM * kHeadDim];
     alignas(1024) Element ds[2][kM * kN];
-    alignas(1024) float dq[kWarpgroups][kPartOfQ];
+    alignas(1024) float dq[kWarpgroups][kPartOfQ];  // whole ones are staged here rounded, as Element
     alignas(128) float statistics[kStages][2][kM];  // lse_log2, delta; they come and go with dO
     // This is the next block, where blocks are handed out: the producer, the writers and all consumers wait for it, and
     // the scheduler waits for all of them to be done with the one before.

@@ -1,14 +1,16 @@
-// This file has the writers of Hopper's backward kernel of one pass: the threads that have TMA add up dQ in memory.
+// This file has the writers of Hopper's backward kernel of one pass: the threads that have TMA add up dQ in memory, or
+// store it where it is whole.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "flashtile/load/tma.h"
 #include "flashtile/mainloop/backward_one_pass_sm90/scheduler.h"
 #include "flashtile/mainloop/sum_of_dq.h"
 
 namespace flashtile {
 
-/// One thread for each consumer warpgroup has TMA add that warpgroup's part of dQ to memory.
+/// One thread for each consumer warpgroup has TMA add that warpgroup's part of dQ to memory, or store it.
 template <class Mainloop>
 struct OnePassWriterSm90 {
   using SharedStorage = typename Mainloop::SharedStorage;
@@ -25,7 +27,33 @@ struct OnePassWriterSm90 {
     if (!Mainloop::kRagged && !wanted) return;
     blocks.for_each([&](Work const& work, auto release) {
       release();  // the scheduler waits for the writers, too
-      if (wanted) add(work);
+      if (!wanted) return;
+      if constexpr (Mainloop::kWhole)
+        store(work);
+      else
+        add(work);
+    });
+  }
+
+  CUTE_DEVICE void store(Work const& work) {
+    using Element = typename Mainloop::Element;
+    constexpr int kRows = Mainloop::kStagedRows, kColumns = Mainloop::kStagedColumns;
+    constexpr int kPerBox = Mainloop::kColumnsOfStaged;
+    constexpr bool kHalvesRows = kColumns == Mainloop::kHeadDim;
+    const TmaRows rows = TmaRows::dense(work.batch);
+    work.for_each([&](int head, int m_block) {
+      const int row = m_block * Mainloop::kM + (kHalvesRows ? warpgroup * kRows : 0);
+      const int first_column = kHalvesRows ? 0 : warpgroup * kColumns;
+      auto* const staged = reinterpret_cast<Element*>(shared.dq[warpgroup]);
+      shared.dq_full[warpgroup].wait(parity);
+      CUTE_UNROLL
+      for (int column = 0; column < kColumns; column += kPerBox)
+        cute::SM90_TMA_STORE_5D::copy(&params.dq, staged + column * kRows, first_column + column, head,
+                                      rows.position(row), rows.batch, rows.way_back);
+      cute::tma_store_arrive();
+      cute::tma_store_wait<0>();  // TMA has read it from shared memory
+      shared.dq_empty[warpgroup].arrive();
+      parity ^= 1;
     });
   }
 
@@ -38,7 +66,7 @@ struct OnePassWriterSm90 {
       const bool there = !in_order && sum.there();
       shared.dq_full[warpgroup].wait(parity);  // waits for the warpgroup's warps to store their dQ
       const bool first = in_order ? sum.await(work.n_block) : !there && sum.claim();
-      asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA sees what other thread blocks had it write
+      if (!first) asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA sees what others had it write
       const int place = int((tile * Mainloop::kWarpgroups + warpgroup) * Mainloop::kRowsOfPart);
       if (first)
         cute::SM90_TMA_STORE_2D::copy(&params.dq, shared.dq[warpgroup], 0, place);
