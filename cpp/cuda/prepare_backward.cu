@@ -112,15 +112,17 @@ __device__ void begin_dq(PrepareParams const& prepare, BackwardParams::QueryTile
   BackwardParams const& params = prepare.backward;
   BackwardWorkspace const& workspace = params.workspace;
   if (int(threadIdx.x) < workspace.parts) {
-    const int first = tile.keys(params, workspace.tile_m, prepare.tile_n).first();
-    const int in_order = prepare.first_stores ? ~first : first;
-    const int in_any_order = prepare.first_stores ? SumOfDq::kNothing : SumOfDq::kThere;
-    workspace.state(params.memory)[tile.place * workspace.parts + threadIdx.x] =
-        params.deterministic ? in_order : in_any_order;
+    int state = prepare.first_stores ? SumOfDq::kNothing : SumOfDq::kThere;
+    if (params.deterministic) {
+      const int first = tile.keys(params, workspace.tile_m, prepare.tile_n).first();
+      state = prepare.first_stores ? ~first : first;
+    }
+    workspace.state(params.memory)[tile.place * workspace.parts + threadIdx.x] = state;
   }
   if (prepare.first_stores) return;
   const int size = workspace.tile_m * workspace.head_dim;
   float4* const dq = reinterpret_cast<float4*>(workspace.dq(params.memory) + tile.place * size);
+#pragma unroll 2  // more would be code to fetch
   for (int i = threadIdx.x; i < size / 4; i += kThreads) dq[i] = {};
 }
 
