@@ -23,7 +23,7 @@ constexpr int kFewQueries = 4096;             // with no more queries, a block's
 constexpr double kFullRounds = 0.97;          // and where rounds of blocks are as full as this
 constexpr std::int64_t kShortHead = 1 << 16;  // a head is short up to here, in blocks of keys times head_dim²
 constexpr double kBusy = 0.95;                // a grid should use this share of the multiprocessors
-constexpr double kJoinOfOnePass = 2000;  // as h100::kJoin and kFewestSteps, of one pass, whose last kernel joins, too
+constexpr double kJoinOfOnePass = 3500;       // as h100::kJoin and kFewestSteps, of one pass, whose kernels start early
 constexpr double kFewestStepsOfOnePass = 2;
 
 // These compare with Ampere's kernel (27 shapes of D64 and D256; not measured at D192, nor on an H100).
