@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "cpu/cpu.h"
-#include "flashtile/backward_order.h"
 #include "flashtile/flashtile.h"
 #include "flashtile/workspace.h"
 #include "select/choose.h"
@@ -41,15 +40,6 @@ void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device) {
 }
 
 }  // namespace
-
-bool dq_is_whole(const BackwardPlan& plan) {
-  const Problem& p = plan.problem;
-  const Variant& v = plan.variant;
-  if (!v.may_loop() || p.ragged || p.seqlen_k == 0 || p.seqlen_k > v.tile_n) return false;
-  if (plan.grid < plan.tiles && !go_in_rounds(p, v, 1, plan.parts, plan.grid)) return false;
-  const BlockWalk tiles = p.mask().transposed().walk({0, p.seqlen_k}, v.tile_m, p.lengths().transposed());
-  return tiles.visible == Range{0, Spans::tiles(p.seqlen_q, v.tile_m)};
-}
 
 BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
   auto choice = choose(problem, device, backward_rows(), kEveryRow);

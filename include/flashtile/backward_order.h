@@ -18,7 +18,14 @@ inline bool go_in_rounds(const Problem& p, const Variant& v, int blocks, int par
 
 /// Returns whether, in a kernel of one pass, the only block of keys of each head forms dQ of all queries: then nothing
 /// is to be summed. How long a ragged sequence is, the host does not know.
-bool dq_is_whole(const BackwardPlan& plan);
+inline bool dq_is_whole(const BackwardPlan& plan) {
+  const Problem& p = plan.problem;
+  const Variant& v = plan.variant;
+  if (!v.may_loop() || p.ragged || p.seqlen_k == 0 || p.seqlen_k > v.tile_n) return false;
+  if (plan.grid < plan.tiles && !go_in_rounds(p, v, 1, plan.parts, plan.grid)) return false;
+  const BlockWalk tiles = p.mask().transposed().walk({0, p.seqlen_k}, v.tile_m, p.lengths().transposed());
+  return tiles.visible == Range{0, Spans::tiles(p.seqlen_q, v.tile_m)};
+}
 
 /// In the pass that forms dK and dV, of two, a block of keys meets tiles of so many queries.
 inline constexpr int kQueriesOfPass = 64;
