@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads())
 }
 
 /// Returns whether the code that a GPU runs of a row's kernels was compiled for Hopper, so that it can wait for the
-/// kernel before: rows of Ampere's kernels that select takes on Hopper are compiled for both.
+/// kernel before. Rows of backward.def that are marked `also for Hopper` are compiled for both; others are not.
 template <class Row>
 bool can_start_early(Device device) {
   enum Answer : char { kUnknown, kNo, kYes };

@@ -16,7 +16,7 @@ namespace flashtile {
 /// see the last: so those that run at a time are a step apart.
 ///
 /// In any order, the first to come stores what others add to, which spares clearing the memory; the others wait while
-/// it does. But few tiles are cleared, and so are all of Ampere's kernel, which has a state only for sums in order.
+/// it does. Where tiles are few they are cleared, as Ampere's all are, whose kernel has a state for sums in order only.
 class SumOfDq {
  public:
   // In order, the state is the block of keys that comes next, or ~block if it shall store, not add. In any order it is
