@@ -17,7 +17,7 @@ namespace h200 {
 constexpr double kSpeedOf192Rows = 1.06;            // speed per row relative to a tile of 128,
 constexpr double kSpeedOf192NarrowRows = 1.24;      // at head dimension 64,
 constexpr double kSpeedOf192NarrowRowsBy80 = 1.18;  // there with 80 keys to a tile instead of 128,
-constexpr double kSpeedOf192RowsOf80 = 1.17;        // at 80 (an H100, as the next),
+constexpr double kSpeedOf192RowsOf80 = 1.17;        // at 80 (an H100, as the next two),
 constexpr double kSpeedOf192OddRows = 1.53;  // and at 72, 88, 104 and 120: rows begin within sectors of the L2 cache,
 constexpr double kSpeedOf192MaskedRows = 1.02;  // and at 128 under a mask, where a head has several tiles;
 constexpr double kEndsOf128Rows = 100;          // a tile's prologue and epilogue, in the time of keys

@@ -20,7 +20,7 @@ namespace {
 namespace h200 {
 
 constexpr int kFewQueries = 4096;             // with no more queries, a block's prologue and epilogue matter,
-constexpr double kFullRounds = 0.97;          // and where rounds of blocks are as full as this
+constexpr double kFullRounds = 0.97;          // and where rounds of blocks are as full as this (an H100)
 constexpr std::int64_t kShortHead = 1 << 16;  // a head is short up to here, in blocks of keys times head_dim²
 constexpr double kBusy = 0.95;                // a grid should use this share of the multiprocessors
 constexpr double kJoinOfOnePass = 3500;       // as h100::kJoin and kFewestSteps, of one pass, whose kernels start early
