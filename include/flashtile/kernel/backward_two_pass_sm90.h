@@ -25,9 +25,9 @@
 namespace flashtile {
 
 /// There are as many persistent thread blocks as run at a time. Each takes the next block of keys that no other has
-/// taken, again and again, and when there are none left, tiles of queries; or those first. The tiles of the next one
-/// are being loaded while the gradients of the last one are stored.
-template <Variant kV, bool kRagged>
+/// taken, again and again, and when there are none left, tiles of queries, or, with kQueriesFirst, those first. The
+/// tiles of the next one are being loaded while the gradients of the last one are stored.
+template <Variant kV, bool kRagged, bool kQueriesFirst>
 struct BackwardTwoPassSm90 {
   using OfKeys = BackwardKeysSm90<kV, kRagged>;
   using OfQueries = BackwardQueriesSm90<kV, kRagged>;
@@ -74,8 +74,8 @@ struct BackwardTwoPassSm90 {
       key_blocks = min(key_blocks, *backward.ragged_keys.listed * backward.heads_k * backward.parts.value);
       query_tiles = min(query_tiles, *backward.ragged_queries.listed * backward.heads);
     }
-    const int before_keys = params.queries_first ? query_tiles : 0;
-    const int before_queries = params.queries_first ? 0 : key_blocks;
+    const int before_keys = kQueriesFirst ? query_tiles : 0;
+    const int before_queries = kQueriesFirst ? 0 : key_blocks;
     int index = blockIdx.x;
     const auto next = [&] {
       await_kernel_before();  // which clears the counter
@@ -132,17 +132,18 @@ struct BackwardTwoPassSm90 {
   }
 
  private:
-  /// Calls what a thread does in each pass, in their order, and `between` the two. Neither pass has a second copy of
-  /// its code.
+  /// Calls what a thread does in each pass, in their order, and `between` the two. Where the order was known at run
+  /// time alone, descriptors were not in uniform registers, and the passes spilled.
   template <class OfKeyBlocks, class OfQueryTiles, class Between>
   CUTE_DEVICE void in_order(OfKeyBlocks&& of_key_blocks, OfQueryTiles&& of_query_tiles, Between&& between) const {
-    CUTE_NO_UNROLL
-    for (int pass = 0; pass < 2; ++pass) {
-      if (pass == 1) between();
-      if (params.queries_first == (pass == 0))
-        of_query_tiles();
-      else
-        of_key_blocks();
+    if constexpr (kQueriesFirst) {
+      of_query_tiles();
+      between();
+      of_key_blocks();
+    } else {
+      of_key_blocks();
+      between();
+      of_query_tiles();
     }
   }
 
@@ -196,7 +197,8 @@ struct BackwardTwoPassSm90 {
     using Mma = typename OfQueries::MmaQ;
     BackwardParams const& backward = params.backward;
     const int thread = threadIdx.x - 128;
-    typename OfQueries::Consumer consumer{backward, shared.query_tiles, shared.query_barriers, thread};
+    typename OfQueries::Consumer consumer{backward, params.scores_of_queries, shared.query_tiles, shared.query_barriers,
+                                          thread};
     shared.queries.for_each([&](QueryTile const& tile, QueryTile const&) __attribute__((always_inline)) {
       Tensor acc = partition_fragment_C(Mma{}, Shape<Int<OfQueries::kM>, Int<OfQueries::kHeadDim>>{});
       clear(acc);
@@ -209,10 +211,10 @@ struct BackwardTwoPassSm90 {
   }
 };
 
-template <class Row, bool kRagged>
+template <class Row, bool kRagged, bool kQueriesFirst>
 __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     backward_two_pass_sm90(const __grid_constant__ BackwardTwoPassParams params) {
-  using Passes = BackwardTwoPassSm90<Row::kVariant, kRagged>;
+  using Passes = BackwardTwoPassSm90<Row::kVariant, kRagged, kQueriesFirst>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Passes::SharedStorage*>(shared_bytes);
   if (threadIdx.x / 32 == 3) prefetch_constants(params);
@@ -247,7 +249,7 @@ template <class Row>
 void launch_backward_two_pass_sm90(const BackwardPlan& plan, const BackwardTensors& tensors, void* memory,
                                    Stream stream) {
   using OfKeys = BackwardKeysSm90<Row::kVariant, true>;
-  static KernelHandles dense, of_ragged;
+  static KernelHandles keys_first, queries_first, of_ragged;
   const bool ragged = plan.problem.ragged;
   const Device device = plan.problem.device;
   BackwardParams backward = BackwardParams::of(plan, tensors, memory);
@@ -256,6 +258,7 @@ void launch_backward_two_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   constexpr int kRows = 64;
   const BackwardTwoPassParams params{
       .backward = backward,
+      .scores_of_queries = backward.scores.transposed(),
       .q = head_tiles(tensors.forward.q, kRows, OfKeys::kColumns, ragged),
       .k = head_tiles(tensors.forward.k, kRows, OfKeys::kColumns, ragged),
       .v = head_tiles(tensors.forward.v, kRows, OfKeys::kColumns, ragged),
@@ -263,14 +266,17 @@ void launch_backward_two_pass_sm90(const BackwardPlan& plan, const BackwardTenso
       .statistics = float_boxes(workspace.lse_log2(memory), 2, workspace.rows(), 2, kRows, device),
       .key_blocks = backward.dk || backward.dv ? static_cast<int>(plan.tiles - workspace.tiles) : 0,
       .query_tiles = backward.dq ? static_cast<int>(workspace.tiles) : 0,
-      .queries_first = queries_come_first(plan.problem, Row::kVariant, plan.parts),
       .heads_at_once = query_heads_at_once(plan.problem, plan.heads_at_once),
   };
   prepare_backward(plan, backward, stream);
   const LaunchShape shape = {std::min(plan.grid, params.key_blocks + params.query_tiles), Row::kVariant.threads(),
                              plan.shared_memory, true};
-  ragged ? launch(backward_two_pass_sm90<Row, true>, of_ragged, device, shape, params, stream)
-         : launch(backward_two_pass_sm90<Row, false>, dense, device, shape, params, stream);
+  if (ragged)
+    launch(backward_two_pass_sm90<Row, true, false>, of_ragged, device, shape, params, stream);
+  else if (queries_come_first(plan.problem, Row::kVariant, plan.parts))
+    launch(backward_two_pass_sm90<Row, false, true>, queries_first, device, shape, params, stream);
+  else
+    launch(backward_two_pass_sm90<Row, false, false>, keys_first, device, shape, params, stream);
   join_gradients(plan, backward, stream);
 }
 

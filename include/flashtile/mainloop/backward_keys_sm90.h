@@ -27,12 +27,16 @@ namespace flashtile {
 
 struct BackwardTwoPassParams {
   BackwardParams backward;
-  CUtensorMap q, k, v, dout;    // tiles of 64 rows
-  CUtensorMap statistics;       // lse_log2 and delta of 64 rows
-  int key_blocks, query_tiles;  // work of each pass; of a ragged batch, at most
-  bool queries_first;           // whether the pass over tiles of queries comes first
-  int heads_at_once;            // query heads of a dense batch whose tiles are interleaved: see BlockOfSection
+  ScoreParams<NoPacking> scores_of_queries;  // backward.scores with rows and columns exchanged
+  CUtensorMap q, k, v, dout;                 // tiles of 64 rows
+  CUtensorMap statistics;                    // lse_log2 and delta of 64 rows
+  int key_blocks, query_tiles;               // work of each pass; of a ragged batch, at most
+  int heads_at_once;  // query heads of a dense batch whose tiles are interleaved: see BlockOfSection
 };
+
+/// This says of both passes whether they ask for tiles without a score near the softcap: see ScoreTile::cap().
+template <Variant kV>
+constexpr bool kAsksWhetherNear = kV.head_dim < 256;
 
 template <Variant kV, bool kRagged>
 struct BackwardKeysSm90 {
@@ -230,7 +234,7 @@ struct BackwardKeysSm90 {
         const ScoreTile<NoPacking> score_tile{
             params.scores, {work.batch, head, work.n_block}, key, lengths.transposed()};
         if (edge || maps || steep) {
-          if (maps) score_tile.cap_or_stretch(scores, tScS, m_block * kM);
+          if (maps) score_tile.template cap_or_stretch<kAsksWhetherNear<kV>>(scores, tScS, m_block * kM);
           if (edge) score_tile.mask(scores, tScS, m_block * kM);
           if (steep)
             relate_steep_rows(params, scores, tScS, tiles.statistics[stage][0],

@@ -56,14 +56,13 @@ struct BackwardQueriesSm90 {
     }
   };
 
-  /// Work is a tile of queries, and what scores need to know of it.
+  /// Work is a tile of queries, and the blocks of keys that it sees.
   struct Work {
     BackwardParams::QueryTile tile;
-    ScoreParams<NoPacking> scores;  // rows are queries
     BlockWalk keys;
 
     CUTE_DEVICE Work(BackwardParams const& params, BackwardParams::QueryTile const& tile)
-        : tile(tile), scores(params.scores.transposed()), keys(tile.keys(params, kM, kN)) {}
+        : tile(tile), keys(tile.keys(params, kM, kN)) {}
 
     CUTE_DEVICE TileCoord coord() const { return {tile.batch, tile.head, tile.m_block}; }
     CUTE_DEVICE Lengths lengths(BackwardParams const& params) const {
@@ -126,6 +125,7 @@ struct BackwardQueriesSm90 {
   /// Consumer is a thread of the consumer warpgroups; `thread` counts from the first of them.
   struct Consumer {
     BackwardParams const& params;
+    ScoreParams<NoPacking> const& score_params;  // where rows are queries
     Tiles& tiles;
     Barriers& barriers;
     int thread;
@@ -206,7 +206,7 @@ struct BackwardQueriesSm90 {
       const bool maps = params.scores.map.maps();
       const float unit_log2 = params.scores.map.unit_log2;
       const int first_row = work.tile.m_block * kM;
-      const ScoreTile<NoPacking> score_tile{work.scores, work.coord(), first_row, work.lengths(params)};
+      const ScoreTile<NoPacking> score_tile{score_params, work.coord(), first_row, work.lengths(params)};
       const OwnRows rows = rows_of(work, tScS);
       auto opening = SM90::GMMA::ScaleOut::Zero;
 
@@ -222,7 +222,7 @@ struct BackwardQueriesSm90 {
         wait_matmul<1>(tSrS);
         const bool edge = walk.is_edge(n_block);
         if (edge || maps) {
-          if (maps) score_tile.cap_or_stretch(scores, tScS, n_block * kN);
+          if (maps) score_tile.template cap_or_stretch<kAsksWhetherNear<kV>>(scores, tScS, n_block * kN);
           if (edge) score_tile.mask(scores, tScS, n_block * kN);
         }
         if (rows.steep) [[unlikely]]

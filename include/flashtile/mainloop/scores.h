@@ -117,20 +117,22 @@ struct ScoreTile {
 
   /// Does the same for usual softcaps, where scores are not both capped and stretched: with fewer ways through the code
   /// it takes fewer registers.
-  template <class Scores, class Coord>
+  template <bool kAsksWhetherNear = true, class Scores, class Coord>
   CUTE_DEVICE void cap_or_stretch(Scores& scores, Coord const& coord, int first_column) const {
     if (params.map.capped)
-      cap<Softcaps::kUsual>(scores);
+      cap<Softcaps::kUsual, kAsksWhetherNear>(scores);
     else
       stretch(scores, coord, first_column);
   }
 
   /// Does the first half of map(): the tanh of softcap. Most tiles have no score near the softcap: theirs need no
-  /// exponential, of which there would be as many as softmax takes, and no reciprocal.
-  template <Softcaps kSoftcaps, class Scores>
+  /// exponential, of which there would be as many as softmax takes, and no reciprocal. Asking for that, and the loop
+  /// that the other tiles take, can cost a kernel with few registers left more: the backward at D256 spilled by it, and
+  /// took 1.05 to 1.3 times as long, with a softcap and without.
+  template <Softcaps kSoftcaps, bool kAsksWhetherNear = kSoftcaps == Softcaps::kUsual, class Scores>
   CUTE_DEVICE void cap(Scores& scores) const {
     using namespace cute;
-    if constexpr (kSoftcaps == Softcaps::kUsual) {
+    if constexpr (kAsksWhetherNear) {
       if (cap_near(scores)) return;
       constexpr int kQuarter = size<1>(decltype(scores.layout()){}) / 4;
       for_columns_in_turn<kQuarter>(scores, [&](int) {
