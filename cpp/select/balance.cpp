@@ -13,7 +13,7 @@
 namespace flashtile {
 namespace {
 
-constexpr int kSmallestSection = 32;      // in sections of fewer tiles, too few neighbours share keys
+constexpr int kSmallestSection = 32;      // in sections of fewer tiles of long heads too few neighbours share keys
 constexpr unsigned kLargestCount = 4096;  // with more tiles, any section of a few rounds is balanced
 constexpr int kTileOverhead = 1;          // the cost of a tile beside its key blocks, in key blocks
 constexpr double kAsGood = 0.998;         // a section balances as well as the best if its score is this close
@@ -24,6 +24,14 @@ namespace h200 {
 constexpr double kSpeedUncached = 0.9;  // relative speed of a section whose keys and values leave the L2 cache
 
 }  // namespace h200
+
+/// These constants are fitted to runs on an H100 (docs/performance.md, smaller sections).
+namespace h100 {
+
+constexpr int kShortHead = 16;         // blocks of rows, up to which a head is short
+constexpr double kCostOfHead = 0.008;  // share of its speed that a section of short heads loses by each of them
+
+}  // namespace h100
 
 /// A schedule depends on these fields and on nothing else.
 struct Key {
@@ -56,30 +64,48 @@ double key_bytes_of_head(const ForwardPlan& plan) {
   return key_bytes_of_head(plan, plan.problem.seqlen_k);
 }
 
-PersistentScheduler search(const ForwardPlan& plan, double cached_bytes) {
-  const int packs = plan.packing.packs_of(plan.problem.heads_q);
-  const int all = plan.tiles == 0 ? 0 : plan.problem.batch * packs;  // without tiles, an int might not hold it
-  const std::vector<int> cost = costs(plan);
-  const bool equal = plan.problem.band == Band::full();  // then heads need no section: one follows the other
-  const int blocks_of_head = plan.m_blocks * plan.splits;
-  PersistentScheduler scheduler{.heads = packs, .m_blocks = blocks_of_head, .batch_heads = all, .blocks = plan.grid};
-  const unsigned tiles = scheduler.tiles();
-  if (equal || tiles <= static_cast<unsigned>(plan.grid) || tiles > kLargestCount) {
-    if (!equal && tiles > kLargestCount) scheduler.heads_at_once = std::clamp(4 * plan.grid / blocks_of_head, 1, all);
-    divide(scheduler, cost);
-    return scheduler;
+/// Returns of how many short heads a section should be: few, but enough of them to balance the work. With few heads
+/// thread blocks have long tiles and short ones at any time, so that they load at an even rate, and tiles of a head
+/// follow each other so closely that its keys and values are still in the L2 cache.
+int few_heads(PersistentScheduler scheduler, std::span<const int> cost) {
+  scheduler.batch_heads = std::min(scheduler.batch_heads, static_cast<int>(kLargestCount) / scheduler.m_blocks);
+  int chosen = 1;
+  double best = 0;
+  for (int heads = 1; heads <= scheduler.batch_heads && 1 - h100::kCostOfHead * heads > best; ++heads) {
+    scheduler.heads_at_once = heads;
+    const double found = divide(scheduler, cost) * (1 - h100::kCostOfHead * heads);
+    if (found > best) best = found, chosen = heads;
   }
+  return chosen;
+}
+
+/// Returns the same for long heads: the fewest that balance the work as well as any.
+int balancing_heads(PersistentScheduler scheduler, std::span<const int> cost, double key_bytes, double cached_bytes) {
+  const int all = scheduler.batch_heads, blocks_of_head = scheduler.m_blocks;
+  if (scheduler.tiles() > kLargestCount) return std::clamp(4 * scheduler.blocks / blocks_of_head, 1, all);
   std::vector<std::pair<int, double>> found;
   double best = 0;
   for (int heads = 1; heads < 2 * all; heads *= 2) {
     scheduler.heads_at_once = std::min(heads, all);
     if (scheduler.heads_at_once * blocks_of_head < kSmallestSection && heads < all) continue;
-    const bool cached = scheduler.heads_at_once * key_bytes_of_head(plan) <= cached_bytes;
+    const bool cached = scheduler.heads_at_once * key_bytes <= cached_bytes;
     found.emplace_back(scheduler.heads_at_once, divide(scheduler, cost) * (cached ? 1 : h200::kSpeedUncached));
     best = std::max(best, found.back().second);
   }
-  const auto as_good = [&](const auto& f) { return f.second >= kAsGood * best; };
-  scheduler.heads_at_once = std::ranges::find_if(found, as_good)->first;
+  return std::ranges::find_if(found, [&](const auto& f) { return f.second >= kAsGood * best; })->first;
+}
+
+PersistentScheduler search(const ForwardPlan& plan, double cached_bytes) {
+  const int packs = plan.packing.packs_of(plan.problem.heads_q);
+  const int all = plan.tiles == 0 ? 0 : plan.problem.batch * packs;  // without tiles, an int might not hold it
+  const std::vector<int> cost = costs(plan);
+  const bool equal = plan.problem.band == Band::full();  // then heads need no section: one follows the other
+  PersistentScheduler scheduler{
+      .heads = packs, .m_blocks = plan.m_blocks * plan.splits, .batch_heads = all, .blocks = plan.grid};
+  if (!equal && scheduler.tiles() > static_cast<unsigned>(plan.grid))
+    scheduler.heads_at_once = scheduler.m_blocks <= h100::kShortHead
+                                  ? few_heads(scheduler, cost)
+                                  : balancing_heads(scheduler, cost, key_bytes_of_head(plan), cached_bytes);
   divide(scheduler, cost);
   return scheduler;
 }

@@ -15,9 +15,9 @@ namespace flashtile {
 /// number of blocks times the work of the busiest one; of a large problem, whose rounds it does not count, about 1.
 double divide(PersistentScheduler& scheduler, std::span<const int> cost);
 
-/// Returns the scheduler for a plan that has all the rest. Of the sections (see sections.h) that are large enough for
-/// neighbours to share keys and values it takes the smallest that divides the work as well as any. It remembers what it
-/// found.
+/// Returns the scheduler for a plan that has all the rest. Of the sections (see sections.h) it takes the smallest that
+/// divides the work as well as any, or, where heads are short, a still smaller one that does it nearly as well. It
+/// remembers what it found.
 std::shared_ptr<const PersistentScheduler> balanced_scheduler(const ForwardPlan& plan, const DeviceInfo& device);
 
 }  // namespace flashtile

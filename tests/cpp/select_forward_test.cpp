@@ -76,6 +76,26 @@ TEST(SelectForward, HopperDividesCausalWorkEvenly) {
   }
 }
 
+TEST(SelectForward, HopperKeepsTilesOfAHeadTogether) {
+  // As many heads as L2 has room for were taken once, or of more than 4,096 tiles those of four waves: up to 1.4 times
+  // as long, since thread blocks then had long tiles all at once, and after that short ones, which load the most.
+  const DeviceInfo device = gpu(90, 227);
+  for (const int head_dim : {64, 128, 256}) {
+    for (const int seqlen : {384, 512, 1024, 2000}) {
+      for (const int batch : {16, 100, 400}) {
+        Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim, seqlen);
+        problem.batch = batch;
+        problem.heads_q = problem.heads_k = 16;
+        problem.band = Band::causal();
+        const ForwardPlan plan = select_forward(problem, device);
+        EXPECT_LE(plan.scheduler->heads_at_once, 8) << to_string(plan);
+        const double rounds = static_cast<double>(plan.tiles) / plan.grid;
+        EXPECT_LE(unevenness(plan), std::max(1.07, std::ceil(rounds) / rounds)) << to_string(plan);
+      }
+    }
+  }
+}
+
 TEST(SelectForward, HopperSplitsKeysWhereTilesAreFew) {
   const DeviceInfo device = gpu(90, 227);
   const auto plan_of = [&](int batch, int heads_q, int heads_k, int seqlen_q, int seqlen_k, Band band, bool sinks) {
