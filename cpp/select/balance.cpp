@@ -14,7 +14,7 @@ namespace flashtile {
 namespace {
 
 constexpr int kSmallestSection = 32;      // in sections of fewer tiles of long heads too few neighbours share keys
-constexpr unsigned kLargestCount = 4096;  // with more tiles, any section of a few rounds is balanced
+constexpr unsigned kLargestCount = 4096;  // the rounds of more tiles are not counted, but taken to be balanced
 constexpr int kTileOverhead = 1;          // the cost of a tile beside its key blocks, in key blocks
 constexpr double kAsGood = 0.998;         // a section balances as well as the best if its score is this close
 
@@ -25,7 +25,7 @@ constexpr double kSpeedUncached = 0.9;  // relative speed of a section whose key
 
 }  // namespace h200
 
-/// These constants are fitted to runs on an H100 (docs/performance.md, smaller sections).
+/// These constants are fitted to runs on an H100, and held on an H200 (docs/performance.md, smaller sections).
 namespace h100 {
 
 constexpr int kShortHead = 16;         // blocks of rows, up to which a head is short
@@ -64,9 +64,10 @@ double key_bytes_of_head(const ForwardPlan& plan) {
   return key_bytes_of_head(plan, plan.problem.seqlen_k);
 }
 
-/// Returns of how many short heads a section should be: few, but enough of them to balance the work. With few heads
-/// thread blocks have long tiles and short ones at any time, so that they load at an even rate, and tiles of a head
-/// follow each other so closely that its keys and values are still in the L2 cache.
+/// Returns how many short heads make a section: few, but enough of them to balance the work. With few heads thread
+/// blocks have long tiles and short ones at any time, so that they load at an even rate, and tiles of a head follow
+/// each other so closely that its keys and values are still in the L2 cache. Of a large problem it looks at the first
+/// heads.
 int few_heads(PersistentScheduler scheduler, std::span<const int> cost) {
   scheduler.batch_heads = std::min(scheduler.batch_heads, static_cast<int>(kLargestCount) / scheduler.m_blocks);
   int chosen = 1;
@@ -79,7 +80,7 @@ int few_heads(PersistentScheduler scheduler, std::span<const int> cost) {
   return chosen;
 }
 
-/// Returns the same for long heads: the fewest that balance the work as well as any.
+/// Returns how many long heads make a section: the fewest that balance the work as well as any number does.
 int balancing_heads(PersistentScheduler scheduler, std::span<const int> cost, double key_bytes, double cached_bytes) {
   const int all = scheduler.batch_heads, blocks_of_head = scheduler.m_blocks;
   if (scheduler.tiles() > kLargestCount) return std::clamp(4 * scheduler.blocks / blocks_of_head, 1, all);
