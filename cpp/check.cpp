@@ -93,6 +93,36 @@ void check_alibi_slopes(const char* function, const TensorView& slopes, const Pr
   operand.has_dtype(DType::kFloat32).is_on(p.device).has_contiguous_last_dimension<Unreadable>();
 }
 
+/// The values are those of HiddenRows. Kernels take each range at its word, so that no value is wrong, and read nothing
+/// by it.
+void check_mask(const char* function, const TensorView& mask, Problem& p) {
+  const Operand operand{function, "mask",
+                        p.ragged ? "(1, 1 or H_k or H_q, T_k, 4)" : "(1 or B, 1 or H_k or H_q, S_k, 4)", mask};
+  operand.has_rank(4);
+  const Size entries = mask.shape[0], heads = mask.shape[1];
+  const bool shared = entries == 1, of_entries = !p.ragged && entries == p.batch;
+  if (!shared && !of_entries)
+    operand.refuse_shape(std::string("1") + (p.ragged ? "" : " or B = " + std::to_string(p.batch)) + " entries in " +
+                         operand.sizes);
+  if (heads < 1 || (heads != 1 && heads != p.heads_k && heads != p.heads_q))
+    operand.refuse_shape("1, H_k = " + std::to_string(p.heads_k) + " or H_q = " + std::to_string(p.heads_q) +
+                         " heads in " + operand.sizes);
+  if (mask.shape[2] != p.seqlen_k || mask.shape[3] != 4)
+    operand.refuse_shape("(..., " + std::to_string(p.seqlen_k) + ", 4) = " + operand.sizes);
+  operand.has_dtype(DType::kInt32).is_on(p.device);
+  // A column's four numbers are read at once.
+  const auto has_stride = [&](int i, Size stride) { return mask.shape[i] < 2 || mask.strides[i] == stride; };
+  const bool whole = has_stride(3, 1) && has_stride(2, 4) && (mask.shape[1] < 2 || mask.strides[1] % 4 == 0) &&
+                     (mask.shape[0] < 2 || mask.strides[0] % 4 == 0);
+  if (!whole && !mask.empty())
+    operand.refuse<Unreadable>("has strides " + shape_string(mask.strides.data(), mask.rank),
+                               "(multiples of 4, multiples of 4, 4, 1)");
+  if (reinterpret_cast<std::uintptr_t>(mask.data) % kAlignment != 0 && !mask.empty())
+    operand.refuse<Unreadable>("is at an address that is not a multiple of 16 bytes", "one that is");
+  p.masks_of_entry = static_cast<int>(heads);
+  p.masked_entries = static_cast<int>(entries);
+}
+
 void check_per_head(const char* function, const char* name, const TensorView& values, const Problem& p) {
   Operand{function, name, "(H_q)", values}
       .has_shape({p.heads_q})
@@ -162,6 +192,7 @@ Problem check_forward(const char* function, const ForwardTensors& t, const Optio
   }
   if (t.alibi_slopes.given()) check_alibi_slopes(function, t.alibi_slopes, problem);
   if (t.sinks.given()) check_per_head(function, "sinks", t.sinks, problem);
+  if (t.mask.given()) check_mask(function, t.mask, problem);
   if (t.out.given()) check_out(function, "out", t.out, t.q, problem);
   if (t.lse.given()) check_lse(function, "lse", t.lse, problem);
   if (t.state.given()) check_state(function, t.state, problem);

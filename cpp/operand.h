@@ -107,6 +107,7 @@ void check_head_dim(const Operand& operand, const char* size_name);
 void check_sizes(const Operand& operand);
 void check_heads(const Operand& q, const Operand& k, Size heads_q, Size heads_k);
 void check_alibi_slopes(const char* function, const TensorView& slopes, const Problem& p);
+void check_mask(const char* function, const TensorView& mask, Problem& p);
 void check_per_head(const char* function, const char* name, const TensorView& values, const Problem& p);
 void check_lse(const char* function, const char* name, const TensorView& lse, const Problem& p);
 void check_state(const char* function, const TensorView& state, const Problem& p);

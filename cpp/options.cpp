@@ -53,7 +53,10 @@ void check_options(const char* function, const Options& options, Problem& proble
 }
 
 std::string options_string(const Problem& p) {
-  std::string text = mask_string(p.band) + ", scale " + number_string(p.scale);
+  std::string text = mask_string(p.band);
+  if (p.column_masked())
+    text += ", column mask (" + std::to_string(p.masked_entries) + ", " + std::to_string(p.masks_of_entry) + ")";
+  text += ", scale " + number_string(p.scale);
   if (p.softcap > 0) text += ", softcap " + number_string(p.softcap);
   if (p.alibi) text += ", ALiBi";
   if (p.sinks) text += ", sinks";

@@ -57,10 +57,13 @@ void attend(const Problem& problem, const ForwardTensors& t, const Sizes& larges
   };
   kernel.forward_begin(block);
   const BlockWalk walk = problem.mask().walk(heads.queries(rows), sizes.tile_n, lengths);
+  const HiddenRows* const columns = columns_of(problem, t.mask, item.batch, heads.first, item.rows.k);
   for (int i = walk.first(); i < walk.end(); i = walk.next(i)) {
     const Range keys = tile_range(i, sizes.tile_n, lengths.k);
-    const TileRows of_tile{item.batch, heads, lengths, rows, keys};
-    const Tile tile = make_tile(problem, sizes, of_tile, walk.kind(i), memory.tile);
+    const TileRows of_tile{item.batch, heads, lengths, rows, keys, columns};
+    const BlockKind kind = of_tile.kind(walk.kind(i), problem.band);
+    if (kind == BlockKind::kSkip) continue;
+    const Tile tile = make_tile(problem, sizes, of_tile, kind, memory.tile);
     const auto [k, v] = source.keys(keys);
     kernel.forward_tile(block, tile, k, v);
   }

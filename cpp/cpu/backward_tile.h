@@ -76,7 +76,8 @@ FLASHTILE_INLINE Gradient score_gradient(const BackwardTile& t, int key, int que
   p *= kept;
   if constexpr (!kPlain) ds *= slope;
   if (queries == nullptr) return {p, ds};
-  const IntVec seen = lanes_in(queries[key], query);
+  IntVec seen = lanes_in(queries[key], query);
+  if (t.tile.visible.hidden != nullptr) seen &= ~hidden_lanes(t.tile.visible, key, query);
   return {seen ? p : Vec{}, seen ? ds : Vec{}};
 }
 

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "flashtile/mask/columns.h"
 #include "flashtile/math/softmax.h"
 #include "flashtile/range.h"
 #include "flashtile/tensor_view.h"
@@ -32,10 +33,13 @@ struct Scores {
   float slope;
 };
 
-/// This says which elements of an edge tile are visible, in the tile's own indices; null: all of them.
+/// This says which elements of an edge tile are visible, in the tile's own indices; null: all of them. Of those a
+/// column mask, if there is one, hides the queries that `hidden` has for each key, counted from `first_query` on.
 struct Visible {
-  const Range* queries_of_key;
-  const Range* keys_of_query;
+  const Range* queries_of_key = nullptr;
+  const Range* keys_of_query = nullptr;
+  const HiddenRows* hidden = nullptr;
+  int first_query = 0;
 };
 
 /// This is one tile of queries × keys.

@@ -22,6 +22,12 @@ FLASHTILE_INLINE IntVec lanes_in(Range range, int query) {
   return (lane >= range.begin) & (lane < range.end);
 }
 
+/// Returns the lanes, of queries from `query` on, that a column mask hides from a key.
+FLASHTILE_INLINE IntVec hidden_lanes(const Visible& visible, int key, int query) {
+  const HiddenRows& hidden = visible.hidden[key];
+  return lanes_in(hidden.first, visible.first_query + query) | lanes_in(hidden.second, visible.first_query + query);
+}
+
 /// These two apply ScoreMap to a register, in steps: a backward takes the softcap's slope from what the first returns.
 FLASHTILE_INLINE Vec capped(const ScoreMap& map, Vec raw) {
   return map.capped ? tanh(map.inner * raw) : raw;
@@ -49,6 +55,9 @@ void hide(const Tile& tile, float* s, int stride) {
       if (visible.begin <= query && query + kLanes <= visible.end) continue;
       store(s + query, lanes_in(visible, query) ? load(s + query) : splat(-kInfinity));
     }
+    if (tile.visible.hidden == nullptr) continue;
+    for (int query = 0; query < tile.queries; query += kLanes)
+      store(s + query, hidden_lanes(tile.visible, key, query) ? splat(-kInfinity) : load(s + query));
   }
 }
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "flashtile/mask/columns.h"
 #include "flashtile/plan.h"
 #include "kernels.h"
 
@@ -100,7 +101,20 @@ struct TileRows {
   Lengths lengths;
   Range queries;
   Range keys;
+  const HiddenRows* columns = nullptr;  // of the sequence's first key, where there is a column mask
+
+  /// Returns the kind of the tile, which the band has found not to be hidden, and of which kind that is without
+  /// columns.
+  BlockKind kind(BlockKind of_band, Band band) const {
+    return columns == nullptr ? of_band : kind_of_block(columns, keys, queries, band, lengths);
+  }
 };
+
+/// Returns the columns of a column mask for a query head, as TileRows has them, or null where there is no such mask.
+inline const HiddenRows* columns_of(const Problem& problem, const TensorView& mask, int batch, int head, Span k) {
+  const ColumnRanges columns = ColumnRanges::of(mask, problem.heads_q);
+  return columns.given() ? columns.of_mask(batch, columns.mask_of(head), k) : nullptr;
+}
 
 /// These buffers are for what only some tiles have.
 struct TileBuffers {

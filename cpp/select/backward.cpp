@@ -3,6 +3,7 @@
 
 #include "cpu/cpu.h"
 #include "flashtile/flashtile.h"
+#include "flashtile/mask_words.h"
 #include "flashtile/workspace.h"
 #include "select/choose.h"
 #include "select/key_blocks.h"
@@ -37,13 +38,18 @@ void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device) {
   plan.parts_of_sequence = p.deterministic || v.two_passes() ? 1 : parts_of_sequence(p);
   plan.blocks_of_section = blocks_of_section(p, v, device);
   plan.workspace_bytes = workspace.bytes();
+  if (p.column_masked()) {
+    plan.grid = std::min(tiles, device.multiprocessors);
+    plan.mask_words_at = (plan.workspace_bytes + 15) / 16 * 16;
+    plan.workspace_bytes = plan.mask_words_at + BackwardMaskWords::of(p, v, nullptr).bytes();
+  }
 }
 
 }  // namespace
 
 BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
   auto choice = choose(problem, device, backward_rows(), kEveryRow);
-  if (has_few_queries(problem, choice.row->variant, device)) {
+  if (!problem.column_masked() && has_few_queries(problem, choice.row->variant, device)) {
     const auto on_ampere = [](const auto& row) { return row.variant.arch == Arch::kSm80; };
     choice = choose(problem, device, backward_rows(), on_ampere);
     choice.why = kFewQueries;

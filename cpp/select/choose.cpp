@@ -37,7 +37,8 @@ constexpr int kNarrowHead = 64;   // up to this a second thread block on a multi
 }  // namespace
 
 bool has_few_keys(const Problem& p, const DeviceInfo& device) {
-  if (p.device.type != DeviceType::kCuda || device.compute_capability != 90 || p.ragged) return false;
+  if (p.device.type != DeviceType::kCuda || device.compute_capability != 90 || p.ragged || p.column_masked())
+    return false;
   if (p.wider_head_dim() > h200::kWidestHead || p.seqlen_k > h200::kMostKeys) return false;
   const std::int64_t tiles = dense_tiles(p, h200::kRows), wave = device.multiprocessors;
   const bool in_two = p.wider_head_dim() <= h200::kNarrowHead || dense_tiles(p, kTallTile) > wave;
@@ -53,11 +54,14 @@ bool prefers_rows_of_128(const Problem& p, const DeviceInfo& device) {
 
 Features features_of(const Problem& p, Kind kind, const Variant& v) {
   const bool forward = kind == Kind::kForward, backward = kind == Kind::kBackward, cache = kind == Kind::kKvcache;
+  const bool takes_columns = (forward && v.may_mask() && (v.maps_masked() || !p.score_map().maps())) ||
+                             (backward && v.may_mask_backward() && !(p.deterministic && v.one_pass()));
   const bool on_ampere = v.arch == Arch::kSm80, on_hopper = v.arch == Arch::kSm90;
   return when(p.dropout.active() && !cache, Features::kDropout) |
          when(p.sinks && (forward || (cache && on_hopper)), Features::kSinks) |
          when(p.deterministic && backward && on_ampere, Features::kOrderedDq) |
          when(p.softcap > 0 && backward && v.one_pass(), Features::kSoftcap) |
+         when(p.column_masked() && !takes_columns, Features::kColumnMask) |
          when(p.softcap > 0 && on_hopper && is_unusual_softcap(p, backward), Features::kUnusualSoftcap);
 }
 

@@ -61,6 +61,9 @@ template <class Row>
   const std::string place = " on " + name_of(problem.device);
   if (widest == 0)
     throw Unsupported("q has dtype " + std::string(name_of(problem.dtype)) + place + ", expected " + dtypes);
+  if (problem.column_masked() && arch != Arch::kCpu)
+    throw Unsupported("mask is given" + place +
+                      ", expected none: only kernels for Hopper take one, with a usual softcap");
   throw Unsupported("q or v has head dimension " + std::to_string(problem.wider_head_dim()) + place +
                     ", expected at most " + std::to_string(widest) + " (less where shared memory is short)");
 }
@@ -149,7 +152,8 @@ Choice<Row> choose_forward(Problem problem, const DeviceInfo& device, std::span<
   problem.sinks = false;
   const auto splits = [&](const Row& row) { return row.variant.may_split() && suits(row); };
   const auto serves_split = [&](const Row& row) { return splits(row) && serves(row, problem); };
-  if (whole.row->variant.arch != Arch::kSm90 || !std::ranges::any_of(rows, serves_split)) return whole;
+  if (whole.row->variant.arch != Arch::kSm90 || problem.column_masked() || !std::ranges::any_of(rows, serves_split))
+    return whole;
   Choice<Row> split = choose(problem, device, rows, splits,
                              [&](const Row& row, const Problem& p) { return estimate_splits(row.variant, p, device); });
   split.why = kSplitKeys;

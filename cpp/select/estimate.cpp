@@ -113,7 +113,7 @@ double time_of_tiles(const Variant& v, const Problem& p, HeadPacking packing, in
 /// a head.
 HeadPacking packing_of_fewest_tiles(const Variant& v, const Problem& p) {
   HeadPacking found;
-  if (p.seqlen_q >= 1 << 25 || p.alibi || p.dropout.active()) return found;
+  if (p.seqlen_q >= 1 << 25 || p.alibi || p.dropout.active() || p.column_masked()) return found;
   const bool mapped = p.score_map().maps();
   std::int64_t fewest = std::numeric_limits<std::int64_t>::max();
   for (const bool share : {false, true}) {

@@ -3,8 +3,10 @@
 
 #include "cpu/cpu.h"
 #include "flashtile/cuda/marked_count.h"
+#include "flashtile/error.h"
 #include "flashtile/flashtile.h"
 #include "flashtile/forward_parts.h"
+#include "flashtile/mask_words.h"
 #include "flashtile/scheduler/ragged.h"
 #include "select/balance.h"
 #include "select/choose.h"
@@ -51,9 +53,21 @@ void plan_on_gpu(ForwardPlan& plan, const Estimate& estimate, const DeviceInfo& 
     if (!p.ragged) plan.scheduler = balanced_scheduler(plan, device);
   }
   if (p.ragged) plan_metadata(plan, places, device);
-  if (plan.splits == 1) return;
-  plan.parts_at = (plan.workspace_bytes + 15) / 16 * 16;
-  plan.workspace_bytes = plan.parts_at + ForwardParts::bytes(plan);
+  const auto append = [&](std::int64_t bytes) {
+    const std::int64_t at = (plan.workspace_bytes + 15) / 16 * 16;
+    plan.workspace_bytes = at + bytes;
+    return at;
+  };
+  if (p.column_masked()) {
+    if (!p.ragged) {  // tiles are handed out by a MarkedCount
+      if (plan.tiles >= static_cast<std::int64_t>(MarkedCount::kLimit))
+        throw Unsupported("mask is given with " + std::to_string(plan.tiles) + " " + kTiles + ", expected fewer than " +
+                          std::to_string(MarkedCount::kLimit));
+      plan.workspace_bytes = sizeof(std::uint64_t);
+    }
+    plan.mask_words_at = append(MaskWords::of_queries(p, v.tile_m, v.tile_n, nullptr).bytes());
+  }
+  if (plan.splits > 1) plan.parts_at = append(ForwardParts::bytes(plan));
 }
 
 }  // namespace

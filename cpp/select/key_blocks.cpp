@@ -58,11 +58,6 @@ int key_blocks(const Problem& p, const Variant& v) {
   return std::max(Spans::tiles(p.seqlen_k, v.tile_n), 1);
 }
 
-/// Returns how many queries a step of a block of keys has.
-int queries_of_step(const Variant& v) {
-  return v.two_passes() ? kQueriesOfPass : v.tile_m;
-}
-
 /// Dealing gives the blocks of keys of a backward to thread blocks, each to the first that is free. Times are in steps.
 class Dealing {
  public:

@@ -40,7 +40,7 @@ void share_out(Plan& plan, Cost cost, const DeviceInfo& device) {
   const Problem& p = plan.problem;
   const auto items = [&](int heads) { return p.heads_q / heads * tiles_of_rows(p, plan.variant, heads); };
   const int threads = threads_for(items(1), cost, device);
-  const bool packs = !p.alibi && !p.dropout.active() && rows_of_sequence(p) < Band::kUnbounded;
+  const bool packs = !p.alibi && !p.dropout.active() && !p.column_masked() && rows_of_sequence(p) < Band::kUnbounded;
   plan.packed_heads = packs ? std::max(p.group(), 1) : 1;  // q may have no head
   while (p.group() % plan.packed_heads != 0 || (plan.packed_heads > 1 && items(plan.packed_heads) < threads))
     --plan.packed_heads;

@@ -25,7 +25,7 @@ int threads_for(std::int64_t tiles, Cost cost, const DeviceInfo& device);
 
 /// Sets work items and threads of a CPU. It packs heads of a group, since keys are read once for all packed heads, but
 /// not so many that threads are left without an item. It packs none where int cannot count the rows of so long a
-/// sequence, nor where heads have slopes or dropout, of which the kernels take one for a tile.
+/// sequence, nor where heads have slopes, dropout or a column mask, of which the kernels take one for a tile.
 void share_out(Plan& plan, Cost cost, const DeviceInfo& device);
 
 }  // namespace flashtile

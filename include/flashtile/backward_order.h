@@ -12,7 +12,7 @@ namespace flashtile {
 /// Rounds are balanced if all blocks have equal work, or under a mask if they are of whole heads. Where dQ is summed in
 /// order, a block may only wait for one that has been taken. Not every row has a kernel for rounds.
 inline bool go_in_rounds(const Problem& p, const Variant& v, int blocks, int parts, int grid) {
-  return v.may_loop() && !p.ragged && !p.deterministic &&
+  return v.may_loop() && !p.ragged && !p.deterministic && !p.column_masked() &&
          (p.band == Band::full() || grid % (std::int64_t{blocks} * parts) == 0);
 }
 
@@ -21,7 +21,7 @@ inline bool go_in_rounds(const Problem& p, const Variant& v, int blocks, int par
 inline bool dq_is_whole(const BackwardPlan& plan) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
-  if (!v.may_loop() || p.ragged || p.seqlen_k == 0 || p.seqlen_k > v.tile_n) return false;
+  if (!v.may_loop() || p.ragged || p.column_masked() || p.seqlen_k == 0 || p.seqlen_k > v.tile_n) return false;
   if (plan.grid < plan.tiles && !go_in_rounds(p, v, 1, plan.parts, plan.grid)) return false;
   const BlockWalk tiles = p.mask().transposed().walk({0, p.seqlen_k}, v.tile_m, p.lengths().transposed());
   return tiles.visible == Range{0, Spans::tiles(p.seqlen_q, v.tile_m)};
@@ -29,6 +29,11 @@ inline bool dq_is_whole(const BackwardPlan& plan) {
 
 /// In the pass that forms dK and dV, of two, a block of keys meets tiles of so many queries.
 inline constexpr int kQueriesOfPass = 64;
+
+/// Returns how many queries a step of a block of keys has.
+constexpr int queries_of_step(const Variant& v) {
+  return v.two_passes() ? kQueriesOfPass : v.tile_m;
+}
 
 /// Returns how long a step of the other pass takes, which forms dQ: a tile of queries meets a block of keys. It has
 /// three matmuls, where the step of a block of keys, which it is measured by, has four.

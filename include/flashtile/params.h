@@ -5,6 +5,8 @@
 
 #include "flashtile/cuda/marked_count.h"
 #include "flashtile/forward_parts.h"
+#include "flashtile/mask/columns.h"
+#include "flashtile/mask_words.h"
 #include "flashtile/math/dropout.h"
 #include "flashtile/math/head_packing.h"
 #include "flashtile/math/score_params.h"
@@ -41,6 +43,8 @@ struct ForwardParams {
   RowResults rows;
   Sequences sequences;
   ScoreParams<HeadPacking> scores;  // where heads are packed, the `head` of a tile counts packs
+  ColumnRanges columns;             // none where there is no column mask, as the next
+  MaskWords mask_words;
   Dropout dropout;
   Divisor group;  // query heads per KV head
   int head_dim;   // of Q and K
@@ -65,6 +69,9 @@ struct ForwardParams {
         .rows = RowResults::of(p, t),
         .sequences = p.sequences(t),
         .scores = {p.score_map(), p.mask(), plan.packing, AlibiSlopes::of(t.alibi_slopes)},
+        .columns = ColumnRanges::of(t.mask, p.heads_q),
+        .mask_words = MaskWords::of_queries(p, plan.variant.tile_m, plan.variant.tile_n,
+                                            static_cast<char*>(memory) + plan.mask_words_at),
         .dropout = p.dropout,
         .group = Divisor(p.group()),
         .head_dim = p.head_dim,
@@ -115,6 +122,8 @@ struct BackwardParams {
   Lengths lengths;  // of a dense batch
   Sequences sequences;
   ScoreParams<NoPacking> scores;  // transposed: a row is a key
+  ColumnRanges columns;           // none where there is no column mask, as the next
+  BackwardMaskWords mask_words;
   Dropout dropout;
   float scale;
   bool deterministic;
@@ -242,6 +251,8 @@ struct BackwardParams {
         .lengths = p.lengths(),
         .sequences = p.sequences(f),
         .scores = scores.transposed(),
+        .columns = ColumnRanges::of(f.mask, p.heads_q),
+        .mask_words = BackwardMaskWords::of(p, plan.variant, static_cast<char*>(memory) + plan.mask_words_at),
         .dropout = p.dropout,
         .scale = p.scale,
         .deterministic = p.deterministic,

@@ -45,8 +45,8 @@ struct Options {
   }
 };
 
-/// These are the tensors of a forward call. `lse`, `state`, `alibi_slopes`, `sinks` and all of the second part are
-/// optional.
+/// These are the tensors of a forward call. `lse`, `state`, `alibi_slopes`, `sinks`, `mask` and all of the second part
+/// are optional.
 ///
 /// With `cu_seqlens_q` and `cu_seqlens_k` the batch is ragged: its B sequences, of different lengths, are concatenated
 /// in q, k, v and out, which have T_q or T_k rows and no batch dimension. lse is then (H_q, T_q), and state (2, H_q,
@@ -57,6 +57,7 @@ struct ForwardTensors {
   TensorView v;             // (B, S_k, H_k, D_v)
   TensorView alibi_slopes;  // (H_q) or (B, H_q), float32
   TensorView sinks;         // (H_q), float32
+  TensorView mask;          // (B or 1, H, S_k, 4), int32, see HiddenRows; H is 1, H_k or H_q; ragged: (1, H, T_k, 4)
   TensorView out;           // (B, S_q, H_q, D_v)
   TensorView lse;           // (B, H_q, S_q), float32, contiguous
   TensorView state;         // (2, B, H_q, S_q), float32, contiguous: what a backward needs of each row, see FinishedRow
@@ -97,6 +98,8 @@ struct Problem {
   DType dtype = DType::kOther;
   Device device;
   Band band;
+  int masks_of_entry = 0;  // heads of the column mask, 0: there is none,
+  int masked_entries = 0;  // and the batch entries that it tells apart: all, or 1
   float scale = 0;
   float softcap = 0;  // 0: none
   bool alibi = false;
@@ -106,6 +109,7 @@ struct Problem {
 
   Lengths lengths() const { return {seqlen_q, seqlen_k}; }
   Mask mask() const { return {band}; }
+  bool column_masked() const { return masks_of_entry > 0; }
   ScoreMap score_map() const { return ScoreMap::of(scale, softcap, alibi); }
   int group() const { return heads_q / heads_k; }  // query heads per KV head
   std::int64_t query_rows() const { return std::int64_t{heads_q} * (ragged ? 1 : batch) * seqlen_q; }  // over all heads

@@ -21,7 +21,8 @@ enum class Features : std::uint8_t {
   kOrderedDq = 4,        // in Ampere's backward: dQ is summed in the same order in every run
   kSoftcap = 8,          // in Hopper's backward of one pass: the derivative of softcap
   kUnusualSoftcap = 16,  // known to no row on Hopper, whose tanh is too coarse for it: see choose.cpp
-  kEvery = 31,
+  kColumnMask = 32,      // a column mask, but in rows that may take one anyway: see Variant::may_mask()
+  kEvery = 63,
 };
 
 constexpr Features operator|(Features a, Features b) {
@@ -64,12 +65,28 @@ struct Variant {
   /// Returns whether a forward kernel for Hopper may divide the keys of a tile among thread blocks. One row of each
   /// width does, that with the smaller tile; sinks need no row of their own then (see join_parts.h).
   constexpr bool may_split() const { return arch == Arch::kSm90 && tile_m == 128 && features == Features::kNone; }
+  /// Returns whether a forward kernel for Hopper takes column masks. One row of most widths does, and those that know
+  /// dropout. Heads of other widths take a wider row: each kernel more is half a minute of a build.
+  constexpr bool may_mask() const {
+    return arch == Arch::kSm90 && has_usual_width() &&
+           (maps_masked() || (features == Features::kNone && tile_m == (head_dim > 64 ? 128 : 192)));
+  }
+  /// Returns whether it maps scores (see ScoreMap) under a column mask. Others would jump over that code at each edge.
+  constexpr bool maps_masked() const { return knows(Features::kDropout); }
+  /// Returns whether a backward kernel does: of rows of D128 that with the taller tile, and those that know dropout.
+  constexpr bool may_mask_backward() const {
+    return arch == Arch::kSm90 && has_usual_width() &&
+           (two_passes() || features != Features::kNone || !(head_dim == 128 && tile_m == 64));
+  }
   /// Returns whether thread blocks of a backward kernel of one pass may take several blocks of keys of a dense batch.
   constexpr bool may_loop() const { return one_pass() && features == Features::kNone; }
   /// Returns into how many parts a backward kernel divides a tile of dQ that is summed in memory: each part has threads
   /// of its own that add it.
   constexpr int parts_of_dq() const { return two_passes() ? 0 : arch == Arch::kSm90 ? 2 : warps; }
   constexpr bool operator==(const Variant&) const = default;
+
+ private:
+  constexpr bool has_usual_width() const { return head_dim != 96 && !(head_dim == 192 && head_dim_v == 192); }
 };
 
 /// This is the shared memory of Hopper's forward kernel. It has two tiles of Q where they fit, so that the next one is

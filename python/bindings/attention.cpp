@@ -50,6 +50,7 @@ Given to_given(const char* function, handle q, handle k, handle v, const nb::tup
   given.tensors.v = tensor_view(function, "v", v);
   given.tensors.alibi_slopes = optional_view(function, "alibi_slopes", option_of(options, kAlibiSlopes));
   given.tensors.sinks = optional_view(function, "sinks", option_of(options, kSinks));
+  given.tensors.mask = optional_view(function, "mask", option_of(options, kMask), kInts);
   const handle sequences = option_of(options, kSequences);
   if (!sequences.is_none()) view_sequences(function, sequences, given.tensors);
   given.options = to_options(function, options);
@@ -114,9 +115,12 @@ nb::object saving_forward(handle ctx, handle q, handle k, handle v, const nb::tu
   ctx.attr(interned().unsaved) = nb::make_tuple(results.state, options);
   const handle alibi_slopes = option_of(options, kAlibiSlopes);
   const handle sequences = option_of(options, kSequences);
+  const handle mask = option_of(options, kMask);
   if (!sequences.is_none())
-    ctx.attr(interned().save_for_backward)(q, k, v, alibi_slopes, results.out, sinks,
+    ctx.attr(interned().save_for_backward)(q, k, v, alibi_slopes, results.out, sinks, mask,
                                            *nb::borrow<nb::tuple>(sequences));
+  else if (!mask.is_none())
+    ctx.attr(interned().save_for_backward)(q, k, v, alibi_slopes, results.out, sinks, mask);
   else if (sinks.is_none())
     ctx.attr(interned().save_for_backward)(q, k, v, alibi_slopes, results.out);
   else

@@ -1,5 +1,6 @@
 // This file binds attention over a cache of keys and values.
 #include "flashtile/kvcache.h"
+#include "flashtile/error.h"
 
 #include "bindings.h"
 #include "call.h"
@@ -54,6 +55,8 @@ KvcacheTensors to_tensors(handle q, handle k_cache, handle v_cache, const nb::tu
 nb::tuple kvcache(handle q, handle k_cache, handle v_cache, const nb::tuple& given, const nb::tuple& options) {
   check_count(kFunction, given, kTensorCount, "tensors");
   check_count(kFunction, options, kCacheOptionCount, "options");
+  if (!option_of(options, kMask).is_none())
+    throw Unsupported(std::string(kFunction) + ": mask is given, expected none: no kernel over a cache takes one");
   KvcacheTensors tensors = to_tensors(q, k_cache, v_cache, given, options);
   const KvcachePlan plan =
       plan_kvcache(kFunction, tensors, to_cache_options(kFunction, options), device_for(kFunction, tensors.q.device));

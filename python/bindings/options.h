@@ -21,9 +21,9 @@ constexpr std::size_t count_of() {
   return count.value;
 }
 
-/// These are the options' indices in the tuple. It begins with two tensors. The fields of Options or KvcacheOptions
+/// These are the options' indices in the tuple. It begins with three tensors. The fields of Options or KvcacheOptions
 /// follow, and behind them, for attention, a tuple of tables, or None for a dense batch.
-inline constexpr std::size_t kAlibiSlopes = 0, kSinks = 1, kFirstValue = 2;
+inline constexpr std::size_t kAlibiSlopes = 0, kSinks = 1, kMask = 2, kFirstValue = 3;
 inline constexpr std::size_t kSequences = kFirstValue + count_of<Options>(), kOptionCount = kSequences + 1;
 inline constexpr std::size_t kReturnLse = kFirstValue + count_of<KvcacheOptions>(), kCacheOptionCount = kReturnLse + 1;
 

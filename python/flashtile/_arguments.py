@@ -17,6 +17,7 @@ from ._options import (
     CACHE_ARGUMENTS,
     DENSE_ARGUMENTS,
     DENSE_COUNT,
+    MASK,
     RETURN_LSE,
     SEED,
     SEED_ARGUMENT,
@@ -33,7 +34,7 @@ _INT64 = -(2**63), 2**63 - 1
 
 def of_attention(function, q, options):
     """`options` of `_C.forward` as the operators take them, a seed as a tensor of q's kind: fake where q is."""
-    _require_given(function, alibi_slopes=options[ALIBI_SLOPES], sinks=options[SINKS])
+    _require_given(function, alibi_slopes=options[ALIBI_SLOPES], sinks=options[SINKS], mask=options[MASK])
     sequences, seed = options[SEQUENCES], options[SEED]
     if sequences is not None:
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = sequences

@@ -20,7 +20,7 @@ from ._core import (
     under_functorch,
 )
 from ._ops import attend_operator, gradient_operator
-from ._options import ALIBI_SLOPES, DROPOUT_P, SEED, SEQUENCES, SINKS, TENSORS, replaced
+from ._options import ALIBI_SLOPES, DROPOUT_P, MASK, SEED, SEQUENCES, SINKS, TENSORS, replaced
 
 _count_of_modes = torch._C._len_torch_dispatch_stack
 _is_jit_tracing = torch._C._is_tracing
@@ -133,8 +133,9 @@ class _AttentionWithLse(torch.autograd.Function):
         out, lse, state = _C.forward_with_state(q, k, v, options)
         ctx.unsaved = (options,)
         sequences = options[SEQUENCES]
-        if sequences is not None and not sinks:
-            sinks = (None,)
+        mask = options[MASK]
+        if sequences is not None or mask is not None:
+            sinks = (*(sinks or (None,)), mask)
         ctx.save_for_backward(state, q, k, v, options[ALIBI_SLOPES], out, *sinks, *(sequences or ()))
         ctx.set_materialize_grads(False)  # a loss of one output must not pay for zeros of the other
         return out, lse
@@ -151,9 +152,9 @@ for _function in (_Attention, _AttentionWithLse):
     _function.quick_apply = super(torch.autograd.Function, _function).apply
 
 
-def _gradients(ctx, dout, dlse, state, options, q, k, v, alibi_slopes, out, sinks=None, *sequences):
+def _gradients(ctx, dout, dlse, state, options, q, k, v, alibi_slopes, out, sinks=None, mask=None, *sequences):
     needed = (*ctx.needs_input_grad[:3], sinks is not None and ctx.needs_input_grad[4])
-    options = (alibi_slopes, sinks, *options[TENSORS:SEQUENCES], sequences or None)
+    options = (alibi_slopes, sinks, mask, *options[TENSORS:SEQUENCES], sequences or None)
     function = "attention_varlen" if sequences else "attention"
     given = (needed, dout, dlse, q, k, v, out)
     try:

@@ -17,6 +17,7 @@ class Option(NamedTuple):
 SCORES = (
     Option("alibi_slopes", "Tensor? alibi_slopes"),
     Option("sinks", "Tensor? sinks"),
+    Option("mask", "Tensor? mask"),  # a ColumnMask's ranges
     Option("causal", "bool causal", False),
     Option("window", "SymInt? window_left, SymInt? window_right"),
     Option("scale", "Scalar? scale"),
@@ -49,7 +50,7 @@ def _arguments(options):
 
 
 # Places in the tuple, where tensors come first.
-ALIBI_SLOPES, SINKS, WINDOW = _places(SCORES, "alibi_slopes", "sinks", "window")
+ALIBI_SLOPES, SINKS, MASK, WINDOW = _places(SCORES, "alibi_slopes", "sinks", "mask", "window")
 TENSORS = sum(option.arguments.startswith("Tensor?") for option in SCORES)
 DROPOUT_P, SEED, DETERMINISTIC, SEQUENCES = _places(ATTENTION, "dropout_p", "seed", "deterministic", "sequences")
 (RETURN_LSE,) = _places(CACHE, "return_lse")

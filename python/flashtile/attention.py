@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ._autograd import attend
 from ._misnamed import hides_misnamed, refuse_misnamed
+from .masks import ColumnMask, ranges_of
 
 Window = tuple[int | None, int | None] | None
 
@@ -18,6 +19,7 @@ def attention(
     *,
     causal: bool = False,
     window: Window = None,
+    mask: ColumnMask | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -35,6 +37,7 @@ def attention(
     *,
     causal: bool = False,
     window: Window = None,
+    mask: ColumnMask | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -52,6 +55,7 @@ def attention(
     *,
     causal: bool = False,
     window: Window = None,
+    mask: ColumnMask | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -71,6 +75,7 @@ def attention(
     *,
     causal: bool = False,
     window: Window = None,
+    mask: ColumnMask | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -90,8 +95,9 @@ def attention(
         lse    = log(Σ_j exp(s[j]) + exp(sinks[h]))                    the sink only if sinks are given
         out    = Σ_j exp(s[j] - lse) · keep[j] / (1 - dropout_p) · v[b, j, g]
 
-    Column j is visible unless ``causal`` and j > d, or ``window=(left, right)`` and not -left ≤ j - d ≤ right.
-    So the last query row meets the last key: masks are aligned at the bottom right. Masks intersect.
+    Column j is visible unless ``causal`` and j > d, or ``window=(left, right)`` and not -left ≤ j - d ≤ right, or
+    ``mask`` hides row i from it. So the last query row meets the last key: causal and window are aligned at the bottom
+    right. Masks intersect.
 
     Args:
         q: (B, S_q, H_q, D). float16 or bfloat16; on the CPU also float32. D is a multiple of 8, at most 256.
@@ -103,6 +109,8 @@ def attention(
             serves, are cast to the dtype that it asks for.
         causal: hide columns right of the diagonal.
         window: (left, right), inclusive distances from the diagonal, in tokens; None on a side: unbounded.
+        mask: a :class:`flashtile.masks.ColumnMask`: for each column the rows that it is hidden from, counted from the
+            first. On CUDA for Hopper alone so far, where ``deterministic`` gradients take the kernel of wide heads.
         scale: factor of the scores, any finite number; by default 1/√D.
         softcap: bound of the scores, in units of scaled scores; 0: none.
         alibi_slopes: float32, (H_q) or (B, H_q), of any strides. Gets no gradient.
@@ -153,5 +161,6 @@ def attention(
     """
     if attn_mask is not ... or is_causal is not ...:
         refuse_misnamed("attention", attn_mask)
-    options = (alibi_slopes, sinks, causal, window, scale, softcap, dropout_p, seed, deterministic, None)
+    columns = ranges_of("attention", mask, q)
+    options = (alibi_slopes, sinks, columns, causal, window, scale, softcap, dropout_p, seed, deterministic, None)
     return attend("attention", q, k, v, options, return_lse)

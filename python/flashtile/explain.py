@@ -1,13 +1,15 @@
 """What serves a call, and why."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from . import _C
-from .attention import attention
+from .attention import Window, attention
 from .kvcache import attention_kvcache
+from .masks import ColumnMask, kinds_of_blocks
 from .varlen import attention_varlen
 
 
@@ -25,10 +27,11 @@ def explain(*arguments: Any, device: str | torch.device | None = None, **options
             for the CPU not those of int32, which a call reads.
 
     Returns:
-        A line for each choice: of attention the plan of the forward, then that of the backward, which is the same
-        whether or not an input requires a gradient; of a cache one plan. FLOPs and bytes are those of sequences that
-        fill a cache, or are equally long in a ragged batch, since the host does not look at their lengths. A kernel
-        that this build does not hold is planned nevertheless, and marked.
+        A line for each choice, and under a ColumnMask, which it reads, how many blocks of keys the tiles of the forward
+        skip, test, or take as they are: of attention the plan of the forward, then that of the backward, which is the
+        same whether or not an input requires a gradient; of a cache one plan. FLOPs and bytes are those of sequences
+        that fill a cache, or are equally long in a ragged batch, since the host does not look at their lengths. A
+        kernel that this build does not hold is planned nevertheless, and marked.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as the function whose arguments these are.
@@ -65,4 +68,18 @@ def explain(*arguments: Any, device: str | torch.device | None = None, **options
     text = _C.explain(function, None if device is None else str(device), *arguments, **options)
     if text is None:
         raise NotImplementedError("explain: the call reached no kernel, expected tensors that hold data")
+    mask = options.get("mask")
+    if mask is not None and mask.cu_seqlens is None and mask.ranges.device.type != "meta":
+        text = _with_blocks(text, mask, options.get("causal", False), options.get("window"))
     return text
+
+
+def _with_blocks(text: str, mask: ColumnMask, causal: bool, window: Window) -> str:
+    """The plan with a line about the blocks of the forward's tiles, behind that about the tiles."""
+    tile = re.search(r"  tile +(\d+) rows × (\d+) keys.*\n", text)
+    if tile is None:
+        return text
+    interior, edge, skipped = kinds_of_blocks(mask, int(tile[1]), int(tile[2]), causal, window)
+    batch, heads = mask.ranges.shape[:2]
+    line = f"  blocks    {interior} interior, {edge} at an edge, {skipped} skipped, of {batch * heads} masks\n"
+    return text[: tile.end()] + line + text[tile.end() :]

@@ -242,7 +242,7 @@ def attention_kvcache(
         sinks = as_float32(sinks)
     tables = (cache_seqlens, block_table, cache_batch_idx, leftpad, cu_seqlens_q)
     operands = (q, k_new, v_new, rotary_cos, rotary_sin)
-    scores = (alibi_slopes, sinks, causal, window, scale, softcap)
+    scores = (alibi_slopes, sinks, None, causal, window, scale, softcap)
     options = (*scores, rotary_interleaved, num_splits, batch_invariant, return_lse)
     given = (k_cache, v_cache, operands, tables, options)
     if is_traced():

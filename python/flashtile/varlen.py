@@ -11,6 +11,7 @@ from ._autograd import attend
 from ._core import is_compiling
 from ._misnamed import hides_misnamed, refuse_misnamed
 from .attention import Window
+from .masks import ColumnMask, ranges_of
 
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
@@ -29,6 +30,7 @@ def attention_varlen(
     seqused_k: Tensor | None = None,
     causal: bool = False,
     window: Window = None,
+    mask: ColumnMask | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -52,6 +54,7 @@ def attention_varlen(
     seqused_k: Tensor | None = None,
     causal: bool = False,
     window: Window = None,
+    mask: ColumnMask | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -75,6 +78,7 @@ def attention_varlen(
     seqused_k: Tensor | None = None,
     causal: bool = False,
     window: Window = None,
+    mask: ColumnMask | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -100,6 +104,7 @@ def attention_varlen(
     seqused_k: Tensor | None = None,
     causal: bool = False,
     window: Window = None,
+    mask: ColumnMask | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -137,6 +142,8 @@ def attention_varlen(
             default all. Masks are aligned at the last row and the last key that count.
         seqused_k: (B), the same for keys and values.
         causal: hide columns right of the diagonal.
+        mask: a :class:`flashtile.masks.ColumnMask` of these sequences one behind the other, which its `concatenate`
+            makes: rows are counted within a sequence. Served as in :func:`attention`.
         window: (left, right), inclusive distances from the diagonal, in tokens; None on a side: unbounded.
         scale: factor of the scores, any finite number; by default 1/√D.
         softcap: bound of the scores, in units of scaled scores; 0: none.
@@ -191,7 +198,8 @@ def attention_varlen(
     if max_seqlen_k is not None:
         _check_length("max_seqlen_k", max_seqlen_k)
     sequences = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    options = (alibi_slopes, sinks, causal, window, scale, softcap, dropout_p, seed, deterministic, sequences)
+    columns = ranges_of("attention_varlen", mask, q, ragged=True)
+    options = (alibi_slopes, sinks, columns, causal, window, scale, softcap, dropout_p, seed, deterministic, sequences)
     return attend("attention_varlen", q, k, v, options, return_lse)
 
 

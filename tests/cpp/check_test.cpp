@@ -197,6 +197,47 @@ TEST(Check, AlibiSlopes) {
             "InvalidArgument: attention: alibi_slopes is on cpu, expected cuda:0, as q");
 }
 
+TEST(Check, ColumnMasks) {
+  const auto with_mask = [](TensorView mask, Device device = {}) {
+    return forward([&](Call& c) { c.forward.mask = mask; }, device);
+  };
+  for (const std::int64_t entries : {1, 2})
+    for (const std::int64_t heads : {1, 4, 8}) {
+      EXPECT_EQ(with_mask(tensor({entries, heads, 100, 4}, DType::kInt32)), "accepted");
+      const Problem p = accepted([&](Call& c) { c.forward.mask = tensor({entries, heads, 100, 4}, DType::kInt32); });
+      EXPECT_EQ(p.masks_of_entry, heads);
+      EXPECT_EQ(p.masked_entries, entries);
+    }
+  EXPECT_FALSE(accepted([](Call&) {}).column_masked());
+  EXPECT_EQ(with_mask(tensor({1, 100, 4}, DType::kInt32)),
+            "InvalidArgument: attention: mask has shape (1, 100, 4), expected 4 dimensions = (1 or B, 1 or H_k or H_q, "
+            "S_k, 4)");
+  EXPECT_EQ(
+      with_mask(tensor({3, 1, 100, 4}, DType::kInt32)),
+      "InvalidArgument: attention: mask has shape (3, 1, 100, 4), expected 1 or B = 2 entries in (1 or B, 1 or H_k "
+      "or H_q, S_k, 4)");
+  EXPECT_EQ(
+      with_mask(tensor({1, 2, 100, 4}, DType::kInt32)),
+      "InvalidArgument: attention: mask has shape (1, 2, 100, 4), expected 1, H_k = 4 or H_q = 8 heads in (1 or B, "
+      "1 or H_k or H_q, S_k, 4)");
+  EXPECT_EQ(
+      with_mask(tensor({1, 1, 90, 4}, DType::kInt32)),
+      "InvalidArgument: attention: mask has shape (1, 1, 90, 4), expected (..., 100, 4) = (1 or B, 1 or H_k or H_q, "
+      "S_k, 4)");
+  EXPECT_EQ(with_mask(tensor({1, 1, 100, 4})), "InvalidType: attention: mask has dtype float16, expected int32");
+  EXPECT_EQ(with_mask(tensor({1, 1, 100, 4}, DType::kInt32), kGpu),
+            "InvalidArgument: attention: mask is on cpu, expected cuda:0, as q");
+  TensorView strided = tensor({1, 1, 100, 4}, DType::kInt32);
+  strided.strides = {400, 400, 1, 100};
+  EXPECT_EQ(
+      with_mask(strided),
+      "Unreadable: attention: mask has strides (400, 400, 1, 100), expected (multiples of 4, multiples of 4, 4, 1)");
+  TensorView between = tensor({1, 1, 100, 4}, DType::kInt32);
+  between.data = memory + 4;
+  EXPECT_EQ(with_mask(between),
+            "Unreadable: attention: mask is at an address that is not a multiple of 16 bytes, expected one that is");
+}
+
 TEST(Check, Sinks) {
   const auto with_sinks = [](TensorView sinks, Device device = {}) {
     return forward([&](Call& c) { c.forward.sinks = sinks; }, device);

@@ -65,9 +65,11 @@ def attention(
     dtype=torch.float64,
     rows=None,
     entry=0,
+    mask=None,
 ):
     """(out, lse) of flashtile.attention, every step computed in `dtype`; only query rows `rows` if given. The first
-    batch entry has the number `entry`, by which dropout goes."""
+    batch entry has the number `entry`, by which dropout goes. `mask` is bool, (1 or B, H, S_q, S_k), where H divides
+    H_q: what rows see at the most."""
     seqlen_q, seqlen_k, group = q.shape[1], k.shape[1], q.shape[2] // max(k.shape[2], 1)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
@@ -76,6 +78,9 @@ def attention(
     if rows is not None:
         q, row = q[:, rows], row[rows]
     distance = (column - row[:, None] - (seqlen_k - seqlen_q)).abs()
+    if mask is not None:
+        mask = mask.repeat_interleave(q.shape[2] // mask.shape[1], dim=1)
+        seen = seen & (mask if rows is None else mask[:, :, rows])
 
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
@@ -88,7 +93,7 @@ def attention(
     if sinks is not None:  # one more column, that every row sees and whose value is 0
         sinks = sinks.to(dtype)[:, None, None].expand(-1, scores.shape[2], 1)
         given = sinks > -math.inf
-        seen = torch.cat([seen.expand(scores.shape[1:]), given], dim=2)
+        seen = torch.cat([seen.expand(scores.shape), given.expand(len(q), -1, -1, -1)], dim=3)
         scores = torch.cat([scores, sinks.masked_fill(~given, 0).expand(len(q), -1, -1, -1)], dim=3)
 
     # Rows that see nothing go through softmax unmasked, so that no NaN arises, and are set to zero after it.

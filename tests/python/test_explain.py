@@ -3,14 +3,17 @@
 import concurrent.futures
 import doctest
 import importlib
+import itertools
 import re
 
 import pytest
+import reference
 import torch
 from cases import CASES, DEVICE_PARAMS, F16, Case
 from torch._subclasses import FakeTensorMode
 
 import flashtile
+from flashtile.masks import ColumnMask
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
@@ -30,6 +33,26 @@ def test_explain_names_the_options(device):
     text = flashtile.explain(*inputs, sinks=sinks, dropout_p=0.25, deterministic=True)
     for option in (", sinks", ", dropout 0.25", ", deterministic"):
         assert option in text and option not in plain
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+@pytest.mark.parametrize("band", [{}, {"causal": True}, {"window": (100, 30)}], ids=str)
+def test_explain_counts_the_blocks_of_a_column_mask(device, band):
+    q = torch.randn(1, 700, 2, 64, dtype=F16, device=device)
+    k = torch.randn(1, 900, 2, 64, dtype=F16, device=device)
+    bounds = torch.randint(0, 701, (1, 2, 9, 4), generator=torch.Generator().manual_seed(0)).sort(-1).values
+    mask = ColumnMask(bounds.int().repeat_interleave(100, dim=2), 700).to(device)
+    text = flashtile.explain(q, k, k, mask=mask, **band)
+    tile_m, tile_n = map(int, re.search(r"tile +(\d+) rows × (\d+) keys", text).groups())
+    seen = mask.to_dense() & reference.visible(700, 900, **band, device=device)
+    kinds = []
+    for head, row, key in itertools.product(range(2), range(0, 700, tile_m), range(0, 900, tile_n)):
+        block = seen[0, head, row : row + tile_m, key : key + tile_n]
+        whole = block.all() and block.shape[1] == tile_n
+        kinds.append("interior" if whole else "edge" if block.any() else "skipped")
+    counts = [kinds.count(kind) for kind in ("interior", "edge", "skipped")]
+    assert "blocks    {} interior, {} at an edge, {} skipped".format(*counts) in text
+    assert "blocks " not in flashtile.explain(q, k, k, **band)
 
 
 @pytest.mark.gpu

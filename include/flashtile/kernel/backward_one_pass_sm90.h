@@ -179,7 +179,7 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
                                    Stream stream) {
   using Mainloop = BackwardOnePassSm90<Row::kVariant, Takes::kBlock>;
   static_assert(sizeof(typename Mainloop::SharedStorage) <= backward_shared_memory(Row::kVariant));
-  static KernelHandles one, several, one_whole, several_whole, of_next, last;
+  static KernelHandles one, several, one_whole, several_whole, of_next, masked, last;
   const Device device = plan.problem.device;
   const BackwardParams backward = BackwardParams::of(plan, tensors, memory);
   const BackwardWorkspace& workspace = backward.workspace;
@@ -208,6 +208,9 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
       .blocks = static_cast<int>(plan.tiles),
   };
   const int tiles = static_cast<int>(workspace.tiles);
+  if (plan.problem.column_masked())
+    find_mask_words(backward.mask_words.keys, TilesOf::kKeys, Mainloop::kM, backward.columns, plan.problem,
+                    backward.sequences, stream);
   prepare_backward(plan, backward, stream);
   const auto launch_main = [&](auto kernel, KernelHandles& handles) {
     launch(kernel, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory, true}, params, stream);
@@ -218,7 +221,10 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
     }
     launch_main(backward_one_pass_sm90<Row, Takes::kBlock, contributes>, one);
   };
-  if (next)
+  if (plan.problem.column_masked()) {
+    if constexpr (Row::kVariant.may_mask_backward())
+      launch_main(backward_one_pass_sm90<Row, Takes::kNextMasked>, masked);
+  } else if (next)
     launch_main(backward_one_pass_sm90<Row, Takes::kNext>, of_next);
   else if (!whole)
     launch_dense(std::integral_constant<Contributes, Contributes::kPart>{}, one, several);

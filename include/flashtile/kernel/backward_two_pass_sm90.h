@@ -27,10 +27,10 @@ namespace flashtile {
 /// There are as many persistent thread blocks as run at a time. Each takes the next block of keys that no other has
 /// taken, again and again, and when there are none left, tiles of queries, or, with kQueriesFirst, those first. The
 /// tiles of the next one are being loaded while the gradients of the last one are stored.
-template <Variant kV, bool kRagged, bool kQueriesFirst>
+template <Variant kV, bool kRagged, bool kQueriesFirst, bool kMasked>
 struct BackwardTwoPassSm90 {
-  using OfKeys = BackwardKeysSm90<kV, kRagged>;
-  using OfQueries = BackwardQueriesSm90<kV, kRagged>;
+  using OfKeys = BackwardKeysSm90<kV, kRagged, kMasked>;
+  using OfQueries = BackwardQueriesSm90<kV, kRagged, kMasked>;
   using Element = typename OfKeys::Element;
   using KeyBlock = typename OfKeys::Work;
   using QueryTile = BackwardParams::QueryTile;
@@ -70,9 +70,11 @@ struct BackwardTwoPassSm90 {
     BackwardParams const& backward = params.backward;
     int key_blocks = params.key_blocks, query_tiles = params.query_tiles;
     if constexpr (kRagged) {
-      await_kernel_before();  // which writes the lists
-      key_blocks = min(key_blocks, *backward.ragged_keys.listed * backward.heads_k * backward.parts.value);
-      query_tiles = min(query_tiles, *backward.ragged_queries.listed * backward.heads);
+      await_kernel_before();                           // which writes the lists
+      if (!kMasked || backward.ragged_keys.given()) {  // with a column mask, dense batches come here, too
+        key_blocks = min(key_blocks, *backward.ragged_keys.listed * backward.heads_k * backward.parts.value);
+        query_tiles = min(query_tiles, *backward.ragged_queries.listed * backward.heads);
+      }
     }
     const int before_keys = kQueriesFirst ? query_tiles : 0;
     const int before_queries = kQueriesFirst ? 0 : key_blocks;
@@ -211,10 +213,10 @@ struct BackwardTwoPassSm90 {
   }
 };
 
-template <class Row, bool kRagged, bool kQueriesFirst>
+template <class Row, bool kRagged, bool kQueriesFirst, bool kMasked = false>
 __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     backward_two_pass_sm90(const __grid_constant__ BackwardTwoPassParams params) {
-  using Passes = BackwardTwoPassSm90<Row::kVariant, kRagged, kQueriesFirst>;
+  using Passes = BackwardTwoPassSm90<Row::kVariant, kRagged, kQueriesFirst, kMasked>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Passes::SharedStorage*>(shared_bytes);
   if (threadIdx.x / 32 == 3) prefetch_constants(params);
@@ -249,7 +251,7 @@ template <class Row>
 void launch_backward_two_pass_sm90(const BackwardPlan& plan, const BackwardTensors& tensors, void* memory,
                                    Stream stream) {
   using OfKeys = BackwardKeysSm90<Row::kVariant, true>;
-  static KernelHandles keys_first, queries_first, of_ragged;
+  static KernelHandles keys_first, queries_first, of_ragged, masked;
   const bool ragged = plan.problem.ragged;
   const Device device = plan.problem.device;
   BackwardParams backward = BackwardParams::of(plan, tensors, memory);
@@ -268,10 +270,19 @@ void launch_backward_two_pass_sm90(const BackwardPlan& plan, const BackwardTenso
       .query_tiles = backward.dq ? static_cast<int>(workspace.tiles) : 0,
       .heads_at_once = query_heads_at_once(plan.problem, plan.heads_at_once),
   };
+  if (plan.problem.column_masked()) {
+    find_mask_words(backward.mask_words.keys, TilesOf::kKeys, OfKeys::kM, backward.columns, plan.problem,
+                    backward.sequences, stream);
+    find_mask_words(backward.mask_words.queries, TilesOf::kQueries, Row::kVariant.tile_n, backward.columns,
+                    plan.problem, backward.sequences, stream);
+  }
   prepare_backward(plan, backward, stream);
   const LaunchShape shape = {std::min(plan.grid, params.key_blocks + params.query_tiles), Row::kVariant.threads(),
                              plan.shared_memory, true};
-  if (ragged)
+  if (plan.problem.column_masked()) {
+    if constexpr (Row::kVariant.may_mask_backward())
+      launch(backward_two_pass_sm90<Row, true, false, true>, masked, device, shape, params, stream);
+  } else if (ragged)
     launch(backward_two_pass_sm90<Row, true, false>, of_ragged, device, shape, params, stream);
   else if (queries_come_first(plan.problem, Row::kVariant, plan.parts))
     launch(backward_two_pass_sm90<Row, false, true>, queries_first, device, shape, params, stream);

@@ -137,18 +137,29 @@ ForwardParamsSm90 forward_params_sm90(const ForwardPlan& plan, const ForwardTens
                  : CUtensorMap{},
       .scheduler = ragged ? PersistentScheduler{} : *plan.scheduler,
       .order = ragged ? TileOrder{} : TileOrder::of(*plan.scheduler),
-      .taken = ragged && !plan.lists ? MarkedCount{static_cast<std::uint64_t*>(memory), MarkedCount::new_mark()}
-                                     : MarkedCount{},
+      .taken = (ragged || plan.problem.column_masked()) && !plan.lists
+                   ? MarkedCount{static_cast<std::uint64_t*>(memory), MarkedCount::new_mark()}
+                   : MarkedCount{},
   };
 }
 
 /// Launches the kernel for keys in rows or in pages, with those that the plan needs before and after it.
 template <class Row, Keys kKeys, class Params>
 void launch_forward_sm90(const ForwardPlan& plan, const Params& params, Stream stream) {
-  static KernelHandles plain, mapped, split;
+  static KernelHandles plain, mapped, split, masked;
   const Device device = plan.problem.device;
-  const LaunchShape shape{plan.grid, Row::kVariant.threads(), plan.shared_memory, plan.problem.ragged};
+  const bool early = plan.problem.ragged || plan.problem.column_masked();
+  const LaunchShape shape{plan.grid, Row::kVariant.threads(), plan.shared_memory, early};
   if (plan.lists) order_tiles(params.forward.sequences, params.forward.ragged, device, stream);
+  if constexpr (Row::kVariant.may_mask() && kKeys == Keys::kInRows) {
+    if (plan.problem.column_masked()) {
+      ForwardParams const& forward = params.forward;
+      find_mask_words(forward.mask_words, TilesOf::kQueries, Row::kVariant.tile_n, forward.columns, plan.problem,
+                      forward.sequences, stream);
+      constexpr Maps kMaps = Row::kVariant.maps_masked() ? Maps::kAsAsked : Maps::kNever;
+      return launch(forward_sm90<Row, Keys::kInRowsMasked, kMaps>, masked, device, shape, params, stream);
+    }
+  }
   if constexpr (Row::kVariant.may_split()) {
     if (plan.splits > 1) {
       constexpr Keys kSplit = kKeys == Keys::kInPages ? Keys::kInPagesSplit : Keys::kInRowsSplit;

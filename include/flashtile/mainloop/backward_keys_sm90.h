@@ -38,7 +38,7 @@ struct BackwardTwoPassParams {
 template <Variant kV>
 constexpr bool kAsksWhetherNear = kV.head_dim < 256;
 
-template <Variant kV, bool kRagged>
+template <Variant kV, bool kRagged, bool kMasked = false>
 struct BackwardKeysSm90 {
   static constexpr int kM = 64;
   static constexpr int kN = 64;
@@ -96,7 +96,7 @@ struct BackwardKeysSm90 {
       }
     }
   };
-  using Work = KeyBlock<kM, kN, kRagged>;
+  using Work = KeyBlock<kM, kN, kRagged, true, kMasked>;
 
   /// Returns where the rows of a tile of queries begin in the workspace, whose tiles may be larger than kM.
   CUTE_DEVICE static int workspace_row(BackwardParams const& params, Work const& work, int head, int m_block) {
@@ -125,7 +125,7 @@ struct BackwardKeysSm90 {
           load_tile<kN, kColumnsOfTile, kColumns>(map, barrier, &to[0], k_rows, work.n_block * kN, work.kv_head);
         });
       };
-      work.for_each([&](int head, int m_block) {
+      work.for_each_tile(params.backward, [&](int head, int m_block, bool) {
         const auto load_queries = [&](CUtensorMap const& map, std::uint64_t* barrier, auto& to) {
           constexpr int kColumnsOfTile = sizeof(to) / sizeof(Element) / kM;
           load_tile<kM, kColumnsOfTile, kColumns>(map, barrier, &to[0], q_rows, m_block * kM, head);
@@ -222,7 +222,7 @@ struct BackwardKeysSm90 {
       auto opening = SM90::GMMA::ScaleOut::Zero;
 
       barriers.k.wait_full(keys_at);
-      work.for_each([&](int head, int m_block) __attribute__((always_inline)) {
+      work.for_each_tile(params, [&](int head, int m_block, bool edge) __attribute__((always_inline)) {
         const int stage = uniform(at.stage);
         barriers.q.wait_full(at);
         start_matmul(mma_s, tSrK, tSrQ(_, _, _, stage), tSrS, SM90::GMMA::ScaleOut::Zero);
@@ -230,12 +230,17 @@ struct BackwardKeysSm90 {
         barriers.weights_empty[weights_at.stage].wait(weights_at.parity ^ 1);
         wait_matmul<0>(tSrS);
         // Rows of keys behind the last one need no mask here: what they accumulate is never stored.
-        const bool edge = work.queries.is_edge(m_block);
         const ScoreTile<NoPacking> score_tile{
             params.scores, {work.batch, head, work.n_block}, key, lengths.transposed()};
         if (edge || maps || steep) {
           if (maps) score_tile.template cap_or_stretch<kAsksWhetherNear<kV>>(scores, tScS, m_block * kM);
           if (edge) score_tile.mask(scores, tScS, m_block * kM);
+          if constexpr (kMasked) {
+            const Span keys = work.span_of_keys(params);
+            if (edge)
+              hide_by_rows(scores, tScS, params.columns.of_head(work.batch, head, keys) + key, lengths.k - key,
+                           m_block * kM);
+          }
           if (steep)
             relate_steep_rows(params, scores, tScS, tiles.statistics[stage][0],
                               workspace_row(params, work, head, m_block));

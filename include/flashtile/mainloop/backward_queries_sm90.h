@@ -10,7 +10,7 @@
 
 namespace flashtile {
 
-template <Variant kV, bool kRagged>
+template <Variant kV, bool kRagged, bool kMasked = false>
 struct BackwardQueriesSm90 {
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
@@ -56,13 +56,30 @@ struct BackwardQueriesSm90 {
     }
   };
 
-  /// Work is a tile of queries, and the blocks of keys that it sees.
+  /// Work is a tile of queries, and the blocks of keys that it sees, or under a column mask the steps that visit these.
   struct Work {
     BackwardParams::QueryTile tile;
     BlockWalk keys;
+    struct NoBlocks {};
+    [[no_unique_address]] std::conditional_t<kMasked, MaskedBlocks, NoBlocks> blocks;
 
-    CUTE_DEVICE Work(BackwardParams const& params, BackwardParams::QueryTile const& tile)
-        : tile(tile), keys(tile.keys(params, kM, kN)) {}
+    CUTE_DEVICE Work(BackwardParams const& params, BackwardParams::QueryTile const& tile) : tile(tile) {
+      if constexpr (kMasked) {
+        MaskWords const& all = params.mask_words.queries;
+        blocks.words = all.of_tile(params.sequences.q, tile.batch, tile.sequence.q.first,
+                                   params.columns.mask_of(tile.head), tile.m_block);
+        keys = all.steps(blocks.words);
+      } else {
+        keys = tile.keys(params, kM, kN);
+      }
+    }
+    /// Returns the block that is visited in a step, for which it is asked once.
+    CUTE_DEVICE int block_of(BackwardParams const& params, int step) {
+      if constexpr (kMasked)
+        return blocks.next(params.mask_words.queries.words);
+      else
+        return step;
+    }
 
     CUTE_DEVICE TileCoord coord() const { return {tile.batch, tile.head, tile.m_block}; }
     CUTE_DEVICE Lengths lengths(BackwardParams const& params) const {
@@ -82,7 +99,7 @@ struct BackwardQueriesSm90 {
 
     /// Loads the tiles of `work`. Calls `ask()` when it is time for the next tile.
     template <class Ask>
-    CUTE_DEVICE void run(Work const& work, Ask&& ask) {
+    CUTE_DEVICE void run(Work work, Ask&& ask) {
       BlockWalk const& walk = work.keys;
       if (walk.empty()) return ask();
       BackwardParams const& backward = params.backward;
@@ -104,19 +121,23 @@ struct BackwardQueriesSm90 {
                                                     work.tile.m_block * kM + row, work.tile.head);
         });
       };
-      load_keys(walk.first());
+      int k_block = work.block_of(backward, walk.first());
+      load_keys(k_block);
       load_queries(params.q, barriers.q, tiles.q);
       load_queries(params.dout, barriers.dout, tiles.dout);
       queries_at.advance();
       const int ask_at = max(walk.end() - kStepsAhead, walk.first());
       CUTE_NO_UNROLL
-      for (int n_block = walk.first(); n_block < walk.end(); n_block = walk.next(n_block)) {
+      for (int step = walk.first(); step < walk.end(); step = walk.next(step)) {
         barriers.v.fill_by_warp(v_at, sizeof(Tiles::v), [&](std::uint64_t* barrier) {
-          load_tile<kN, kHeadDimV, kColumns>(params.v, barrier, tiles.v, k_rows, n_block * kN, kv_head);
+          load_tile<kN, kHeadDimV, kColumns>(params.v, barrier, tiles.v, k_rows, k_block * kN, kv_head);
         });
         v_at.advance();
-        if (walk.next(n_block) < walk.end()) load_keys(walk.next(n_block));
-        if (n_block == ask_at) ask();
+        if (walk.next(step) < walk.end()) {
+          k_block = work.block_of(backward, walk.next(step));
+          load_keys(k_block);
+        }
+        if (step == ask_at) ask();
         __syncwarp();  // a lane that fell two phases behind would misread the barrier's parity
       }
     }
@@ -178,7 +199,7 @@ struct BackwardQueriesSm90 {
 
     /// Accumulates dQ, before the scale (mma, query, head_dim).
     template <class Accumulator>
-    CUTE_DEVICE void run(Work const& work, Accumulator& tQrdQ) {
+    CUTE_DEVICE void run(Work work, Accumulator& tQrdQ) {
       using namespace cute;
       BlockWalk const& walk = work.keys;
       if (walk.empty()) return;
@@ -212,18 +233,29 @@ struct BackwardQueriesSm90 {
 
       barriers.q.wait_full(queries_at);
       CUTE_NO_UNROLL
-      for (int n_block = walk.first(); n_block < walk.end(); n_block = walk.next(n_block)) {
+      for (int step = walk.first(); step < walk.end(); step = walk.next(step)) {
+        const int n_block = work.block_of(params, step);
         const int stage = uniform(k_at.stage);
         barriers.k.wait_full(k_at);
         start_matmul(mma_s, tSrQ, tSrK(_, _, _, stage), tSrS, SM90::GMMA::ScaleOut::Zero);
-        if (n_block == walk.first()) barriers.dout.wait_full(queries_at);
+        if (step == walk.first()) barriers.dout.wait_full(queries_at);
         barriers.v.wait_full(v_at);
         start_matmul(mma_s, tSrdO, tSrV, tSrdP, SM90::GMMA::ScaleOut::Zero);
         wait_matmul<1>(tSrS);
-        const bool edge = walk.is_edge(n_block);
+        const bool edge = walk.is_edge(step);
         if (edge || maps) {
           if (maps) score_tile.template cap_or_stretch<kAsksWhetherNear<kV>>(scores, tScS, n_block * kN);
-          if (edge) score_tile.mask(scores, tScS, n_block * kN);
+          if constexpr (kMasked) {
+            if (edge) {
+              HiddenBits<kN> hidden;
+              hidden.find(params.columns.of_head(work.tile.batch, work.tile.head, work.tile.sequence.k),
+                          score_params.mask.band, work.lengths(params),
+                          first_row + get<0>(tScS(0, 0)) - thread % 32 / 4, n_block * kN);
+              hidden.hide(scores);
+            }
+          } else {
+            if (edge) score_tile.mask(scores, tScS, n_block * kN);
+          }
         }
         if (rows.steep) [[unlikely]]
           relate(scores, rows, work, tScS);
@@ -234,7 +266,7 @@ struct BackwardQueriesSm90 {
         wait_matmul<0>(tSrdP);
         barriers.v.release_by_warp(v_at);
         v_at.advance();
-        if (n_block == walk.last()) {
+        if (step == walk.last()) {
           barriers.q.release_by_warp(queries_at);
           barriers.dout.release_by_warp(queries_at);
         }

@@ -27,13 +27,16 @@ namespace flashtile {
 ///
 /// With kRagged, sequences may be ragged. A kernel that never sees such has their lengths among its parameters. Without
 /// kTurns, all blocks begin with the first or the last tile.
-template <int kM, int kN, bool kRagged, bool kTurns = true>
+/// With kMasked a column mask hides queries, and steps go through the tiles that MaskWords have.
+template <int kM, int kN, bool kRagged, bool kTurns = true, bool kMasked = false>
 struct KeyBlock : GroupWalk {
   int batch, kv_head, n_block;
   int place;       // among the parts of all blocks, of which one thread block takes this one
   int first_tile;  // first tile of all heads' queries in the workspace
   struct Nothing {};
   [[no_unique_address]] std::conditional_t<kRagged, Sequence, Nothing> sequence;
+  struct NoWords {};
+  [[no_unique_address]] std::conditional_t<kMasked, const std::uint32_t*, NoWords> words;
 
   KeyBlock() = default;
 
@@ -95,7 +98,24 @@ struct KeyBlock : GroupWalk {
     cut(kv_head * params.group, params.group, params.parts.remainder(place), params.parts, whole_heads);
   }
 
-  /// Calls `visit(head, m_block)` for each tile.
+  /// Calls `visit(head, m_block, whether the tile is at an edge of the mask)` for each tile.
+  template <class Visit>
+  CUTE_DEVICE void for_each_tile(BackwardParams const& params, Visit&& visit) const {
+    if constexpr (kMasked) {
+      const int count = params.mask_words.keys.words;
+      MaskedBlocks blocks{words};
+      for (int i = 0; i < first_tile_of_head; ++i) blocks.next(count);
+      for_each([&](int head, int step) __attribute__((always_inline)) {
+        if (step == 0) blocks = {words};
+        visit(head, blocks.next(count), queries.is_edge(step));
+      });
+    } else {
+      for_each([&](int head, int m_block)
+                   __attribute__((always_inline)) { visit(head, m_block, queries.is_edge(m_block)); });
+    }
+  }
+
+  /// Does so for each step, which is a tile, but under a column mask: there `m_block` counts the tiles of a head.
   template <class Visit>
   CUTE_DEVICE void for_each(Visit&& visit) const {
     int head = first_head;
@@ -116,6 +136,15 @@ struct KeyBlock : GroupWalk {
   }
 
   CUTE_DEVICE void find_queries(BackwardParams const& params, int n_blocks) {
+    if constexpr (kMasked) {
+      const MaskWords& all = params.mask_words.keys;
+      const int mask = all.masks == 1 ? 0 : kv_head;
+      words = all.of_tile(params.sequences.k, batch, sequence.k.first, mask, n_block);
+      queries = all.steps(words);
+      start = 0;
+      step = 1;
+      return take_part(params);
+    }
     const Lengths lengths = this->lengths(params);
     const Range keys = {n_block * kN, min((n_block + 1) * kN, lengths.k)};
     queries = {};

@@ -18,6 +18,20 @@ CUTE_DEVICE void for_column_pairs(Coord const& coord, const float* of_columns, V
     visit(c, *reinterpret_cast<const float2*>(of_columns + get<1>(coord(0, c))));
 }
 
+/// Returns how many of a thread's columns, 0, 1, 8, 9, 16, 17, … with a step of 8, are below `column`.
+template <int kColumnStep>
+CUTE_DEVICE int columns_before(int column) {
+  static_assert((kColumnStep & (kColumnStep - 1)) == 0);  // so that negative columns round down
+  constexpr int kLog2 = kColumnStep == 8 ? 3 : kColumnStep == 16 ? 4 : 5;
+  static_assert(1 << kLog2 == kColumnStep);
+  return 2 * (column >> kLog2) + min(column & (kColumnStep - 1), 2);
+}
+
+/// Returns a word whose bits [0, n) are set.
+CUTE_DEVICE std::uint32_t bits_below(int n) {
+  return n <= 0 ? 0 : n >= 32 ? ~0u : (1u << n) - 1;
+}
+
 /// Calls `visit(c)` for every kTogether-th column of `scores` (row, column), to change columns c to c + kTogether − 1.
 /// All columns rotate so that these are always the first ones, since registers have no index at run time. It is for
 /// what few inputs need: unrolled, such code fills the instruction cache in the midst of what all inputs need.
@@ -219,18 +233,79 @@ struct ScoreTile {
       }
     }
   }
-
- private:
-  /// Returns how many of a thread's columns, 0, 1, 8, 9, 16, 17, … with a step of 8, are below `column`.
-  template <int kColumnStep>
-  CUTE_DEVICE static int columns_before(int column) {
-    static_assert((kColumnStep & (kColumnStep - 1)) == 0);  // so that negative columns round down
-    constexpr int kLog2 = kColumnStep == 8 ? 3 : kColumnStep == 16 ? 4 : 5;
-    static_assert(1 << kLog2 == kColumnStep);
-    return 2 * (column >> kLog2) + min(column & (kColumnStep - 1), 2);
-  }
-  CUTE_DEVICE static std::uint32_t bits_below(int n) { return n <= 0 ? 0 : n >= 32 ? ~0u : (1u << n) - 1; }
 };
+
+/// HiddenBits are what masks, a column mask among them, hide of the 16 rows of a warp in a block of kColumns columns. A
+/// lane asks two neighbouring columns of every 64, and keeps 16 bits for each: asked for each element, a tile would
+/// take more than twice the instructions. This can be done before there are scores.
+template <int kColumns>
+struct HiddenBits {
+  static constexpr int kRows = 16, kAtOnce = 64;
+  std::uint32_t own[(kColumns + kAtOnce - 1) / kAtOnce];
+
+  /// Asks `columns`, those of the sequence, for the block from `first_column` on and the warp's rows from `row` on.
+  CUTE_DEVICE void find(const HiddenRows* columns, Band band, Lengths lengths, int row, int first_column) {
+    const auto bits_of = [&](Range rows) {
+      const int begin = min(max(rows.begin, row) - row, kRows), end = min(max(rows.end, row) - row, kRows);
+      return begin < end ? (1u << end) - (1u << begin) : 0u;
+    };
+    CUTE_UNROLL
+    for (int chunk = 0; chunk < kColumns; chunk += kAtOnce) {
+      std::uint32_t bits = 0;
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        const int column = first_column + chunk + 2 * int(threadIdx.x % 32) + i;
+        const HiddenRows hidden = columns[min(column, lengths.k - 1)];
+        const Range seen = band.transposed().columns(column, lengths.transposed());
+        const std::uint32_t shown = column < lengths.k ? bits_of(seen) : 0;
+        bits |= (bits_of(hidden.first) | bits_of(hidden.second) | (~shown & 0xffff)) << kRows * i;
+      }
+      own[chunk / kAtOnce] = bits;
+    }
+  }
+
+  /// Hides them from a thread's scores, two columns of every eight in each of two rows. Lanes exchange what they know.
+  template <class Scores>
+  CUTE_DEVICE void hide(Scores& scores) const {
+    using namespace cute;
+    static_assert(size<0>(decltype(scores.layout()){}) == 2 && 4 * size<1>(decltype(scores.layout()){}) == kColumns);
+    const int lane = int(threadIdx.x % 32);
+    CUTE_UNROLL
+    for (int column = 0; column < kColumns; column += 8) {
+      const std::uint32_t both =
+          __shfl_sync(0xffffffff, own[column / kAtOnce], column % kAtOnce / 2 + lane % 4) >> lane / 4;
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r)
+          if (both & (1u << (kRows * i + 8 * r))) scores(r, column / 4 + i) = -kInfinity;
+      }
+    }
+  }
+};
+
+/// Hides what a column mask hides of a tile whose rows are keys, `keys` of them from the first of `hidden` on, and
+/// whose columns are queries from `first_query` on: a thread asks each of its rows at once which of its columns are
+/// hidden.
+template <class Scores, class Coord>
+CUTE_DEVICE void hide_by_rows(Scores& scores, Coord const& coord, const HiddenRows* hidden, int keys, int first_query) {
+  using namespace cute;
+  constexpr int kColumns = size<1>(decltype(scores.layout()){});
+  static_assert(kColumns <= 32);
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(scores); ++r) {
+    const HiddenRows of_key = hidden[min(int(get<0>(coord(r, 0))), keys - 1)];
+    const int first = first_query + get<1>(coord(r, 0));
+    const auto bits_of = [&](Range range) {
+      const auto below = [&](int row) { return bits_below(columns_before<8>(max(row, 0) - first)); };
+      return below(range.end) & ~below(range.begin);
+    };
+    const std::uint32_t bits = bits_of(of_key.first) | bits_of(of_key.second);
+    CUTE_UNROLL
+    for (int c = 0; c < kColumns; ++c)
+      if (bits & (1u << c)) scores(r, c) = -kInfinity;
+  }
+}
 
 /// Subtracts from the scores of a steep row of queries what a backward's weights are relative to: see
 /// BackwardWorkspace. From such differences the row's lse_log2 in the workspace, −0, takes nothing more. However a

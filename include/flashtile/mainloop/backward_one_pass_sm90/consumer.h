@@ -139,8 +139,8 @@ class OnePassConsumerSm90 {
     started = false;
     opening = ScaleOut::Zero;
     shared.k_barriers.wait_full(keys_at);
-    work.for_each([&](int head, int m_block)
-                      __attribute__((always_inline)) { step(work, head, m_block, tKrdK, tVrdV, stage_dq); });
+    work.for_each([&](int head, int index)
+                      __attribute__((always_inline)) { step(work, head, index, tKrdK, tVrdV, stage_dq); });
     shared.ds_full[dq_at.stage].wait(dq_at.parity);
     if (kLoops && !Mainloop::kKeepsV) shared.v_barriers.release_by_warp(keys_at);
     auto tQrdQ = Fragments::gradient_of_queries();
@@ -157,9 +157,10 @@ class OnePassConsumerSm90 {
     }
   }
 
-  /// Adds to dK and dV what one tile of queries contributes, and forms dQ of the tile before.
+  /// Adds to dK and dV what one tile of queries contributes, and forms dQ of the tile before. `index` is the tile's, or
+  /// under a column mask that of the step (see KeyBlock).
   template <class Gradient, class StageDq>
-  CUTE_DEVICE void step(Work const& work, int head, int m_block, Gradient& tKrdK, Gradient& tVrdV,
+  CUTE_DEVICE void step(Work const& work, int head, int index, Gradient& tKrdK, Gradient& tVrdV,
                         StageDq const& stage_dq) {
     using namespace cute;
     typename Mainloop::MmaS mma_s;
@@ -177,6 +178,7 @@ class OnePassConsumerSm90 {
     Tensor weights = recast<std::uint32_t>(tVrP);  // two weights of a row to a word
     const int stage = uniform(at.stage);
     shared.q_barriers.wait_full(at);
+    const int m_block = Mainloop::kMasked ? shared.m_block[stage] : index;
     start_matmul(mma_s, tSrK, tSrQ(_, _, _, stage), tSrS, ScaleOut::Zero);
     if (opening == ScaleOut::Zero) {
       shared.v_barriers.wait_full(keys_at);
@@ -192,7 +194,7 @@ class OnePassConsumerSm90 {
 
     const int key = work.n_block * kN;
     const Tile tile{backward.scores, {work.batch, head, work.n_block}, key, lengths.transposed()};
-    form_scores(scores, tile, work.queries.is_edge(m_block), m_block);
+    form_scores(scores, tile, work, work.queries.is_edge(index), m_block);
     if (steep) [[unlikely]]
       relate_steep_rows(backward, scores, tScS, shared.statistics[stage][0],
                         std::int64_t(work.workspace_tile(backward, head, m_block)) * kM);
@@ -228,7 +230,7 @@ class OnePassConsumerSm90 {
 
   /// Turns raw scores into scores, −inf where they do not count.
   template <class Scores>
-  CUTE_DEVICE void form_scores(Scores& scores, Tile const& tile, bool edge, int m_block) {
+  CUTE_DEVICE void form_scores(Scores& scores, Tile const& tile, Work const& work, bool edge, int m_block) {
     using namespace cute;
     if (!edge && !partial && !maps) return;
     if constexpr (kKnowsSoftcap) {
@@ -237,6 +239,12 @@ class OnePassConsumerSm90 {
       if (maps) tile.stretch(scores, tScS, m_block * kM);
     }
     if (edge) tile.mask(scores, tScS, m_block * kM);
+    if constexpr (Mainloop::kMasked) {
+      const Span keys = work.span_of_keys(backward);
+      if (edge)
+        hide_by_rows(scores, tScS, backward.columns.of_head(work.batch, tile.tile.head, keys) + tile.first_row,
+                     lengths.k - tile.first_row, m_block * kM);
+    }
     if (partial) hide_keys_behind(tile.lengths.q - tile.first_row, scores, tScS);
   }
 

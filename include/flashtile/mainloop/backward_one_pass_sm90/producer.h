@@ -40,11 +40,14 @@ struct OnePassProducerSm90 {
       load_tile<kN, kHeadDim, columns>(map, barrier, to, work.k_rows(params.backward), work.n_block * kN, work.kv_head);
     };
     bool first = true;
-    work.for_each([&](int head, int m_block) {
+    work.for_each_tile(params.backward, [&](int head, int m_block, bool) {
       const auto load_queries = [&](CUtensorMap const& map, std::uint64_t* barrier, Element* to) {
         load_tile<kM, kHeadDim, kColumns>(map, barrier, to, work.q_rows(params.backward), m_block * kM, head);
       };
-      std::uint64_t* barrier = shared.q_barriers.fill(at, [] { return sizeof(SharedStorage::q[0]); });
+      std::uint64_t* barrier = shared.q_barriers.fill(at, [&] {
+        if constexpr (Mainloop::kMasked) shared.m_block[at.stage] = m_block;
+        return sizeof(SharedStorage::q[0]);
+      });
       load_queries(params.q, barrier, shared.q[at.stage]);
       // This waits until the last block's K has been read.
       if (first) load_keys(cute::Int<Mainloop::kColumnsOfK>{}, params.k, shared.k_barriers, shared.k);

@@ -25,8 +25,8 @@ struct BackwardOnePassParams {
 
 /// Takes says what a thread block takes: a block of keys; several, as its index says; or again and again the next that
 /// no other has taken, where sequences are ragged, or where it takes several and sums are in order, or their work is
-/// not even.
-enum class Takes { kBlock, kBlocks, kNext };
+/// not even; under a column mask, too, with a kernel of its own.
+enum class Takes { kBlock, kBlocks, kNext, kNextMasked };
 
 /// Contributes says what a block of keys forms of dQ: a part, which is added to what others form of it, or the whole,
 /// where it is the only block of its head and every tile of queries sees it. The whole is rounded and stored at once.
@@ -41,7 +41,8 @@ struct BackwardOnePassSm90 {
   static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
   static constexpr bool kKnowsSoftcap = kV.knows(Features::kSoftcap);
   static constexpr bool kLoops = kTakes != Takes::kBlock;
-  static constexpr bool kRagged = kTakes == Takes::kNext;
+  static constexpr bool kMasked = kTakes == Takes::kNextMasked;
+  static constexpr bool kRagged = kTakes == Takes::kNext || kMasked;
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
@@ -113,7 +114,7 @@ struct BackwardOnePassSm90 {
       decltype(cute::tile_to_shape(typename SwizzledAtoms<Element, kColumnsOfStaged>::K{},
                                    cute::Shape<cute::Int<kStagedRows>, cute::Int<kStagedColumns>>{}));
 
-  using Work = KeyBlock<kM, kN, kRagged>;
+  using Work = KeyBlock<kM, kN, kRagged, true, kMasked>;
 
   static constexpr int kStepsAhead = kStages + 2;  // iterations before a block's end when the next may be handed out
 
@@ -128,7 +129,8 @@ struct BackwardOnePassSm90 {
     // This is the next block, where blocks are handed out: the producer, the writers and all consumers wait for it, and
     // the scheduler waits for all of them to be done with the one before.
     Work work;
-    bool more;  // false if no block is left
+    bool more;                           // false if no block is left
+    int m_block[kMasked ? kStages : 1];  // of the queries in a stage, under a column mask
     Ring<1> work_barriers;
     // Consumers wait for tiles that the producer has TMA load; it waits for all their warps to have read a stage.
     Ring<1> k_barriers, v_barriers;

@@ -58,7 +58,7 @@ struct OnePassWriterSm90 {
   }
 
   CUTE_DEVICE void add(Work const& work) {
-    work.for_each([&](int head, int m_block) {
+    work.for_each_tile(params.backward, [&](int head, int m_block, bool) {
       const std::int64_t tile = work.workspace_tile(params.backward, head, m_block);
       const SumOfDq sum(params.backward, tile, warpgroup);
       const bool in_order = params.backward.deterministic;

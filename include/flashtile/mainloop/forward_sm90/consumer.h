@@ -191,6 +191,7 @@ class ForwardConsumerSm90 {
   /// Turns the scores of all blocks of a tile, the first of which are there already, into weights, and adds up P·V of
   /// all but the last block.
   CUTE_DEVICE void weigh_blocks() {
+    look_at<true>(walk.first());
     release_operands(walk.first());
     opening = ScaleOut::Zero;
     if constexpr (Mainloop::kOneCopy)
@@ -256,7 +257,7 @@ class ForwardConsumerSm90 {
     } else if (Mainloop::kPeelsPlain && !maps && !drops && !walk.is_edge(n_block)) {
       return weigh_interior(n_block, walk.interior.end, [&](int) { return weigh<false>(); });
     }
-    start_step(n_block);
+    start_step<true>(n_block);
     formed = Mainloop::kFormsMeanwhile;
     if (formed) form_scores(n_block);
     finish_output<0>();
@@ -319,6 +320,7 @@ class ForwardConsumerSm90 {
   }
 
   /// Starts P·V of the block before `n_block`, and waits for the raw scores of `n_block`.
+  template <bool kMayBeEdge>
   CUTE_DEVICE void start_step(int n_block) {
     shared.k_barriers.wait_full(k_at);
     turns.await();
@@ -326,6 +328,7 @@ class ForwardConsumerSm90 {
     start_output();
     opening = ScaleOut::One;
     turns.pass();
+    look_at<kMayBeEdge>(n_block);
     wait_matmul<1>(tSrS);
     release_operands(n_block);
   }
@@ -333,7 +336,7 @@ class ForwardConsumerSm90 {
   /// Adds P·V of the block before `n_block`, and forms the weights of `n_block`.
   template <bool kForm, class Weigh>
   CUTE_DEVICE bool step(int n_block, Weigh&& weigh) {
-    start_step(n_block);
+    start_step<kForm>(n_block);
     if constexpr (kForm) form_scores(n_block);  // P·V goes on meanwhile
     finish_output<0>();
     return weigh(n_block);
@@ -346,8 +349,25 @@ class ForwardConsumerSm90 {
     const bool edge = walk.is_edge(n_block);
     if (!edge && !maps) return;
     const auto score_tile = this->score_tile();
-    if (maps) score_tile.template map<Softcaps::kUsual>(scores, tScS, n_block * kN);
-    if (edge) score_tile.mask(scores, tScS, n_block * kN);
+    const int first_column = Mainloop::kMasked ? first_key : n_block * kN;
+    if (maps) score_tile.template map<Softcaps::kUsual>(scores, tScS, first_column);
+    if constexpr (Mainloop::kMasked) {
+      if (edge) hidden.hide(scores);
+    } else {
+      if (edge) score_tile.mask(scores, tScS, first_column);
+    }
+  }
+
+  /// Learns, under a column mask, which block a step visits, and at an edge what is hidden of it. It comes before the
+  /// step waits for its scores, since the answers come from memory.
+  template <bool kMayBeEdge>
+  CUTE_DEVICE void look_at(int step) {
+    if constexpr (Mainloop::kMasked) {
+      first_key = shared.first_key[k_at.stage];
+      if (!kMayBeEdge || !walk.is_edge(step)) return;
+      const int row = work().tile.m_block * kM + cute::get<0>(tScS(0, 0)) - thread % 32 / 4;
+      hidden.find(work().masked.columns, params.forward.scores.mask.band, work().keys.lengths, row, first_key);
+    }
   }
 
   CUTE_DEVICE ScoreTile<HeadPacking> score_tile() const {
@@ -389,7 +409,7 @@ class ForwardConsumerSm90 {
   CUTE_DEVICE void drop(int n_block) {
     auto weights = cute::recast<std::uint32_t>(tOrP);
     DropoutTile<Rows::kQueries>(params.forward.dropout, work().tile.batch, work().tile.head, work().tile.m_block * kM,
-                                work().keys.key(work().keys.visited(n_block)))
+                                Mainloop::kMasked ? first_key : work().keys.key(work().keys.visited(n_block)))
         .for_each(tScS, [&](int, int c, auto kept) { kept.keep_words(weights, c); });
   }
 
@@ -415,8 +435,11 @@ class ForwardConsumerSm90 {
   const bool maps = Mainloop::maps(params.forward.scores.map);
   const bool drops = Mainloop::kKnowsDropout && params.forward.dropout.active();
   OnlineSoftmax<2> softmax{params.forward.scores.map.unit_log2};
-  float added[2];                     // sums of the block's weights in this thread's columns
-  BlockWalk walk;                     // over the key blocks of the current tile
+  float added[2];     // sums of the block's weights in this thread's columns
+  BlockWalk walk;     // over the key blocks of the current tile, or over its steps
+  int first_key = 0;  // of the current block, under a column mask
+  struct NothingHidden {};
+  [[no_unique_address]] std::conditional_t<Mainloop::kMasked, HiddenBits<kN>, NothingHidden> hidden;
   ScaleOut opening = ScaleOut::Zero;  // the first P·V of a tile overwrites what the last one left
 };
 

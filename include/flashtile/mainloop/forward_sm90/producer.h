@@ -92,11 +92,20 @@ struct ForwardProducerSm90 {
       // The walk is read from shared memory each time, as registers are scarce: with a copy of it here ptxas allocates
       // them otherwise in the whole kernel, and consumers of D64 have 59 instructions between two matmuls, not 50.
       const auto walk = [&] { return work.keys.walk(); };
+      MaskedBlocks blocks;
+      if constexpr (Mainloop::kMasked) blocks.words = work.masked.words;
       CUTE_NO_UNROLL
       for (int n_block = walk().first(); n_block < walk().end(); n_block = walk().next(n_block)) {
         // The key is known before the wait for a stage: behind it, D96 lost 1 %.
-        const int key = Mainloop::key_of_step(work, n_block);
-        std::uint64_t* barrier = shared.k_barriers.fill(at, [] { return sizeof(SharedStorage::k[0]); });
+        int key;
+        if constexpr (Mainloop::kMasked)
+          key = blocks.next(params.forward.mask_words.words) * Mainloop::kN;
+        else
+          key = Mainloop::key_of_step(work, n_block);
+        std::uint64_t* barrier = shared.k_barriers.fill(at, [&] {
+          if constexpr (Mainloop::kMasked) shared.first_key[at.stage] = key;
+          return sizeof(SharedStorage::k[0]);
+        });
         load_tile<Mainloop::kN, Mainloop::kHeadDim, Mainloop::kColumns>(params.k, barrier, shared.k[at.stage],
                                                                         work.k_rows, key, work.kv_head);
         load_v(n_block == walk().first());

@@ -64,7 +64,13 @@ struct ForwardSchedulerSm90 {
     work.k_rows = TmaRows::of(forward.sequences.k, work.tile.batch, k, k.used);
     forget();
     const Range queries = forward.scores.packing.queries(work.tile.m_block * Mainloop::kM, Mainloop::kM, q.used);
-    if constexpr (Mainloop::kOverPages) {  // so that boxes lie within pages
+    if constexpr (Mainloop::kMasked) {
+      const int mask = forward.columns.mask_of(work.tile.head);
+      work.masked.columns = forward.columns.of_mask(work.tile.batch, mask, k);
+      work.masked.words =
+          forward.mask_words.of_tile(forward.sequences.q, work.tile.batch, q.first, mask, work.tile.m_block);
+      work.keys = {forward.mask_words.steps(work.masked.words), k.used, work.sequence.lengths()};
+    } else if constexpr (Mainloop::kOverPages) {  // so that boxes lie within pages
       const int first = forward.scores.mask.columns(queries.begin, work.sequence.lengths()).begin / kN * kN;
       work.keys = VisibleKeys<kN>(forward.scores.mask, queries, work.sequence.lengths(), first);
     } else if constexpr (Mainloop::kKnowsDropout) {
@@ -82,7 +88,7 @@ struct ForwardSchedulerSm90 {
     }
     // ALiBi makes scores grow towards the diagonal. From there on, few blocks outgrow the reference of the first one.
     // Under a causal mask all rows see the first row's diagonal.
-    if (forward.scores.slopes.data != nullptr) work.keys.begin_at_diagonal(queries.begin);
+    if (!Mainloop::kMasked && forward.scores.slopes.data != nullptr) work.keys.begin_at_diagonal(queries.begin);
     forget();
     work.slope = forward.scores.slopes.at(work.tile.batch, work.tile.head);  // last, as it comes from memory
   }
@@ -139,11 +145,33 @@ struct ForwardSchedulerSm90 {
         });
   }
 
+  /// Hands out the tiles of a dense batch under a column mask, which differ in work as only the GPU knows.
+  CUTE_DEVICE void hand_out_masked() {
+    const unsigned tiles = params.scheduler.tiles();
+    const Sequence whole = whole_sequence();
+    hand_out_ragged(
+        [&](unsigned index, TileCoord& tile) {
+          if (index >= tiles) return false;
+          tile = params.order.tile(index);
+          return true;
+        },
+        [&](TileCoord, auto side) { return whole.*side; }, [&] { params.taken.begin(params.taken.found()); },
+        [&] {
+          const int taken = params.taken.add(cuda::memory_order_relaxed);
+          if (taken == int(tiles) - 1) params.taken.clear();  // the last one, as in hand_out_few()
+          return taken;
+        });
+  }
+
+  /// Returns where the rows of each entry of a dense batch lie.
+  CUTE_DEVICE Sequence whole_sequence() const {
+    const int size_q = params.forward.sequences.q.size, size_k = params.forward.sequences.k.size;
+    return {{0, size_q, size_q}, {0, size_k, size_k}};
+  }
+
   /// Writes the thread block's n-th tile of a dense batch.
   CUTE_DEVICE void write_dense(Work& work, int n) const {
-    Sequences const& sequences = params.forward.sequences;
-    const int size_q = sequences.q.size, size_k = sequences.k.size;
-    Sequence whole{{0, size_q, size_q}, {0, size_k, size_k}};
+    Sequence whole = whole_sequence();
     TileCoord tile = params.order.tile(params.scheduler.index(n, blockIdx.x));
     int split = 0;
     if constexpr (Mainloop::kSplits) {  // each split of a block of rows counts as a block
@@ -167,20 +195,21 @@ struct ForwardSchedulerSm90 {
   /// The warp calls it before the barriers of shared memory can be used, while another thread initialises them: all
   /// other roles wait for the first tile, so that of a dense batch is written then.
   CUTE_DEVICE void prepare() {
-    if (dense() && leads() && has_dense()) write_dense(shared.work[0], 0);
+    if (!Mainloop::kMasked && dense() && leads() && has_dense()) write_dense(shared.work[0], 0);
   }
 
   /// The warp calls it as soon as the barriers can be used. It hands out the tile that was prepared: the warp comes to
   /// run() later, as that code has to be fetched into the instruction cache first.
   CUTE_DEVICE void hand_out_prepared() {
-    if (dense() && leads() && has_dense()) hand_out([](Work&) {});
+    if (!Mainloop::kMasked && dense() && leads() && has_dense()) hand_out([](Work&) {});
   }
 
   /// Hands out all other tiles. A kernel for ragged sequences may have started early, so the warp waits for the one
   /// before, and with it all roles do, which wait for their first tile.
   CUTE_DEVICE void run() {
     if (dense()) {
-      if (leads()) hand_out_dense();
+      if constexpr (Mainloop::kMasked) await_kernel_before();
+      if (leads()) Mainloop::kMasked ? hand_out_masked() : hand_out_dense();
     } else {
       await_kernel_before();
       if (params.taken.given()) {

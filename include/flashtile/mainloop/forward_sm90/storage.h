@@ -39,8 +39,8 @@ struct PagedForwardParamsSm90 : ForwardParamsSm90 {
 };
 
 /// Keys says where a kernel's keys are, in rows or in pages, and whether those of a tile are split among thread blocks:
-/// then their results are partial ones (see ForwardParts).
-enum class Keys : std::uint8_t { kInRows, kInPages, kInRowsSplit, kInPagesSplit };
+/// then their results are partial ones (see ForwardParts). With kInRowsMasked a column mask hides some (see MaskWords).
+enum class Keys : std::uint8_t { kInRows, kInPages, kInRowsSplit, kInPagesSplit, kInRowsMasked };
 
 /// Maps says whether a kernel maps scores, by softcap or ALiBi (see ScoreMap): never, always, or as the call asks. Code
 /// that is jumped over takes registers, and time when a kernel begins, so most calls take a kernel without it.
@@ -50,6 +50,7 @@ template <Variant kV, Keys kKeys = Keys::kInRows, Maps kMaps = Maps::kNever>
 struct ForwardMainloopSm90 {
   static constexpr bool kOverPages = kKeys == Keys::kInPages || kKeys == Keys::kInPagesSplit;
   static constexpr bool kSplits = kKeys == Keys::kInRowsSplit || kKeys == Keys::kInPagesSplit;
+  static constexpr bool kMasked = kKeys == Keys::kInRowsMasked;
   using Params = std::conditional_t<kOverPages, PagedForwardParamsSm90, ForwardParamsSm90>;
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
@@ -123,6 +124,12 @@ struct ForwardMainloopSm90 {
     VisibleKeys<kN> keys;
     struct Nothing {};
     [[no_unique_address]] std::conditional_t<kSplits, std::int64_t, Nothing> part;  // this split's place
+    struct ByColumns {
+      const std::uint32_t* words;  // the blocks of keys that the tile visits, one in each step (see MaskWords)
+      const HiddenRows* columns;   // of the first key of the sequence
+    };
+    struct NoColumns {};
+    [[no_unique_address]] std::conditional_t<kMasked, ByColumns, NoColumns> masked;
   };
   // A tile stays in use until the next one has begun. A tile of ragged sequences is handed out when so many key blocks
   // of the one before are left to load, and not earlier, as no other thread block can take it then.
@@ -136,6 +143,7 @@ struct ForwardMainloopSm90 {
     alignas(1024) Element staging[kStagingWarps][kStagingPerWarp];
     Work work[kWorks];
     FewSequences few;
+    int first_key[kMasked ? kStages : 1];    // of the block whose K is in a stage, under a column mask
     Ring<kWorks> work_barriers;              // producers and all consumers wait for a tile, the scheduler for its slot
     cutlass::arch::ClusterBarrier near_end;  // a ragged scheduler waits for the producer to near a tile's end
     Ring<kStagesQ> q_barriers[kWarpgroups];  // each warpgroup waits for its own rows of Q

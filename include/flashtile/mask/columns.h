@@ -1,0 +1,99 @@
+// This file says which rows single columns are hidden from: the masks of FlashMask (arXiv 2410.01359), which hide from
+// each column the rows of one interval or two.
+#pragma once
+
+#include <cstdint>
+
+#include "flashtile/cuda/divisor.h"
+#include "flashtile/macros.h"
+#include "flashtile/mask/band.h"
+#include "flashtile/mask/walk.h"
+#include "flashtile/range.h"
+#include "flashtile/sequence.h"
+#include "flashtile/tensor_view.h"
+
+namespace flashtile {
+
+/// HiddenRows are the rows that do not see a column, counted from the first row of the sequence: those of two ranges,
+/// each of which may be empty. The ranges may meet, and reach beyond the rows that there are.
+struct alignas(16) HiddenRows {
+  Range first, second;
+
+  FLASHTILE_HOST_DEVICE bool hides(int row) const { return first.contains(row) || second.contains(row); }
+
+  /// Returns whether all of these rows are hidden, as none at all are.
+  FLASHTILE_HOST_DEVICE bool hides_all(Range rows) const {
+    // Each range may lead into the other, and the second back into the first, but from there on no row is hidden.
+    int row = rows.begin;
+    if (first.contains(row)) row = first.end;
+    if (second.contains(row)) row = second.end;
+    if (first.contains(row)) row = first.end;
+    return row >= rows.end;
+  }
+  FLASHTILE_HOST_DEVICE bool hides_any(Range rows) const { return meet(first, rows) || meet(second, rows); }
+
+ private:
+  FLASHTILE_HOST_DEVICE static bool meet(Range a, Range b) {
+    return (a.begin > b.begin ? a.begin : b.begin) < (a.end < b.end ? a.end : b.end);
+  }
+};
+static_assert(sizeof(HiddenRows) == 16);
+
+/// ColumnRanges are the HiddenRows of each column of all heads, in the caller's memory, or none. Those of a ragged
+/// batch lie one sequence behind the other, as the rows of its keys do.
+struct ColumnRanges {
+  const HiddenRows* data = nullptr;
+  std::int64_t batch_stride = 0;  // 0 where all entries have the same
+  std::int64_t head_stride = 0;
+  Divisor heads;  // query heads that share them
+
+  /// Returns those of a tensor (B or 1, H, S_k, 4), or none if it is not given.
+  static ColumnRanges of(const TensorView& t, int heads_q) {
+    if (!t.given()) return {};
+    const int heads = static_cast<int>(t.shape[1]);
+    return {static_cast<const HiddenRows*>(t.data), t.shape[0] == 1 ? 0 : t.strides[0] / 4, t.strides[1] / 4,
+            Divisor(heads_q / heads)};
+  }
+
+  FLASHTILE_HOST_DEVICE bool given() const { return data != nullptr; }
+  /// Returns which mask, of those that a batch entry has, is that of a query head.
+  FLASHTILE_HOST_DEVICE int mask_of(int head) const { return heads.quotient(head); }
+  /// Returns those of a mask, from the first column of its batch entry on; `k` says where that lies.
+  FLASHTILE_HOST_DEVICE const HiddenRows* of_mask(int batch, int mask, Span k) const {
+    return data + batch * batch_stride + mask * head_stride + k.first;
+  }
+  FLASHTILE_HOST_DEVICE const HiddenRows* of_head(int batch, int head, Span k) const {
+    return of_mask(batch, mask_of(head), k);
+  }
+};
+
+/// SeenColumn is what one column adds to the question which kind of block a block of columns is (see BlockKind).
+struct SeenColumn {
+  bool shown = false;   // whether a row of the tile sees it,
+  bool hidden = false;  // and whether one does not
+
+  FLASHTILE_HOST_DEVICE static SeenColumn of(const HiddenRows& hidden, int column, Range rows, Band band, Lengths n) {
+    const Range inside = band.transposed().columns(column, n.transposed());
+    const Range seen{inside.begin > rows.begin ? inside.begin : rows.begin,
+                     inside.end < rows.end ? inside.end : rows.end};
+    if (seen.empty()) return {false, true};
+    return {!hidden.hides_all(seen), seen != rows || hidden.hides_any(rows)};
+  }
+  FLASHTILE_HOST_DEVICE SeenColumn operator|(SeenColumn other) const {
+    return {shown || other.shown, hidden || other.hidden};
+  }
+  FLASHTILE_HOST_DEVICE BlockKind kind() const {
+    return !shown ? BlockKind::kSkip : hidden ? BlockKind::kEdge : BlockKind::kInterior;
+  }
+};
+
+/// Returns what `rows`, which are not empty, see of a block of columns: exactly, as each column is asked.
+FLASHTILE_HOST_DEVICE BlockKind kind_of_block(const HiddenRows* columns, Range block, Range rows, Band band,
+                                              Lengths n) {
+  SeenColumn seen;
+  for (int column = block.begin; column < block.end; ++column)
+    seen = seen | SeenColumn::of(columns[column], column, rows, band, n);
+  return seen.kind();
+}
+
+}  // namespace flashtile

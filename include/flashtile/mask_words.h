@@ -1,0 +1,117 @@
+// This file says where a column mask's kinds of blocks lie once a kernel that runs before the attention has found them:
+// two bits for each tile and block, so that the attention visits no block that is hidden.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include "flashtile/backward_order.h"
+#include "flashtile/macros.h"
+#include "flashtile/mask/columns.h"
+#include "flashtile/plan.h"
+#include "flashtile/sequence.h"
+
+namespace flashtile {
+
+/// These count the bits of a word, and those behind its lowest one. What the standard library has for the second is
+/// wrong in kernels.
+FLASHTILE_HOST_DEVICE int bits_of(std::uint32_t word) {
+#ifdef __CUDA_ARCH__
+  return __popc(word);
+#else
+  return std::popcount(word);
+#endif
+}
+FLASHTILE_HOST_DEVICE int lowest_bit_of(std::uint32_t word) {
+#ifdef __CUDA_ARCH__
+  return __ffs(int(word)) - 1;
+#else
+  return std::countr_zero(word);
+#endif
+}
+
+/// MaskWords say which blocks of keys each tile of queries visits, or which blocks of queries each tile of keys. A tile
+/// has words with a bit for every interior block, and behind them as many with a bit for every edge block: bit b of
+/// word w is block 32 · w + b. A walk takes interior blocks first: they need no test, and all rows see them, so that
+/// the first one gives each row of a forward its reference.
+struct MaskWords {
+  static constexpr int kBlocks = 32;  // of a word
+
+  std::uint32_t* data = nullptr;
+  int words = 0;   // of each of the two kinds
+  int masks = 0;   // heads that have tiles of their own
+  int places = 0;  // tiles of a head in all batch entries; of a ragged batch, slots for them (see Spans)
+  int rows = 1;    // of a tile
+
+  /// Those of tiles of queries, for all masks of an entry; none where there is no column mask.
+  static MaskWords of_queries(const Problem& p, int tile_m, int tile_n, void* at) {
+    if (!p.column_masked()) return {};
+    return {static_cast<std::uint32_t*>(at), words_of(p.seqlen_k, tile_n), p.masks_of_entry,
+            static_cast<int>(p.places_q(tile_m)), tile_m};
+  }
+  /// Those of tiles of keys, which have one walk for the query heads of a group, though these may have masks of their
+  /// own: it visits what one of them sees, and an interior block is one that all of them see.
+  static MaskWords of_keys(const Problem& p, int tile_m, int tile_n, void* at) {
+    if (!p.column_masked()) return {};
+    return {static_cast<std::uint32_t*>(at), words_of(p.seqlen_q, tile_m),
+            p.masks_of_entry < p.heads_k ? p.masks_of_entry : p.heads_k, static_cast<int>(p.places_k(tile_n)), tile_n};
+  }
+
+  std::int64_t bytes() const { return std::int64_t{8} * words * masks * places; }
+
+  /// Returns the words of the tile `block` of a batch entry, whose rows begin at `first_row`.
+  FLASHTILE_HOST_DEVICE std::uint32_t* of_tile(Spans const& spans, int batch, int first_row, int mask,
+                                               int block) const {
+    return of_place(spans.first_place(batch, first_row, rows) + block, mask);
+  }
+  FLASHTILE_HOST_DEVICE std::uint32_t* of_place(int place, int mask) const {
+    return data + (std::int64_t(mask) * places + place) * 2 * words;
+  }
+
+  /// Returns the walk of a tile by steps, of which each visits a block.
+  FLASHTILE_HOST_DEVICE BlockWalk steps(const std::uint32_t* of_tile) const {
+    int edges = 0, interiors = 0;
+    for (int i = 0; i < words; ++i) interiors += bits_of(of_tile[i]), edges += bits_of(of_tile[words + i]);
+    return {{0, interiors + edges}, {0, interiors}};
+  }
+
+ private:
+  static int words_of(int columns, int tile) { return Spans::tiles(Spans::tiles(columns, tile), kBlocks); }
+};
+
+/// These are those of both passes of a backward, or of the only one, which is over blocks of keys.
+struct BackwardMaskWords {
+  MaskWords keys, queries;
+
+  static BackwardMaskWords of(const Problem& p, const Variant& v, void* at) {
+    BackwardMaskWords both;
+    both.keys = MaskWords::of_keys(p, queries_of_step(v), v.tile_n, at);
+    if (v.two_passes())
+      both.queries = MaskWords::of_queries(p, v.tile_m, v.tile_n, static_cast<char*>(at) + both.keys.bytes());
+    return both;
+  }
+  std::int64_t bytes() const { return keys.bytes() + queries.bytes(); }
+};
+
+/// MaskedBlocks are the blocks that a tile visits under a column mask, in the order of its steps.
+struct MaskedBlocks {
+  const std::uint32_t* words = nullptr;
+  int at = -1;             // which of the words
+  std::uint32_t left = 0;  // of its bits
+
+  /// Returns the next block, of which there has to be one. There are `count` words of each kind.
+  FLASHTILE_HOST_DEVICE int next(int count) {
+    while (left == 0) left = words[++at];
+    const int bit = lowest_bit_of(left);
+    left &= left - 1;
+    return MaskWords::kBlocks * (at < count ? at : at - count) + bit;
+  }
+};
+
+enum class TilesOf { kQueries, kKeys };
+
+/// Launches the kernel that finds the words of tiles of queries or keys, which meet blocks of `width` columns or rows.
+void find_mask_words(const MaskWords& words, TilesOf tiles, int width, const ColumnRanges& columns,
+                     const Problem& problem, const Sequences& sequences, Stream stream);
+
+}  // namespace flashtile

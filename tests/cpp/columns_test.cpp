@@ -1,0 +1,123 @@
+// A column mask hides rows from columns. These tests ask every element of small masks, and compare what blocks are said
+// to hold.
+#include "flashtile/mask/columns.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "flashtile/mask_words.h"
+
+namespace flashtile {
+namespace {
+
+bool hidden_by_definition(const HiddenRows& h, int row) {
+  return (h.first.begin <= row && row < h.first.end) || (h.second.begin <= row && row < h.second.end);
+}
+
+TEST(HiddenRows, AgreeWithTheirElements) {
+  constexpr int kRows = 5;
+  for (int a = -1; a <= kRows; ++a)
+    for (int b = -1; b <= kRows + 1; ++b)
+      for (int c = -1; c <= kRows; ++c)
+        for (int d = -1; d <= kRows + 1; ++d) {
+          const HiddenRows hidden{{a, b}, {c, d}};
+          for (int begin = 0; begin < kRows; ++begin)
+            for (int end = begin + 1; end <= kRows; ++end) {
+              int count = 0;
+              for (int row = begin; row < end; ++row) {
+                ASSERT_EQ(hidden.hides(row), hidden_by_definition(hidden, row));
+                count += hidden.hides(row);
+              }
+              ASSERT_EQ(hidden.hides_all({begin, end}), count == end - begin) << a << b << c << d << begin << end;
+              ASSERT_EQ(hidden.hides_any({begin, end}), count > 0) << a << b << c << d << begin << end;
+            }
+        }
+}
+
+TEST(HiddenRows, TakeAnyValue) {
+  constexpr int kLeast = std::numeric_limits<int>::min(), kMost = std::numeric_limits<int>::max();
+  EXPECT_TRUE((HiddenRows{{kLeast, kMost}, {0, 0}}.hides_all({0, 1 << 30})));
+  EXPECT_FALSE((HiddenRows{{kMost, kLeast}, {5, 3}}.hides_any({0, 1 << 30})));
+  EXPECT_TRUE((HiddenRows{{kLeast, 7}, {7, kMost}}.hides_all({0, 1 << 30})));
+}
+
+/// Blocks of a random mask have the kind that their elements say, under every band.
+TEST(Columns, KindsOfBlocksAgreeWithTheElements) {
+  std::mt19937 random(0);
+  const auto below = [&](int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); };
+  for (int trial = 0; trial < 3000; ++trial) {
+    const Lengths n{1 + below(12), 1 + below(12)};
+    const int distances[] = {0, 1, 3, Band::kUnbounded};
+    const Band band{distances[below(4)], distances[below(4)]};
+    std::vector<HiddenRows> columns(static_cast<std::size_t>(n.k));
+    for (HiddenRows& hidden : columns) {
+      const auto range = [&] {
+        const int begin = below(n.q + 1);
+        return below(3) == 0 ? Range{} : Range{begin, begin + below(n.q + 2 - begin)};
+      };
+      hidden = {range(), range()};
+    }
+    for (int begin = 0; begin < n.q; ++begin)
+      for (int end = begin + 1; end <= n.q; ++end)
+        for (int first = 0; first < n.k; ++first)
+          for (int last = first + 1; last <= n.k; ++last) {
+            int kept = 0;
+            for (int i = begin; i < end; ++i)
+              for (int j = first; j < last; ++j)
+                kept += band.keep(i, j, n) && !hidden_by_definition(columns[static_cast<std::size_t>(j)], i);
+            const BlockKind expected = kept == 0                                ? BlockKind::kSkip
+                                       : kept == (end - begin) * (last - first) ? BlockKind::kInterior
+                                                                                : BlockKind::kEdge;
+            ASSERT_EQ(kind_of_block(columns.data(), {first, last}, {begin, end}, band, n), expected);
+          }
+  }
+}
+
+/// A walk by the words of a tile goes once to each block that they have, last to those at an edge.
+TEST(MaskWords, StepsVisitEachBlockOnce) {
+  std::mt19937 random(1);
+  for (int count = 1; count <= 4; ++count)
+    for (int trial = 0; trial < 200; ++trial) {
+      std::vector<std::uint32_t> words(static_cast<std::size_t>(2 * count));
+      std::vector<int> edges, interiors;
+      for (int block = 0; block < 32 * count; ++block) {
+        const unsigned kind = random() % (trial % 2 == 0 ? 3 : 40);
+        if (kind > 1) continue;
+        words[kind * static_cast<std::size_t>(count) + static_cast<std::size_t>(block) / 32] |= 1u << block % 32;
+        (kind == 0 ? interiors : edges).push_back(block);
+      }
+      const BlockWalk walk = MaskWords{.words = count}.steps(words.data());
+      MaskedBlocks blocks{words.data()};
+      std::vector<int> visited;
+      for (int step = walk.first(); step < walk.end(); step = walk.next(step)) {
+        visited.push_back(blocks.next(count));
+        const std::vector<int>& kind = walk.is_edge(step) ? edges : interiors;
+        ASSERT_TRUE(std::ranges::find(kind, visited.back()) != kind.end());
+      }
+      interiors.insert(interiors.end(), edges.begin(), edges.end());
+      ASSERT_EQ(visited, interiors);
+    }
+}
+
+TEST(ColumnRanges, FindThoseOfAHead) {
+  std::vector<HiddenRows> memory(2 * 3 * 5);
+  TensorView view;
+  view.data = memory.data();
+  view.rank = 4;
+  view.shape = {2, 3, 5, 4};
+  view.strides = {60, 20, 4, 1};
+  const ColumnRanges of_each = ColumnRanges::of(view, 6);
+  EXPECT_EQ(of_each.of_mask(1, of_each.mask_of(5), {0, 5, 5}), memory.data() + 25);
+  EXPECT_EQ(of_each.of_mask(0, of_each.mask_of(1), {2, 3, 3}), memory.data() + 2);
+  view.shape[0] = 1;
+  EXPECT_EQ(ColumnRanges::of(view, 6).of_mask(1, 2, {0, 5, 5}), memory.data() + 10);  // entries share their masks
+  EXPECT_FALSE(ColumnRanges::of({}, 6).given());
+}
+
+}  // namespace
+}  // namespace flashtile
