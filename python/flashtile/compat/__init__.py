@@ -1,9 +1,10 @@
-"""The functions of the flash-attn packages, computed by flashtile.
+"""The functions of the flash-attn packages, and FlashMask's, computed by flashtile.
 
 - :mod:`flashtile.compat.flash_attn`: ``flash_attn`` 2
 - :mod:`flashtile.compat.flash_attn_interface`: ``flash_attn_interface``, FlashAttention-3
 - :mod:`flashtile.compat.bert_padding`: ``flash_attn.bert_padding``
 - :mod:`flashtile.compat.layers.rotary`: ``flash_attn.layers.rotary``
+- :mod:`flashtile.compat.flashmask`: ``flashmask_attention`` of PaddlePaddle and its package ``flash_mask``
 
 Names, order and defaults of parameters are theirs, so one import line changes; :func:`install` spares that one too.
 docs/migration.md lists what is served, what has no effect, and what is refused.
@@ -11,9 +12,9 @@ docs/migration.md lists what is served, what has no effect, and what is refused.
 
 import sys
 
-from . import bert_padding, flash_attn, flash_attn_interface, layers
+from . import bert_padding, flash_attn, flash_attn_interface, flashmask, layers
 
-__all__ = ["bert_padding", "flash_attn", "flash_attn_interface", "install", "layers", "uninstall"]
+__all__ = ["bert_padding", "flash_attn", "flash_attn_interface", "flashmask", "install", "layers", "uninstall"]
 
 _MODULES = {
     "flash_attn": flash_attn,
