@@ -1,4 +1,4 @@
-"""The command line: info, explain, demo, bench, ladder."""
+"""The command line: info, explain, mask, demo, bench, ladder."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from ._refusal import Refusal
 
 if TYPE_CHECKING:
     import torch
+
+    from flashtile.masks import ColumnMask
 
 PICTURES = (".png", ".svg", ".pdf")  # what matplotlib draws without a further package
 DTYPES = ("float32", "float16", "bfloat16")
@@ -52,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("info", help="what this build holds and what it runs on").set_defaults(command=_info)
     _add_explain(commands)
+    _add_mask(commands)
     _add_demo(commands)
     _add_bench(commands)
     _add_ladder(commands)
@@ -106,6 +109,44 @@ def _add_explain(commands: Any) -> None:
     explain.set_defaults(command=_explain)
 
 
+# What the numbers behind a kind are, and its mask.
+MASKS: dict[str, tuple[str, Callable[[type[ColumnMask], list[int]], ColumnMask]]] = {
+    "full": ("S_q S_k", lambda mask, n: mask.full(*n)),
+    "causal": ("S_q S_k", lambda mask, n: mask.causal(*n)),
+    "document": ("LENGTH ...", lambda mask, n: mask.document(n)),
+    "causal_document": ("LENGTH ...", lambda mask, n: mask.causal_document(n)),
+    "share_question": ("QUESTION ANSWER ...", lambda mask, n: mask.share_question([(n[0], n[1:])])),
+    "sliding_window": ("S WINDOW", lambda mask, n: mask.sliding_window(*n)),
+    "global_sliding_window": (
+        "S GLOBAL LEFT RIGHT",
+        lambda mask, n: mask.global_sliding_window(n[0], n[1], (n[2], n[3])),
+    ),
+    "prefix_lm": ("S PREFIX", lambda mask, n: mask.prefix_lm(*n)),
+    "prefix_document": ("PREFIX LENGTH ...", lambda mask, n: mask.prefix_document(_pairs(n))),
+    "causal_blockwise": ("LENGTH ...", lambda mask, n: mask.causal_blockwise(n)),
+    "qk_sparse": ("S BEGIN END ...", lambda mask, n: mask.qk_sparse(n[0], _pairs(n[1:]))),
+    "chunked": ("S CHUNK", lambda mask, n: mask.chunked(*n)),
+    "image_blocks": ("S BEGIN END ...", lambda mask, n: mask.image_blocks(_pairs(n[1:]), n[0])),
+}
+
+
+def _pairs(numbers: list[int]) -> list[tuple[int, int]]:
+    if len(numbers) % 2:
+        raise Refusal(f"mask: {' '.join(map(str, numbers))} is an odd count of numbers, expected pairs")
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def _add_mask(commands: Any) -> None:
+    kinds = "; ".join(f"{kind} {sizes}" for kind, (sizes, _) in MASKS.items())
+    mask = commands.add_parser("mask", help="what a kind of mask hides, and its picture", epilog=f"kinds: {kinds}")
+    mask.add_argument(
+        "kind", choices=MASKS, metavar="KIND", help="a constructor of flashtile.masks.ColumnMask, see below"
+    )
+    mask.add_argument("sizes", type=_whole(0), nargs="*", metavar="SIZE", help="what the kind is made of, see below")
+    mask.add_argument("--png", type=Path, metavar="FILE", help="also draw it with matplotlib")
+    mask.set_defaults(command=_mask)
+
+
 def _add_demo(commands: Any) -> None:
     demo = commands.add_parser("demo", help="is it exact, is it fast, does a model train the same with it?")
     demo.add_argument("--seconds", type=_seconds, default=60, help="of training, both runs together (default: 60)")
@@ -119,10 +160,11 @@ def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="time flashtile against PyTorch's attention")
     bench.add_argument(
         "--suite",
-        choices=("forward", "backward", "varlen", "decode", "prefill", "memory", "host", "cpu", "random"),
-        help="varlen: ragged batches, forward and backward; decode: one new token over a cache; prefill: many; "
-        "memory: bytes at the peak instead of time; host: until a call returns; random: shapes and options of all "
-        "kinds, drawn by --seed, of which the worst are shown (default: forward, or cpu without CUDA)",
+        choices=("forward", "backward", "varlen", "masks", "decode", "prefill", "memory", "host", "cpu", "random"),
+        help="varlen: ragged batches, forward and backward; masks: FlashMask's kinds of column masks, the same; "
+        "decode: one new token over a cache; prefill: many; memory: bytes at the peak instead of time; host: "
+        "until a call returns; random: shapes and options of all kinds, drawn by --seed, of which the worst are shown "
+        "(default: forward, or cpu without CUDA)",
     )
     bench.add_argument(
         "--dtype", default="bfloat16", choices=("float16", "bfloat16"), help="of the GPU suites but random"
@@ -130,7 +172,8 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument(
         "--full",
         action="store_true",
-        help="also the lengths between 512, 2048 and 16384; of suite random twice the cases",
+        help="also the lengths between 512, 2048 and 16384; of suite masks all kinds, heads and lengths; of suite "
+        "random twice the cases",
     )
     bench.add_argument("--seed", type=_whole(0), metavar="N", help="of suite random: which cases (default: 0)")
     bench.add_argument("--quick", action="store_true", help="a few small cases: does everything run?")
@@ -141,17 +184,17 @@ def _add_bench(commands: Any) -> None:
         metavar="NAME=MODULE:FUNCTION",
         help="all suites but host and cpu: also time FUNCTION(q, k, v, causal), imported from "
         "MODULE; it takes tensors (B, S, H, D) and returns out, or a tuple with out first, which suite backward "
-        "differentiates; suite varlen calls it with tensors (T, H, D) and the keywords cu_seqlens_q, cu_seqlens_k, "
-        "max_seqlen_q, max_seqlen_k, causal and scale, suites decode and prefill with q (B, S_q, H, D), caches "
-        "(B, S, H, D) and the keywords cache_seqlens and causal; suite random calls it in all these ways, with the "
-        "keywords window, softcap, alibi_slopes, sinks, dropout_p and block_table where a case has them and FUNCTION "
-        "takes them; may be given more than once",
+        "differentiates; suite varlen, and of documents suite masks, call it with tensors (T, H, D) and the keywords "
+        "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal and scale, suites decode and prefill with q "
+        "(B, S_q, H, D), caches (B, S, H, D) and the keywords cache_seqlens and causal; suite random calls it in all "
+        "these ways, with the keywords window, softcap, alibi_slopes, sinks, dropout_p and block_table where a case "
+        "has them and FUNCTION takes them; may be given more than once",
     )
     bench.add_argument(
         "--flex",
         action="store_true",
-        help="suites forward, backward, decode and random: also time FlexAttention; compiling it for each case takes "
-        "long",
+        help="suites forward, backward, masks, decode and random: also time FlexAttention; compiling it for each case "
+        "takes long",
     )
     bench.add_argument(
         "--profile", action="store_true", help="time nothing; print what calls consist of, by PyTorch's profiler"
@@ -317,6 +360,33 @@ def _device(command: str, name: str | None) -> torch.device:
     if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
         raise Refusal(f"{command}: --device is {name}, and torch sees {torch.cuda.device_count()} CUDA devices")
     return device
+
+
+def _mask(options: argparse.Namespace) -> int:
+    if options.png:
+        _need_matplotlib("mask --png", "plot")
+        if options.png.suffix.lower() != ".png":
+            raise Refusal(f"mask: --png is {options.png}, expected a name that ends in .png")
+    sizes, make = MASKS[options.kind]
+    # A kind takes as many numbers as it has names; with ... behind them any that begin with the first.
+    names, given = sizes.split(), len(options.sizes)
+    if given < 1 if names[-1] == "..." else given != len(names):
+        raise Refusal(
+            f"mask: {options.kind} is given {given} {'number' if given == 1 else 'numbers'}, expected {sizes}"
+        )
+    from flashtile.masks import ColumnMask
+
+    try:
+        mask = make(ColumnMask, options.sizes)
+        hidden = mask.sparsity()
+    except (ValueError, RuntimeError) as error:  # of places beyond the mask, or of a table that no memory holds
+        raise Refusal(_first_line(error)) from None
+    _need_writable(options.png)
+    print(f"{options.kind}: {mask}, {hidden:.1%} hidden")
+    print(mask.picture(size=32))
+    if options.png:
+        mask.plot(options.png)
+    return 0
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -40,10 +40,11 @@ def test_a_case_names_its_options():
 def test_a_case_is_asked_for_what_it_has_alone():
     case = Case.square(1, 8, 6, 16, causal=True)
     assert options.arguments(case, CPU) == {} and options.words(case) == ""
-    given = dataclasses.replace(case, window=(3, 0), softcap=30.0, alibi=True, sinks=True, dropout_p=0.1)
+    options_of_all = {"softcap": 30.0, "alibi": True, "sinks": True, "dropout_p": 0.1}
+    given = dataclasses.replace(case, window=(3, 0), columns="document", **options_of_all)
     found = options.arguments(given, CPU)
     assert list(found) == options.names(given) == list(options.WORDS)
-    assert options.words(given, served=["window", "sinks"]) == "softcap and ALiBi and dropout"
+    assert options.words(given, served=["window", "mask", "sinks"]) == "softcap and ALiBi and dropout"
     for name in ("alibi_slopes", "sinks"):
         assert found[name].shape == (6,) and found[name].dtype == torch.float32
         assert found[name] is options.arguments(given, CPU)[name]

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import flashtile
+from flashtile import cli
 from flashtile.cli import main
+from flashtile.masks import ColumnMask
 
 
 def test_info(capsys):
@@ -91,6 +93,49 @@ def test_explain_refuses_what_attention_refuses(capsys):
     assert main(["explain", "2", "100", "120", "8", "3", "64", "--device", "cpu"]) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith("flashtile: attention: ") and not shown.out
+
+
+def test_mask_draws(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "new" / "x.png"
+    assert main(["mask", "causal_document", "3", "5", "--png", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("causal_document: ColumnMask(B=1, H=1, S_q=8, S_k=8, device=cpu), 67.2% hidden\n#.......\n")
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    "arguments, mask",
+    [
+        ("full 2 4", ColumnMask.full(2, 4)),
+        ("causal 4 6", ColumnMask.causal(4, 6)),
+        ("document 3 1 2", ColumnMask.document([3, 1, 2])),
+        ("causal_document 3 1 2", ColumnMask.causal_document([3, 1, 2])),
+        ("share_question 2 2 1", ColumnMask.share_question([(2, [2, 1])])),
+        ("sliding_window 6 3", ColumnMask.sliding_window(6, 3)),
+        ("global_sliding_window 7 1 2 0", ColumnMask.global_sliding_window(7, 1, (2, 0))),
+        ("prefix_lm 6 3", ColumnMask.prefix_lm(6, 3)),
+        ("prefix_document 2 4 1 2", ColumnMask.prefix_document([(2, 4), (1, 2)])),
+        ("causal_blockwise 2 2 2", ColumnMask.causal_blockwise([2, 2, 2])),
+        ("qk_sparse 6 2 4", ColumnMask.qk_sparse(6, [(2, 4)])),
+        ("chunked 5 2", ColumnMask.chunked(5, 2)),
+        ("image_blocks 6 1 4", ColumnMask.image_blocks([(1, 4)], 6)),
+    ],
+)
+def test_mask_makes_every_kind(arguments, mask, capsys):
+    assert main(["mask", *arguments.split()]) == 0
+    assert capsys.readouterr().out.partition("\n")[2] == f"{mask.picture()}\n"
+
+
+def test_mask_is_drawn_at_most_32_characters_wide_and_says_what_its_numbers_are(capsys):
+    assert main(["mask", "causal_document", "3000", "1096"]) == 0
+    first, *rows = capsys.readouterr().out.splitlines()
+    assert first.endswith("S_k=4096, device=cpu), 69.6% hidden") and {len(row) for row in rows} == {32}
+    with pytest.raises(SystemExit):
+        main(["mask", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for kind, (sizes, _) in cli.MASKS.items():
+        assert f"{kind} {sizes}" in shown
 
 
 def test_bench_quick_then_markdown(tmp_path, capsys):
@@ -218,6 +263,12 @@ def test_demo_says_what_it_lacks(monkeypatch, capsys):
         ),
         ("demo --output {folder}/x", "demo: --output is {folder}/x, expected a name that ends in .png, .svg or .pdf"),
         ("demo --output {file}/x.png", "File exists: '{file}'"),
+        ("mask chunked 8", "mask: chunked is given 1 number, expected S CHUNK"),
+        ("mask document", "mask: document is given 0 numbers, expected LENGTH ..."),
+        ("mask prefix_lm 8 9", "ColumnMask.prefix_lm: prefix is 9, expected an int from 0 to 8"),
+        ("mask prefix_document 1 8 2", "mask: 1 8 2 is an odd count of numbers, expected pairs"),
+        ("mask chunked 8 2 --png {folder}/x.svg", "mask: --png is {folder}/x.svg, expected a name that ends in .png"),
+        ("mask chunked 8 2 --png {file}/x.png", "File exists: '{file}'"),
         ("explain 1 8 8 2 2 64 --device gpu", "explain: --device is gpu, expected cpu or cuda"),
         ("explain 1 8 8 2 2 64 --device cuda", "explain: --device is cuda, and torch sees no CUDA device"),
         ("explain 1 8 8 2 2 64 --device cuda:x", "explain: --device is cuda:x, and torch sees no CUDA device"),
@@ -329,6 +380,9 @@ def test_an_output_that_takes_nothing_ends_a_command(command, output, status, sa
         ["dance"],
         ["bench", "--suite", "speed"],
         ["bench", "--suite", "random", "--seed", "-1"],
+        ["mask"],
+        ["mask", "tree", "3"],
+        ["mask", "chunked", "8", "-2"],
         ["explain", "1"],
         ["explain", "1", "-8", "8", "2", "2", "64"],
         ["explain", "9223372036854775808", "1", "1", "1", "1", "64"],

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from flashtile.bench.columns import count_shown, shown
+
 SHORT_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
@@ -48,6 +50,7 @@ class Case:
     sinks: bool = False
     dropout_p: float = 0.0
     page_size: int = 0  # of a cache; 0: it is contiguous
+    columns: str = ""  # a kind of column mask, see columns.py; it is the whole mask, without causal and window
 
     @classmethod
     def square(cls, batch: int, seqlen: int, heads: int, head_dim: int, **options) -> Case:
@@ -90,7 +93,9 @@ class Case:
 
     @property
     def mask_name(self) -> str:
-        names = ["causal"] if self.causal else []
+        names = [self.columns] if self.columns else []
+        if self.causal:
+            names.append("causal")
         if self.window is not None:
             names.append("window " + ",".join("∞" if side is None else str(side) for side in self.window))
         options = {
@@ -117,10 +122,12 @@ class Case:
     def flops(self) -> float:
         """FLOPs of the matmuls by the usual convention: causal counts half, backward 2.5 times the forward.
 
-        In a ragged batch, of a chunk and within a window the pairs that see each other are counted.
+        In a ragged batch, of a chunk, within a window and of a column mask the pairs that see each other are counted.
         """
         if self.lengths is not None:
             pairs: float = sum(count_visible(sequence) for sequence, _ in self.sequences())
+        elif self.columns:
+            pairs = count_shown(self)
         elif self.is_square_band:
             pairs = self.batch * self.seqlen_q * self.seqlen_k / (1 if self.is_full else 2)
         else:
@@ -141,12 +148,12 @@ class Case:
     @property
     def is_full(self) -> bool:
         """Whether every row sees every key; so does a causal case's only one."""
-        return self.window is None and (not self.causal or self.seqlen_q == 1)
+        return self.window is None and not self.columns and (not self.causal or self.seqlen_q == 1)
 
     @property
     def is_square_band(self) -> bool:
         """Whether SDPA can express the mask itself; its is_causal is aligned to the top left."""
-        return self.is_full or (self.window is None and self.seqlen_q == self.seqlen_k)
+        return self.is_full or (self.window is None and not self.columns and self.seqlen_q == self.seqlen_k)
 
 
 class Inputs(NamedTuple):
@@ -187,9 +194,12 @@ def distances(case: Case, device: torch.device, begin: int = 0, end: int | None 
 
 
 def visible(case: Case, device: torch.device, begin: int = 0, end: int | None = None) -> torch.Tensor:
-    """True where query rows [begin, end) see a key: the contract's mask, written out."""
+    """True where query rows [begin, end) see a key: the contract's mask, written out; a column mask's of the last entry
+    of the batch."""
     distance = distances(case, device, begin, end)
     keep = torch.ones_like(distance, dtype=torch.bool)
+    if case.columns:
+        keep &= shown(case, device, begin, begin + len(keep))
     if case.causal:
         keep &= distance <= 0
     left, right = case.window or (None, None)

@@ -50,7 +50,7 @@ def measure(
     `attention` stands in for flashtile's, in suite varlen for its attention_varlen, in suites decode and prefill for
     its attention_kvcache, in suite random for `rivals.attention_of_any`; `cases` for the suite's. `peers`
     (NAME=MODULE:FUNCTION) run beside the usual peers of all suites but host and cpu, and so does by `flex`
-    FlexAttention in forward, backward, decode and random. `seed` is that of suite random, by default 0.
+    FlexAttention in forward, backward, masks, decode and random. `seed` is that of suite random, by default 0.
     """
     has_cuda = torch.cuda.is_available()
     suite = suite or ("forward" if has_cuda else "cpu")

@@ -16,10 +16,11 @@ import torch
 
 from flashtile.bench import decode, options, ragged
 from flashtile.bench.cases import Case, Work
+from flashtile.bench.masked import Renamed, as_documents
 from flashtile.bench.oracle import Attention, attention_sdpa
 from flashtile.bench.peers import MATH, RECORDED, Peer, math_setting, output_of
 
-SUITES = ("forward", "backward", "varlen", *decode.SUITES, "memory", "random")
+SUITES = ("forward", "backward", "varlen", "masks", *decode.SUITES, "memory", "random")
 MATH_SUITES = ("forward", "backward", "memory")
 
 
@@ -50,7 +51,8 @@ def found_peers(suite: str, device_type: str) -> tuple[list[Peer], dict[str, str
         if module.__file__ is None or module.__name__.startswith("flashtile.compat"):
             continue  # a folder that other packages share, or what flashtile.compat.install() has put there
         versions[package.name] = _version(package, module)
-        peers.append(Peer(package.name, Adapted(package.name, package.adapter(module))))
+        attention: Attention = Adapted(package.name, package.adapter(module))
+        peers.append(Peer(package.name, Renamed(attention, as_documents) if suite == "masks" else attention))
     return peers, versions
 
 

@@ -3,6 +3,7 @@ package that was found takes its place."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from flashtile._refusal import Refusal
 from flashtile.bench import decode, found, options, ragged
 from flashtile.bench.cases import Case, Work
+from flashtile.bench.columns import is_hidden, mask_of
+from flashtile.bench.masked import BAND, VARLEN, Renamed, as_documents
 from flashtile.bench.memory import FORMULA
 from flashtile.bench.options import alibi_slopes
 from flashtile.bench.peers import MATH, TRITON, Peer, cuda_settings, output_of
@@ -33,6 +36,8 @@ TAKEN = (
     TRITON,
     FLEX,
     DENSE,
+    BAND,
+    VARLEN,
     TORCH_VARLEN,
     BEST_PEER,
     BEST_VARLEN,
@@ -40,7 +45,7 @@ TAKEN = (
     OF_READ,
     FORMS,
 )
-FLEX_SUITES = ("forward", "backward", "decode", "random")
+FLEX_SUITES = ("forward", "backward", "masks", "decode", "random")
 PEER_SUITES = found.SUITES
 
 
@@ -56,6 +61,8 @@ def further_peers(suite: str, texts: Sequence[str] = (), *, flex: bool = False) 
         peer = outside_peer(text)
         if peer.name in (*TAKEN, *(other.name for other in peers)):
             raise Refusal(f"bench: --peer {text!r} is named {peer.name!r}, expected a name that is not taken")
+        if suite == "masks":
+            peer = dataclasses.replace(peer, attention=Renamed(peer.attention, as_documents))
         peers.append(peer)
     return peers
 
@@ -162,14 +169,11 @@ class FlexAttention:
         self._case = None  # where anything below fails, nothing is prepared
         if case.lengths is not None:
             raise NotImplementedError("it is not asked for ragged batches here")
-        if refused := options.words(case, served=["window", "softcap", "alibi_slopes"]):
+        if refused := options.words(case, served=["window", "mask", "softcap", "alibi_slopes"]):
             raise NotImplementedError(f"it is not asked for {refused} here")
         # Without this a second shape would be compiled as a dynamic one, and after a few torch.compile gives up.
         torch.compiler.reset()
-        seen = mask_function(case)
-        self._block_mask = (
-            None if seen is None else create_block_mask(seen, None, None, case.seqlen_q, case.seqlen_k, device=q.device)
-        )
+        self._block_mask = block_mask(case, q.device)
         modified = score_function(case, q.device)
         self._scores = {} if modified is None else {"score_mod": modified}
         self._compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
@@ -179,6 +183,30 @@ class FlexAttention:
             out = self._attend(q, k, v, case)
             torch.autograd.grad(out, (q, k, v), torch.zeros_like(out), retain_graph=True)
         self._case = case
+
+
+def block_mask(case: Case, device: torch.device) -> BlockMask | None:
+    """FlexAttention's form of the mask, in blocks of 128 rows and columns; None where all is seen."""
+    lengths = case.seqlen_q, case.seqlen_k
+    if not case.columns:
+        seen = mask_function(case)
+        return None if seen is None else create_block_mask(seen, None, None, *lengths, device=device)
+    create: Callable[..., BlockMask] = create_block_mask
+    if device.type == "cuda":  # else it would write out what is seen, several times over
+        create = torch.compile(create_block_mask, dynamic=False)
+    return create(column_function(case, device), len(mask_of(case, device).ranges), None, *lengths, device=device)
+
+
+def column_function(case: Case, device: torch.device) -> Callable[..., torch.Tensor]:
+    """A column mask as FlexAttention asks for it."""
+    ranges = mask_of(case, device).ranges[:, 0].expand(case.batch, -1, -1)
+    begin_0, end_0, begin_1, end_1 = (bound.contiguous() for bound in ranges.unbind(-1))  # (B, S_k) each
+
+    def seen(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        place = batch, column
+        return ~is_hidden(row, (begin_0[place], end_0[place], begin_1[place], end_1[place]))
+
+    return seen
 
 
 def mask_function(case: Case) -> Callable[..., torch.Tensor] | None:

@@ -10,13 +10,21 @@ from typing import Any
 import torch
 
 from flashtile.bench.cases import Case
+from flashtile.bench.columns import mask_of
 
-WORDS = {"window": "windows", "softcap": "softcap", "alibi_slopes": "ALiBi", "sinks": "sinks", "dropout_p": "dropout"}
+WORDS = {
+    "window": "windows",
+    "mask": "column masks",
+    "softcap": "softcap",
+    "alibi_slopes": "ALiBi",
+    "sinks": "sinks",
+    "dropout_p": "dropout",
+}
 
 
 def names(case: Case) -> list[str]:
     """The options that this case has."""
-    given = (case.window is not None, case.softcap, case.alibi, case.sinks, case.dropout_p)
+    given = (case.window is not None, case.columns, case.softcap, case.alibi, case.sinks, case.dropout_p)
     return [name for name, has in zip(WORDS, given, strict=True) if has]
 
 
@@ -30,6 +38,8 @@ def arguments(case: Case, device: torch.device) -> dict[str, Any]:
     given: dict[str, Any] = {}
     if case.window is not None:
         given["window"] = case.window
+    if case.columns:
+        given["mask"] = mask_of(case, device)
     if case.softcap:
         given["softcap"] = case.softcap
     if case.alibi:

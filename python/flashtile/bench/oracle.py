@@ -7,17 +7,19 @@ so that nothing under test takes part in it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from flashtile.bench import options
 from flashtile.bench.cases import Case, Inputs, distances, visible
 
 GRADIENTS = ("dq", "dk", "dv")
-# Rows are independent, so the float64 scores exist for this many at a time.
+# Rows are independent, so the float64 scores exist for this many at a time: a backward forms them again.
 ROWS_AT_A_TIME = 2048
 MASK_LIMIT = 2**31  # bytes of a mask that SDPA is given
 
@@ -55,9 +57,8 @@ def attention_written(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: C
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     sinks = options.sinks(case.heads_q, q.device)[-heads:].to(q.dtype) if case.sinks else None
-    blocks = []
-    for begin in range(0, case.seqlen_q, ROWS_AT_A_TIME):
-        end = min(begin + ROWS_AT_A_TIME, case.seqlen_q)
+
+    def block(begin: int, end: int) -> torch.Tensor:
         keep = visible(case, q.device, begin, end)
         scores = q[:, :, begin:end] @ k.mT / math.sqrt(case.head_dim)
         if case.softcap:
@@ -70,8 +71,18 @@ def attention_written(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: C
         dead = ~keep.any(dim=-1, keepdim=True)
         # softmax of a row of −inf is NaN, and so would its gradient be.
         weights = scores.masked_fill(dead, 0).softmax(dim=-1).masked_fill(dead, 0)
-        blocks.append(weights[..., : case.seqlen_k] @ v)
-    return torch.cat(blocks, dim=2).transpose(1, 2)
+        return weights[..., : case.seqlen_k] @ v
+
+    return torch.cat(_blocks_of_rows(block, case), dim=2).transpose(1, 2)
+
+
+def _blocks_of_rows(block: Callable[[int, int], torch.Tensor], case: Case) -> list[torch.Tensor]:
+    """block(begin, end) of all query rows, of which a backward keeps the results alone."""
+    ends = [*range(ROWS_AT_A_TIME, case.seqlen_q, ROWS_AT_A_TIME), case.seqlen_q]
+    return [
+        checkpoint(block, begin, end, use_reentrant=False, preserve_rng_state=False)
+        for begin, end in itertools.pairwise([0, *ends])
+    ]
 
 
 def _alibi_bias(case: Case, q: torch.Tensor, begin: int = 0, end: int | None = None) -> torch.Tensor:
@@ -83,7 +94,13 @@ def _alibi_bias(case: Case, q: torch.Tensor, begin: int = 0, end: int | None = N
 
 def attention_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
     """PyTorch's scaled_dot_product_attention, with an explicit mask where it has no name for ours."""
-    return sdpa(q, k, v, case, sdpa_mask(case, q))
+    if not case.columns:
+        return sdpa(q, k, v, case, sdpa_mask(case, q))
+
+    def block(begin: int, end: int) -> torch.Tensor:
+        return sdpa(q[:, begin:end], k, v, case, visible(case, q.device, begin, end))
+
+    return torch.cat(_blocks_of_rows(block, case), dim=1)
 
 
 def sdpa_mask(case: Case, q: torch.Tensor) -> torch.Tensor | None:

@@ -18,6 +18,7 @@ from flashtile._refusal import Refusal
 from flashtile.bench.cases import Work, pair
 from flashtile.bench.decode import GRAPH, PAGE_SIZES, SUITES
 from flashtile.bench.machine import MATMUL_SIZE
+from flashtile.bench.masked import BAND, VARLEN
 from flashtile.bench.memory import FORMULA
 from flashtile.bench.peers import OURS
 from flashtile.bench.ragged import DENSE, TORCH_VARLEN
@@ -42,6 +43,8 @@ STYLES = {
     OURS: Style(VERMILION, "o"),
     DENSE: Style(VERMILION, "s", "--"),
     GRAPH: Style(VERMILION, "D", "--"),
+    BAND: Style(VERMILION, "D", "--"),
+    VARLEN: Style(VERMILION, "s", "--"),
     **{f"page {size}": Style(VERMILION, marker, ":") for size, marker in zip(PAGE_SIZES, "v^", strict=True)},
     "SDPA": Style(INK, "X"),
     "SDPA FA2": Style(BLUE, "s"),
@@ -59,6 +62,7 @@ STYLES = {
 LENGTH = "sequence length (tokens)"
 AXES = dict.fromkeys(("forward", "backward", "memory"), LENGTH) | {
     "varlen": "length of the sequences (tokens)",
+    "masks": "kind of mask",
     "decode": "batch, tokens in the cache",
     "prefill": "batch, new / all tokens",
     "host": "what is called",
@@ -213,6 +217,8 @@ def _draw_panel(ax: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
         label, roof = figure.roof
         handles["roof"] = ax.axhline(roof, color=INK, linewidth=1, linestyle=(0, (5, 3)), label=label, zorder=1)
     ax.set_xticks(range(len(panel.places)), panel.places)
+    if figure.axis == AXES["masks"]:
+        ax.tick_params(axis="x", labelrotation=90)  # names are many, and long
     ax.margins(x=0.12)
     ax.grid(axis="y", color=INK, alpha=0.25, linewidth=0.6)
     ax.tick_params(labelsize=8 if len(panel.places) < 5 else 6.5)
@@ -253,6 +259,8 @@ def _place(suite: str, cell: Record) -> tuple[str, str, str, bool]:
         equal = len(set(case["lengths"])) == 1
         name = str(case["lengths"][0]) if equal else re.sub(r"\+|×(?=\()", r"\g<0>\n", cell["shape"].split(" ")[0])
         return f"{case['work']}, {mask}", head_dim, name + (f"\n{heads}" if grouped else ""), equal and not grouped
+    if suite == "masks":
+        return case["work"], f"{heads}, {head_dim}\nS {case['seqlen_q']}", mask, False
     if suite == "cpu":
         return case["work"], case["dtype"], f"{head_dim}\n{mask}", False
     return "", f"{cell['shape']}, {mask}", case["work"].replace(" with", "\nwith"), False

@@ -19,6 +19,7 @@ from flashtile.bench import cliffs
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.decode import CACHE_FORMS, GRAPH, OURS_ALL, SUITES
 from flashtile.bench.machine import MATMUL_SIZE
+from flashtile.bench.masked import BAND, VARLEN
 from flashtile.bench.memory import FORMULA
 from flashtile.bench.peers import OURS
 from flashtile.bench.ragged import DENSE
@@ -123,7 +124,7 @@ def brief_row(record: Record) -> str:
 def peer_names(record: Record) -> list[str]:
     """Who was timed beside flashtile in its several forms."""
     names = dict.fromkeys(name for cell in record["cells"] for name in cell["ratios"])
-    return [name for name in names if name not in (*OURS_ALL, DENSE, FORMULA)]
+    return [name for name in names if name not in (*OURS_ALL, DENSE, BAND, VARLEN, FORMULA)]
 
 
 def _ratios_to(cell: Record, names: Sequence[str]) -> dict[str, float]:
@@ -274,8 +275,8 @@ def spread(result: Record) -> str:
 
 
 def _summary(suite: str, machine: dict[str, Any], cells: Sequence[Cell]) -> Record:
-    if suite == "varlen":
-        return _varlen_summary(cells)
+    if suite in ("varlen", "masks"):
+        return _training_summary(cells)
     if suite == "random":
         return cliffs.summary(cells)
     if suite in SUITES:
@@ -283,13 +284,14 @@ def _summary(suite: str, machine: dict[str, Any], cells: Sequence[Cell]) -> Reco
     return summary(cells) | (_forward_summary(machine, cells) if suite == "forward" else {})
 
 
-def _varlen_summary(cells: Sequence[Cell]) -> Record:
-    """Forward and backward by themselves, and the ratio to the best of the others that take ragged batches."""
+def _training_summary(cells: Sequence[Cell]) -> Record:
+    """Forward and backward by themselves, and of ragged batches the ratio to the best of the others that take them."""
     found: Record = {}
     for work in dict.fromkeys(cell.case.work for cell in cells):
         of_work = [cell for cell in cells if cell.case.work is work]
         columns: Record = summary(of_work)
-        if best := against_the_best(of_work, besides=(DENSE,)):
+        ragged = [cell for cell in of_work if cell.case.lengths is not None]
+        if best := against_the_best(ragged, besides=(DENSE,)):
             columns[BEST_VARLEN] = best
         found |= {f"{name}, {work.value}": of for name, of in columns.items()}
     return found

@@ -13,6 +13,7 @@ from flashtile.bench import memory
 from flashtile.bench.cases import Case, Inputs, Work, make_inputs
 from flashtile.bench.decode import OURS_ALL, cache_peers_of
 from flashtile.bench.graphs import OwnStream, captured
+from flashtile.bench.masked import masked_peers_of
 from flashtile.bench.oracle import GRADIENTS, Oracle, Verdict, results
 from flashtile.bench.peers import OURS, Contestant, Peer, contestant, host_contestants, peers_of
 from flashtile.bench.profile import Profiler
@@ -72,6 +73,8 @@ def usual_peers(device_type: str, attention: Callable[..., torch.Tensor], case: 
     """Those of all suites but random."""
     if case.over_a_cache:
         return cache_peers_of(device_type, attention, case)
+    if case.columns:
+        return masked_peers_of(attention, case)
     if case.lengths is None:
         return peers_of(device_type, attention)
     return ragged_peers_of(device_type, attention, case)

@@ -10,6 +10,7 @@ from typing import Any
 
 from flashtile.bench import drawn
 from flashtile.bench.cases import TRAINING, Case, Work
+from flashtile.bench.columns import KINDS
 
 TOKENS = 16384
 HIDDEN = 2048
@@ -18,19 +19,25 @@ RAGGED_HEADS = ((16, 16), (32, 8))
 DECODE_HEADS = ((32, 8, 128), (16, 16, 128), (64, 8, 64))  # H_q, H_k, D
 DECODE_SIZES = ((1, 8192), (1, 131072), (4, 8192), (16, 8192), (64, 4096), (128, 4096), (128, 8192))  # B, S_k
 PREFILL_SIZES = ((16, 128, 2048), (4, 512, 8192), (1, 2048, 32768))  # B, S_q, S_k
-NAMES = ("forward", "backward", "varlen", "decode", "prefill", "memory", "host", "cpu", "random")
+MASK_TOKENS = 32768
+MASK_HEADS = ((32, 8, 64), (16, 16, 128), (8, 8, 256))  # H_q, H_k, D
+LONG_MASKS = ("causal", "causal_document", "document", "share_question")
+NAMES = ("forward", "backward", "varlen", "masks", "decode", "prefill", "memory", "host", "cpu", "random")
 MEMORY = (Work.FORWARD, Work.FORWARD_WITH_GRAD, Work.BACKWARD)
 
 
 def cases(
     name: str, *, dtype: str = "bfloat16", device_type: str = "cuda", full: bool = False, seed: int = 0
 ) -> list[Case]:
-    """The cases of one suite. `full` adds the lengths in between, or as many cases again to "random", which alone knows
-    seeds; `dtype` is ignored by "cpu" and "random", which have several."""
+    """The cases of one suite. `full` adds the lengths in between, to "masks" what kinds lack of heads and lengths, to
+    "random", which alone knows seeds, as many cases again. `dtype` is ignored by "cpu" and "random", which have
+    several."""
     if name in ("forward", "backward"):
         return _gpu(Work(name), dtype, full)
     if name == "varlen":
         return _varlen(dtype, device_type, full)
+    if name == "masks":
+        return _masks(dtype, device_type, full)
     if name == "decode":
         return _decode(dtype, device_type)
     if name == "prefill":
@@ -56,6 +63,11 @@ def quick(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda") -> l
             for work, (lengths, heads) in itertools.product(
                 TRAINING, (((128, 128), (2, 2)), ((37, 3, 256), (2, 2)), ((37, 3, 256), (4, 1)))
             )
+        ]
+    if name == "masks":
+        return [
+            Case(2, 256, 256, 4, 2, 64, 64, dtype=dtype, columns=kind, work=work)
+            for work, kind in itertools.product(TRAINING, KINDS)
         ]
     if name == "decode":
         sizes = ((1, 512, 4, 2, 64), (3, 128, 4, 4, 64), (2, 256, 8, 1, 128))
@@ -132,6 +144,25 @@ def _varlen(dtype: str, device_type: str, full: bool) -> list[Case]:
             Case.ragged(lengths, heads // part, kv_heads // part, 128, causal=True, **options)
             for lengths, (heads, kv_heads) in itertools.product((skewed(part), mixed(part)), RAGGED_HEADS)
         ]
+    return cases
+
+
+def _masks(dtype: str, device_type: str, full: bool) -> list[Case]:
+    part = 1 if device_type == "cuda" else 8
+    problems = [
+        *((kind, 8192, heads) for heads, kind in itertools.product(MASK_HEADS, KINDS)),
+        *((kind, 32768, MASK_HEADS[1]) for kind in LONG_MASKS),
+    ]
+    if full:
+        pairs, head_dims = ((16, 16), (32, 8)), (64, 128, 256)
+        problems += [
+            (kind, seqlen, (*pair, head_dim))
+            for seqlen, head_dim, pair, kind in itertools.product((8192, 32768), head_dims, pairs, KINDS)
+        ]
+    cases = []
+    for work, (kind, seqlen, (heads, kv_heads, head_dim)) in itertools.product(TRAINING, dict.fromkeys(problems)):
+        sizes = MASK_TOKENS // seqlen, seqlen // part, seqlen // part, heads // part, kv_heads // part
+        cases.append(Case(*sizes, head_dim, head_dim, dtype=dtype, columns=kind, work=work))
     return cases
 
 
