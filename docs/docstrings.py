@@ -17,7 +17,7 @@ class AsMarkdown(griffe.Extension):
 
 
 def as_markdown(text: str) -> str:
-    text = re.sub(r":(?:func|class|mod):`([^`]+)`", r"`\1`", text)
+    text = re.sub(r":(?:func|class|meth|mod):`([^`]+)`", r"`\1`", text)
     text = re.sub(r"^>>> .+(?:\n.+)*", _fenced, text, flags=re.MULTILINE)  # an example that stands in no section
     text = re.sub(r"::$", ":", text, flags=re.MULTILINE)  # what is indented below is a block of code here too
     return re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
