@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _C
+
 __all__ = ["ColumnMask"]
 
 Device = torch.device | str | int | None
@@ -678,7 +680,7 @@ def ranges_of(function: str, mask: Any, q: Any, *, ragged: bool = False) -> Tens
     if mask is None:
         return None
     if not isinstance(mask, ColumnMask):
-        raise TypeError(f"{function}: mask is of type {type(mask).__name__}, expected a flashtile.masks.ColumnMask")
+        raise TypeError(f"{function}: mask is {_C.described(mask)}, expected a flashtile.masks.ColumnMask or None")
     if ragged and mask.cu_seqlens is None:
         raise ValueError(f"{function}: mask is {mask}, expected one of a ragged batch, which concatenate() makes")
     if not ragged and mask.cu_seqlens is not None:

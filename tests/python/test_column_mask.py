@@ -296,7 +296,11 @@ def test_wrong_masks():
     cu_seqlens = torch.tensor([0, 20], dtype=torch.int32)
     ragged = ColumnMask.concatenate([ColumnMask.causal(20, 20)])
     for wrong, error, message in (
-        (torch.ones(20, 20), TypeError, "attention: mask is of type Tensor, expected a flashtile.masks.ColumnMask"),
+        (
+            torch.ones(20, 20),
+            TypeError,
+            "attention: mask is a tensor of shape (20, 20), expected a flashtile.masks.ColumnMask or None",
+        ),
         (ColumnMask.causal(21, 20), ValueError, "attention: mask has S_q = 21, expected 20, as q"),
         (
             ColumnMask.causal(20, 21),

@@ -671,7 +671,7 @@ SIZE = "an int from 0 to 2^30 - 1"
         (
             lambda: masks.ranges_of("ColumnMask", torch.ones(3), None),
             TypeError,
-            ": mask is of type Tensor, expected a flashtile.masks.ColumnMask",
+            ": mask is a tensor of shape (3,), expected a flashtile.masks.ColumnMask or None",
         ),
         (
             lambda: ColumnMask.full(3, 3).split(),
