@@ -52,7 +52,7 @@ def test_explain_counts_the_blocks_of_a_column_mask(device, band):
         kinds.append("interior" if whole else "edge" if block.any() else "skipped")
     counts = [kinds.count(kind) for kind in ("interior", "edge", "skipped")]
     assert "blocks    {} interior, {} at an edge, {} skipped".format(*counts) in text
-    assert "blocks " not in flashtile.explain(q, k, k, **band)
+    assert "\n  blocks " not in flashtile.explain(q, k, k, **band)
 
 
 @pytest.mark.gpu
