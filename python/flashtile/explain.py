@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from . import _C
+from ._mask_intervals import kinds_of_blocks
 from .attention import Window, attention
 from .kvcache import attention_kvcache
-from .masks import ColumnMask, kinds_of_blocks
+from .masks import ColumnMask
 from .varlen import attention_varlen
 
 
@@ -69,17 +70,18 @@ def explain(*arguments: Any, device: str | torch.device | None = None, **options
     if text is None:
         raise NotImplementedError("explain: the call reached no kernel, expected tensors that hold data")
     mask = options.get("mask")
-    if mask is not None and mask.cu_seqlens is None and mask.ranges.device.type != "meta":
+    if mask is not None and mask.ranges.device.type != "meta":
         text = _with_blocks(text, mask, options.get("causal", False), options.get("window"))
     return text
 
 
 def _with_blocks(text: str, mask: ColumnMask, causal: bool, window: Window) -> str:
-    """The plan with a line about the blocks of the forward's tiles, behind that about the tiles."""
+    """The plan with a line about the blocks of the forward's tiles behind that about the tiles, or, of a ragged batch,
+    as it is."""
     tile = re.search(r"  tile +(\d+) rows × (\d+) keys.*\n", text)
-    if tile is None:
+    if tile is None or mask.seqlen_q is None:
         return text
-    interior, edge, skipped = kinds_of_blocks(mask, int(tile[1]), int(tile[2]), causal, window)
+    interior, edge, skipped = kinds_of_blocks(mask.ranges, mask.seqlen_q, int(tile[1]), int(tile[2]), causal, window)
     batch, heads = mask.ranges.shape[:2]
     line = f"  blocks    {interior} interior, {edge} at an edge, {skipped} skipped, of {batch * heads} masks\n"
     return text[: tile.end()] + line + text[tile.end() :]

@@ -7,7 +7,6 @@ blocks of images, evicted keys and trees of drafts need no more, and a mask take
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,19 @@ import torch
 from torch import Tensor
 
 from . import _C
+from ._mask_arguments import (
+    Lengths,
+    Spans,
+    checked_size,
+    checked_sizes,
+    checked_spans,
+    require_int32,
+    require_tensor,
+    spans_and_gaps,
+)
+from ._mask_intervals import Device, arange, edges_of_cells, hidden_before, ranges_hiding, ranges_of_runs, spread
 
 __all__ = ["ColumnMask"]
-
-Device = torch.device | str | int | None
-Lengths = Sequence[int] | Tensor
-Spans = Iterable[Sequence[int]] | Tensor  # each [begin, end)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -72,12 +78,12 @@ class ColumnMask:
     cu_seqlens: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        _require_int32("ColumnMask: ranges", self.ranges)
+        require_int32("ColumnMask: ranges", self.ranges)
         shape = tuple(self.ranges.shape)
         if len(shape) != 4 or shape[3] != 4:
             raise ValueError(f"ColumnMask: ranges has shape {shape}, expected (B, H, S_k, 4)")
         if self.cu_seqlens is None:
-            _size("ColumnMask: seqlen_q", self.seqlen_q)
+            checked_size("ColumnMask: seqlen_q", self.seqlen_q)
         else:
             self._check_ragged(shape, self.cu_seqlens)
         *outer, column, row = self.ranges.stride()
@@ -93,7 +99,7 @@ class ColumnMask:
         if shape[0] != 1:
             raise ValueError(f"ColumnMask: ranges has shape {shape}, expected (1, H, T_k, 4), as cu_seqlens are given")
         for name, offsets in zip(("cu_seqlens[0]", "cu_seqlens[1]"), cu_seqlens, strict=True):
-            _require_int32(f"ColumnMask: {name}", offsets)
+            require_int32(f"ColumnMask: {name}", offsets)
             if offsets.dim() != 1 or offsets.shape != cu_seqlens[0].shape or not len(offsets):
                 raise ValueError(f"ColumnMask: {name} has shape {tuple(offsets.shape)}, expected (B + 1), as the other")
             if offsets.device != self.ranges.device:
@@ -139,7 +145,7 @@ class ColumnMask:
     def to_dense(self, batch: int | None = None) -> Tensor:
         """The mask written out: bool, (B, H, S_q, S_k), True where a row sees a column. With `batch`, B is that."""
         seqlen_q = self._seqlen_q("to_dense")
-        row = _arange(seqlen_q, self.device)[:, None]  # (S_q, 1)
+        row = arange(seqlen_q, self.device)[:, None]  # (S_q, 1)
         begin_0, end_0, begin_1, end_1 = self.ranges.unsqueeze(2).unbind(-1)  # (B, H, 1, S_k)
         visible = ~(((begin_0 <= row) & (row < end_0)) | ((begin_1 <= row) & (row < end_1)))
         return visible if batch is None else visible.expand(batch, -1, -1, -1)
@@ -148,7 +154,7 @@ class ColumnMask:
         """The share of elements that are hidden, from 0 to 1, without writing the mask out; 0 where there are none."""
         rows = self._rows_of_columns()
         elements = self.ranges.shape[0] * self.ranges.shape[1] * int(rows.sum())
-        return int(_hidden_before(rows, self.ranges).sum()) / max(elements, 1)
+        return int(hidden_before(rows, self.ranges).sum()) / max(elements, 1)
 
     def picture(self, batch: int = 0, head: int = 0, size: int = 64) -> str:
         """The mask as text: # is visible, . hidden. Where it has more than `size` rows or columns, a character stands
@@ -199,10 +205,10 @@ class ColumnMask:
     def _shares(self, method: str, batch: int, head: int, size: int) -> Tensor:
         """Which share of each cell is visible, of at most (size, size) cells, float64 on the CPU."""
         seqlen_q, ranges = self._seqlen_q(method), self.ranges[batch, head].cpu()  # (S_k, 4)
-        height, width = (_edges(length, size) for length in (seqlen_q, len(ranges)))
+        height, width = (edges_of_cells(length, size) for length in (seqlen_q, len(ranges)))
         cells = []
         for begin, end in itertools.pairwise(width.tolist()):
-            hidden = _hidden_before(height[:, None], ranges[begin:end]).sum(1).diff().double()
+            hidden = hidden_before(height[:, None], ranges[begin:end]).sum(1).diff().double()
             cells.append(1 - hidden / (height.diff() * (end - begin)))
         return torch.stack(cells, 1) if cells else torch.empty(len(height) - 1, 0)
 
@@ -275,7 +281,7 @@ class ColumnMask:
         ...###
         """
         where = "ColumnMask.from_startend_row_indices"
-        _require_int32(f"{where}: indices", indices)
+        require_int32(f"{where}: indices", indices)
         if not isinstance(causal, bool):
             raise TypeError(f"{where}: causal is {causal!r}, expected True or False")
         shape, counts = tuple(indices.shape), (1, 2) if causal else (2, 4)
@@ -283,11 +289,11 @@ class ColumnMask:
             expected = f"(B, H, S_k, {counts[0]} or {counts[1]}), since causal is {causal}"
             raise ValueError(f"{where}: indices has shape {shape}, expected {expected}")
         seqlen_k, count = shape[2:]
-        seqlen_q = _size(f"{where}: seqlen_q", seqlen_k if seqlen_q is None else seqlen_q)
+        seqlen_q = checked_size(f"{where}: seqlen_q", seqlen_k if seqlen_q is None else seqlen_q)
         bounds = indices.unbind(-1)
         if causal:
             lower = bounds if count == 2 else (bounds[0], seqlen_q)
-            return _hiding(seqlen_q, *lower, 0, _arange(seqlen_k, indices.device) - (seqlen_k - seqlen_q))
+            return _hiding(seqlen_q, *lower, 0, arange(seqlen_k, indices.device) - (seqlen_k - seqlen_q))
         return _hiding(seqlen_q, *(bounds if count == 4 else (bounds[0], seqlen_q, 0, bounds[1])))
 
     @classmethod
@@ -320,10 +326,10 @@ class ColumnMask:
                 not within the mask, or a type is none of these.
         """
         where = "ColumnMask.from_ranges"
-        seqlen_q, seqlen_k = _size(f"{where}: seqlen_q", seqlen_q), _size(f"{where}: seqlen_k", seqlen_k)
-        rows = _spans(f"{where}: q_ranges", q_ranges, seqlen_q)
-        columns = _spans(f"{where}: k_ranges", k_ranges, seqlen_k)
-        kinds = [0] * len(rows) if types is None else _sizes(f"{where}: types", types, most=3)
+        seqlen_q, seqlen_k = checked_size(f"{where}: seqlen_q", seqlen_q), checked_size(f"{where}: seqlen_k", seqlen_k)
+        rows = checked_spans(f"{where}: q_ranges", q_ranges, seqlen_q)
+        columns = checked_spans(f"{where}: k_ranges", k_ranges, seqlen_k)
+        kinds = [0] * len(rows) if types is None else checked_sizes(f"{where}: types", types, most=3)
         for name, of in (("k_ranges", columns), ("types", kinds)):
             if len(of) != len(rows):
                 raise ValueError(f"{where}: {name} has {len(of)} entries, expected {len(rows)}, as q_ranges")
@@ -352,7 +358,8 @@ class ColumnMask:
         hidden_column = end[gap] // max(seqlen_q, 1)
         first_row = hidden_column * seqlen_q
         shape = (1, 1, seqlen_k)
-        return _of_runs(where, shape, seqlen_q, hidden_column, end[gap] - first_row, begin[gap + 1] - first_row)
+        hidden = hidden_column, end[gap] - first_row, begin[gap + 1] - first_row
+        return cls(ranges_of_runs(where, shape, *hidden), seqlen_q)
 
     @classmethod
     def from_dense(cls, visible: Tensor) -> ColumnMask:
@@ -369,7 +376,7 @@ class ColumnMask:
                 none of these.
         """
         where = "ColumnMask.from_dense"
-        _require_tensor(f"{where}: visible", visible)
+        require_tensor(f"{where}: visible", visible)
         if visible.dtype != torch.bool:
             raise TypeError(f"{where}: visible has dtype {visible.dtype}, expected torch.bool")
         if not 2 <= visible.dim() <= 4:
@@ -380,7 +387,7 @@ class ColumnMask:
         hidden = torch.nn.functional.pad(~visible.flatten(0, 2), (1, 1))  # (B · H · S_k, S_q + 2)
         column, begin = (hidden[:, 1:] & ~hidden[:, :-1]).nonzero().T
         _, end = (hidden[:, :-1] & ~hidden[:, 1:]).nonzero().T
-        return _of_runs(where, shape, seqlen_q, column, begin, end)
+        return cls(ranges_of_runs(where, shape, column, begin, end), seqlen_q)
 
     # The kinds. All are made on `device`; lengths and places that are tensors are read on the host.
 
@@ -392,7 +399,7 @@ class ColumnMask:
         ####
         ####
         """
-        seqlen_k = _size("ColumnMask.full: seqlen_k", seqlen_k)
+        seqlen_k = checked_size("ColumnMask.full: seqlen_k", seqlen_k)
         return cls(torch.zeros(1, 1, seqlen_k, 4, dtype=torch.int32, device=device), seqlen_q)
 
     @classmethod
@@ -405,9 +412,9 @@ class ColumnMask:
         #####.
         ######
         """
-        seqlen_q = _size("ColumnMask.causal: seqlen_q", seqlen_q)
-        seqlen_k = _size("ColumnMask.causal: seqlen_k", seqlen_k)
-        return _seen(seqlen_q, _arange(seqlen_k, device) - (seqlen_k - seqlen_q), seqlen_q)
+        seqlen_q = checked_size("ColumnMask.causal: seqlen_q", seqlen_q)
+        seqlen_k = checked_size("ColumnMask.causal: seqlen_k", seqlen_k)
+        return _seen(seqlen_q, arange(seqlen_k, device) - (seqlen_k - seqlen_q), seqlen_q)
 
     @classmethod
     def document(cls, lengths: Lengths, *, device: Device = None) -> ColumnMask:
@@ -421,10 +428,10 @@ class ColumnMask:
         ....##
         ....##
         """
-        lengths = _sizes("ColumnMask.document: lengths", lengths)
+        lengths = checked_sizes("ColumnMask.document: lengths", lengths)
         ends = list(itertools.accumulate(lengths))
         begins = [end - length for end, length in zip(ends, lengths, strict=True)]
-        return _seen(sum(lengths), _spread(begins, lengths, device), _spread(ends, lengths, device))
+        return _seen(sum(lengths), spread(begins, lengths, device), spread(ends, lengths, device))
 
     @classmethod
     def causal_document(cls, lengths: Lengths, *, device: Device = None) -> ColumnMask:
@@ -438,9 +445,9 @@ class ColumnMask:
         ....#.
         ....##
         """
-        lengths = _sizes("ColumnMask.causal_document: lengths", lengths)
+        lengths = checked_sizes("ColumnMask.causal_document: lengths", lengths)
         ends = list(itertools.accumulate(lengths))
-        return _seen(sum(lengths), _arange(sum(lengths), device), _spread(ends, lengths, device))
+        return _seen(sum(lengths), arange(sum(lengths), device), spread(ends, lengths, device))
 
     @classmethod
     def share_question(cls, groups: Iterable[tuple[int, Lengths]], *, device: Device = None) -> ColumnMask:
@@ -460,11 +467,11 @@ class ColumnMask:
         ends: list[int] = []
         for i, (question, answers) in enumerate(groups):
             where = f"ColumnMask.share_question: groups[{i}]"
-            parts = [_size(f"{where}[0]", question), *_sizes(f"{where}[1]", answers)]
+            parts = [checked_size(f"{where}[0]", question), *checked_sizes(f"{where}[1]", answers)]
             own = [sum(lengths) + end for end in itertools.accumulate(parts)]
             ends += own[-1:] + own[1:]
             lengths += parts
-        return _seen(sum(lengths), _arange(sum(lengths), device), _spread(ends, lengths, device))
+        return _seen(sum(lengths), arange(sum(lengths), device), spread(ends, lengths, device))
 
     @classmethod
     def sliding_window(cls, seqlen: int, window: int, *, device: Device = None) -> ColumnMask:
@@ -478,8 +485,8 @@ class ColumnMask:
         ..###.
         ...###
         """
-        column = _arange(_size("ColumnMask.sliding_window: seqlen", seqlen), device)
-        return _seen(seqlen, column, column + _size("ColumnMask.sliding_window: window", window, least=1))
+        column = arange(checked_size("ColumnMask.sliding_window: seqlen", seqlen), device)
+        return _seen(seqlen, column, column + checked_size("ColumnMask.sliding_window: window", window, least=1))
 
     @classmethod
     def global_sliding_window(
@@ -498,9 +505,9 @@ class ColumnMask:
         #....##
         """
         where = "ColumnMask.global_sliding_window"
-        column = _arange(_size(f"{where}: seqlen", seqlen), device)
-        first = _size(f"{where}: global_tokens", global_tokens)
-        left, right = _sizes(f"{where}: window", window, count=2)
+        column = arange(checked_size(f"{where}: seqlen", seqlen), device)
+        first = checked_size(f"{where}: global_tokens", global_tokens)
+        left, right = checked_sizes(f"{where}: window", window, count=2)
         end = torch.where(column < first, seqlen, column + left + 1)
         return _hiding(seqlen, torch.full_like(column, first), column - right, end, seqlen)
 
@@ -516,8 +523,8 @@ class ColumnMask:
         #####.
         ######
         """
-        seqlen = _size("ColumnMask.prefix_lm: seqlen", seqlen)
-        prefix = _size("ColumnMask.prefix_lm: prefix", prefix, most=seqlen)
+        seqlen = checked_size("ColumnMask.prefix_lm: seqlen", seqlen)
+        prefix = checked_size("ColumnMask.prefix_lm: prefix", prefix, most=seqlen)
         return cls.prefix_document([(prefix, seqlen)], device=device)
 
     @classmethod
@@ -536,14 +543,14 @@ class ColumnMask:
         firsts: list[int] = []
         ends: list[int] = []
         for i, (prefix, length) in enumerate(groups):
-            length = _size(f"ColumnMask.prefix_document: groups[{i}][1]", length)
-            prefix = _size(f"ColumnMask.prefix_document: groups[{i}][0]", prefix, most=length)
+            length = checked_size(f"ColumnMask.prefix_document: groups[{i}][1]", length)
+            prefix = checked_size(f"ColumnMask.prefix_document: groups[{i}][0]", prefix, most=length)
             begin = sum(lengths)
             lengths += prefix, length - prefix
             firsts += begin, begin + length  # the latter is beyond, so that the column's own row counts
             ends += (begin + length,) * 2
-        first = _arange(sum(lengths), device).minimum(_spread(firsts, lengths, device))
-        return _seen(sum(lengths), first, _spread(ends, lengths, device))
+        first = arange(sum(lengths), device).minimum(spread(firsts, lengths, device))
+        return _seen(sum(lengths), first, spread(ends, lengths, device))
 
     @classmethod
     def causal_blockwise(cls, lengths: Lengths, *, device: Device = None) -> ColumnMask:
@@ -558,10 +565,10 @@ class ColumnMask:
         #####.
         ######
         """
-        lengths = _sizes("ColumnMask.causal_blockwise: lengths", lengths)
+        lengths = checked_sizes("ColumnMask.causal_blockwise: lengths", lengths)
         seqlen, ends = sum(lengths), list(itertools.accumulate(lengths))
         last = seqlen - sum(lengths[-1:])
-        return _hiding(seqlen, 0, _arange(seqlen, device), _spread(ends, lengths, device), last)
+        return _hiding(seqlen, 0, arange(seqlen, device), spread(ends, lengths, device), last)
 
     @classmethod
     def random_eviction(cls, evicted_at: Tensor) -> ColumnMask:
@@ -577,13 +584,13 @@ class ColumnMask:
         ..#.##
         """
         where = "ColumnMask.random_eviction: evicted_at"
-        _require_tensor(where, evicted_at)
+        require_tensor(where, evicted_at)
         if evicted_at.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{where} has dtype {evicted_at.dtype}, expected torch.int32 or torch.int64")
         if not 1 <= evicted_at.dim() <= 3:
             raise ValueError(f"{where} has shape {tuple(evicted_at.shape)}, expected (S), (H, S) or (B, H, S)")
         seqlen = evicted_at.shape[-1]
-        return _seen(seqlen, _arange(seqlen, evicted_at.device), evicted_at)
+        return _seen(seqlen, arange(seqlen, evicted_at.device), evicted_at)
 
     @classmethod
     def qk_sparse(cls, seqlen: int, spans: Spans, *, device: Device = None) -> ColumnMask:
@@ -598,9 +605,9 @@ class ColumnMask:
         #####.
         ######
         """
-        lengths, owners = _marked("ColumnMask.qk_sparse", spans, seqlen)
+        lengths, owners = spans_and_gaps("ColumnMask.qk_sparse", spans, seqlen)
         ends = [0 if owner is None else owner[1] for owner in owners]
-        return _seen(seqlen, _arange(seqlen, device).maximum(_spread(ends, lengths, device)), seqlen)
+        return _seen(seqlen, arange(seqlen, device).maximum(spread(ends, lengths, device)), seqlen)
 
     @classmethod
     def chunked(cls, seqlen: int, chunk: int, *, device: Device = None) -> ColumnMask:
@@ -613,8 +620,8 @@ class ColumnMask:
         ..##.
         ....#
         """
-        column = _arange(_size("ColumnMask.chunked: seqlen", seqlen), device)
-        chunk = _size("ColumnMask.chunked: chunk", chunk, least=1)
+        column = arange(checked_size("ColumnMask.chunked: seqlen", seqlen), device)
+        chunk = checked_size("ColumnMask.chunked: chunk", chunk, least=1)
         return _seen(seqlen, column, column - column % chunk + chunk)
 
     @classmethod
@@ -631,13 +638,13 @@ class ColumnMask:
         #####.
         ######
         """
-        lengths, owners = _marked("ColumnMask.image_blocks", spans, seqlen)
-        begin = _spread([seqlen if owner is None else owner[0] for owner in owners], lengths, device)
-        column = _arange(seqlen, device)
+        lengths, owners = spans_and_gaps("ColumnMask.image_blocks", spans, seqlen)
+        begin = spread([seqlen if owner is None else owner[0] for owner in owners], lengths, device)
+        column = arange(seqlen, device)
         if window is None:
             return _seen(seqlen, column.minimum(begin), seqlen)
-        end = _spread([0 if owner is None else owner[1] for owner in owners], lengths, device)
-        reach = column + _size("ColumnMask.image_blocks: window", window, least=1)
+        end = spread([0 if owner is None else owner[1] for owner in owners], lengths, device)
+        reach = column + checked_size("ColumnMask.image_blocks: window", window, least=1)
         return _seen(seqlen, column.minimum(begin), reach.maximum(end))
 
     @classmethod
@@ -659,7 +666,7 @@ class ColumnMask:
             ValueError: tokens are not in depth-first order; the first that breaks it is named.
         """
         where = "ColumnMask.tree"
-        context = _size(f"{where}: context", context)
+        context = checked_size(f"{where}: context", context)
         parents = parents.tolist() if isinstance(parents, Tensor) else list(parents)
         count = len(parents)
         ends = [count] * count  # of each token's descendants
@@ -672,7 +679,7 @@ class ColumnMask:
                 raise ValueError(f"{where}: parents[{i}] is {parent!r}, expected {expected}")
             path.append(i)
         lengths = [context] + [1] * count
-        return _seen(count, _spread([0, *range(count)], lengths, device), _spread([count, *ends], lengths, device))
+        return _seen(count, spread([0, *range(count)], lengths, device), spread([count, *ends], lengths, device))
 
 
 def ranges_of(function: str, mask: Any, q: Any, *, ragged: bool = False) -> Tensor | None:
@@ -691,151 +698,13 @@ def ranges_of(function: str, mask: Any, q: Any, *, ragged: bool = False) -> Tens
 
 
 def _hiding(seqlen_q: int, *bounds: Tensor | int) -> ColumnMask:
-    """Of begin_0, end_0, begin_1, end_1 for each column, (S_k), (H, S_k) or (B, H, S_k), in any integers."""
-    like = next(bound for bound in bounds if isinstance(bound, Tensor))
-    tensors = [bound if isinstance(bound, Tensor) else torch.full_like(like, bound) for bound in bounds]
-    rows = torch.stack(torch.broadcast_tensors(*tensors), -1).clamp(0, seqlen_q).int()
-    intervals = rows.unflatten(-1, (2, 2))
-    ranges = (intervals * (intervals[..., :1] < intervals[..., 1:])).flatten(-2)
-    return ColumnMask(ranges[(None,) * (4 - ranges.dim())], seqlen_q)
+    return ColumnMask(ranges_hiding(seqlen_q, *bounds), seqlen_q)
 
 
 def _seen(seqlen_q: int, begin: Tensor, end: Tensor | int) -> ColumnMask:
     """Each column is seen by rows [begin, end)."""
     end = end.maximum(begin) if isinstance(end, Tensor) else end
     return _hiding(seqlen_q, 0, begin, end, seqlen_q)
-
-
-def _of_runs(
-    where: str, shape: tuple[int, ...], seqlen_q: int, column: Tensor, begin: Tensor, end: Tensor
-) -> ColumnMask:
-    """Of hidden intervals in order, whose columns are counted through (B, H, S_k) = shape."""
-    columns = shape[0] * shape[1] * shape[2]
-    counts = column.bincount(minlength=columns)
-    if (counts > 2).any():
-        first = int((counts > 2).nonzero()[0])
-        head = first // shape[2]
-        raise ValueError(
-            f"{where}: column {first % shape[2]} of batch entry {head // shape[1]}, head {head % shape[1]} needs "
-            f"{int(counts[first])} hidden intervals, expected at most 2"
-        )
-    rank = torch.arange(len(column), device=column.device) - (counts.cumsum(0) - counts)[column]
-    ranges = torch.zeros(columns, 2, 2, dtype=torch.int32, device=column.device)
-    ranges[column, rank] = torch.stack([begin, end], -1).int()
-    return ColumnMask(ranges.reshape(*shape, 4), seqlen_q)
-
-
-def kinds_of_blocks(
-    mask: ColumnMask,
-    tile_m: int,
-    tile_n: int,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-) -> tuple[int, int, int]:
-    """How many blocks of tile_n columns are interior, at an edge or skipped, over the tiles of tile_m rows of all
-    masks, where a band hides rows as well. It waits for the device."""
-    seqlen_q, columns = mask._seqlen_q("kinds_of_blocks"), mask.ranges.shape[2]
-    left, right = window or (None, None)
-    if causal:
-        right = 0 if right is None else min(right, 0)
-    diagonal = torch.arange(columns, device=mask.device) - (columns - seqlen_q)  # the row that each column meets there
-    first = diagonal * 0 if right is None else (diagonal - right).clamp(0, seqlen_q)
-    end = diagonal * 0 + seqlen_q if left is None else (diagonal + left + 1).clamp(0, seqlen_q)
-    interior = shown = tiles = 0
-    for row in range(0, seqlen_q, tile_m):
-        begin, stop = first.clamp(min=row), end.clamp(max=min(row + tile_m, seqlen_q))
-        hidden = _hidden_before(stop.maximum(begin), mask.ranges) - _hidden_before(begin, mask.ranges)  # (B, H, S_k)
-        seen = torch.nn.functional.pad((stop - begin).clamp(min=0) - hidden, (0, -columns % tile_n))
-        of_blocks = seen.unflatten(-1, (-1, tile_n)).sum(-1)
-        shown += int((of_blocks > 0).sum())
-        interior += int((of_blocks == tile_n * (min(row + tile_m, seqlen_q) - row)).sum())
-        tiles += of_blocks.numel()
-    return interior, shown - interior, tiles - shown
-
-
-def _hidden_before(rows: Tensor, ranges: Tensor) -> Tensor:
-    """How many of the first `rows` rows are hidden from each column, int64."""
-    begin_0, end_0, begin_1, end_1 = ranges.long().clamp(min=0).unbind(-1)
-
-    def within(begin: Tensor, end: Tensor) -> Tensor:
-        return (rows.minimum(end) - begin).clamp(min=0)
-
-    return within(begin_0, end_0) + within(begin_1, end_1) - within(begin_0.maximum(begin_1), end_0.minimum(end_1))
-
-
-def _edges(length: int, size: int) -> Tensor:
-    """Of `size` cells, or as many as there are elements, of sizes that differ by 1 at most."""
-    cells = min(length, size)
-    return torch.arange(cells + 1) * length // max(cells, 1)
-
-
-def _arange(count: int, device: Device) -> Tensor:
-    return torch.arange(count, dtype=torch.int32, device=device)
-
-
-def _spread(values: Sequence[int], lengths: Sequence[int], device: Device) -> Tensor:
-    """Each value as often as its length says, without waiting for the device."""
-    given = torch.tensor([values, lengths], dtype=torch.int32).to(device)
-    return given[0].repeat_interleave(given[1], output_size=sum(lengths))
-
-
-def _marked(where: str, spans: Spans, seqlen: int) -> tuple[list[int], list[tuple[int, int] | None]]:
-    """Lengths of the spans and of what is between them, and for each the span, or None."""
-    seqlen = _size(f"{where}: seqlen", seqlen)
-    lengths: list[int] = []
-    owners: list[tuple[int, int] | None] = []
-    last = 0
-    for i, (begin, end) in enumerate(_spans(f"{where}: spans", spans, seqlen)):
-        if begin < last:
-            raise ValueError(f"{where}: spans[{i}] is ({begin}, {end}), expected it to begin at {last} or later")
-        lengths += begin - last, end - begin
-        owners += None, (begin, end)
-        last = end
-    return [*lengths, seqlen - last], [*owners, None]
-
-
-def _spans(where: str, spans: Spans, most: int) -> list[tuple[int, int]]:
-    checked = []
-    for i, span in enumerate(spans.tolist() if isinstance(spans, Tensor) else spans):
-        begin, end = _sizes(f"{where}[{i}]", span, count=2)
-        if not begin <= end <= most:
-            raise ValueError(f"{where}[{i}] is ({begin}, {end}), expected 0 ≤ begin ≤ end ≤ {most}")
-        checked.append((begin, end))
-    return checked
-
-
-def _sizes(where: str, values: Any, *, most: int = 2**30 - 1, count: int | None = None) -> list[int]:
-    values = values.tolist() if isinstance(values, Tensor) else values
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise TypeError(f"{where} is {values!r}, expected {'ints' if count is None else f'{count} ints'}")
-    values = list(values)
-    if count not in (None, len(values)):
-        raise ValueError(f"{where} is {tuple(values)!r}, expected {count} ints")
-    return [_size(f"{where}[{i}]", value, most=most) for i, value in enumerate(values)]
-
-
-def _size(where: str, value: Any, *, least: int = 0, most: int = 2**30 - 1) -> int:
-    """A size of a mask; by default of any that attention takes."""
-    expected = f"an int from {least} to {'2^30 - 1' if most == 2**30 - 1 else most}"
-    if not isinstance(value, int):
-        try:
-            value = operator.index(value)
-        except TypeError:
-            raise TypeError(f"{where} is {value!r}, expected {expected}") from None
-    if not least <= value <= most:
-        raise ValueError(f"{where} is {value}, expected {expected}")
-    return value
-
-
-def _require_tensor(where: str, x: Any) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{where} is of type {type(x).__name__}, expected a torch.Tensor")
-
-
-def _require_int32(where: str, x: Any) -> None:
-    _require_tensor(where, x)
-    if x.dtype != torch.int32:
-        raise TypeError(f"{where} has dtype {x.dtype}, expected torch.int32")
 
 
 def _alike(method: str, masks: Sequence[ColumnMask], dims: tuple[int, ...]) -> Sequence[ColumnMask]:
