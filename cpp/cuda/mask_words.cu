@@ -5,80 +5,126 @@
 namespace flashtile {
 namespace {
 
-// A thread block finds one word of each kind for some tiles: a warp for each of the 32 blocks that the words have bits
-// for, whose lanes ask the columns, of the block or of the tile.
-constexpr int kThreads = 32 * MaskWords::kBlocks;
-constexpr int kTiles = 4;
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+
+struct MaskBoundsParams {
+  MaskTables tables;
+  ColumnRanges columns;
+  Spans keys;
+};
+
+/// Finds the bounds of a block of keys, by a warp.
+__global__ void __launch_bounds__(kThreads) find_mask_bounds_kernel(const __grid_constant__ MaskBoundsParams params) {
+  let_next_kernel_start();
+  const MaskTables& tables = params.tables;
+  const int index = int(blockIdx.x) * kWarps + int(threadIdx.x / 32), mask = index / tables.places;
+  if (mask >= tables.masks) return;
+  const int place = index - mask * tables.places, batch = params.keys.entry_of(place, tables.tile_n);
+  const Span keys = params.keys.at(batch);
+  const int first = (place - params.keys.first_place(batch, keys.first, tables.tile_n)) * tables.tile_n;
+  const int end = min(first + tables.tile_n, keys.used);
+  const HiddenRows* const columns = params.columns.of_mask(batch, mask, keys);
+  HiddenBounds bounds;
+#pragma unroll 4
+  for (int column = first + int(threadIdx.x % 32); column < end; column += 32) bounds.add(columns[column]);
+  for (HiddenBounds::Ranges* ranges : {&bounds.first, &bounds.second})
+    for (HiddenBounds::Ends* ends : {&ranges->begin, &ranges->end})
+      *ends = {__reduce_min_sync(0xffffffff, ends->least), __reduce_max_sync(0xffffffff, ends->most)};
+  if (threadIdx.x % 32 == 0) tables.bounds[index] = bounds;
+}
 
 struct MaskWordsParams {
-  MaskWords words;
-  TilesOf tiles;
-  int width;   // of a block
-  int joined;  // masks of an entry that have tiles in common
+  MaskTables tables;
+  MaskWords words;  // those to be found
+  bool of_keys;     // whether they are those of tiles of keys
+  int width;        // of a block of the other side
+  int joined;       // masks of an entry that have tiles in common
   ColumnRanges columns;
   Band band;
   Sequences sequences;
 };
 
-/// Returns the kind of a block of `keys` for the tile, or for a block of `queries` the kind of the tile. All lanes of a
-/// warp call it.
-__device__ BlockKind find_kind(MaskWordsParams const& params, int batch, Sequence const& sequence, int mask,
-                               Range queries, Range keys) {
+/// Returns what a tile sees of some columns, each of which is asked. All lanes of a warp call it.
+__device__ SeenColumn ask(const HiddenRows* columns, Range block, Range rows, Band band, Lengths lengths) {
   SeenColumn seen;
-  for (int m = mask * params.joined; m < (mask + 1) * params.joined; ++m) {
-    const HiddenRows* const columns = params.columns.of_mask(batch, m, sequence.k);
-    for (int column = keys.begin + threadIdx.x % 32; column < keys.end; column += 32)
-      seen = seen | SeenColumn::of(columns[column], column, queries, params.band, sequence.lengths());
-  }
-  const bool shown = __any_sync(0xffffffff, seen.shown), hidden = __any_sync(0xffffffff, seen.hidden);
-  return SeenColumn{shown, hidden}.kind();
+#pragma unroll 4
+  for (int column = block.begin + int(threadIdx.x % 32); column < block.end; column += 32)
+    seen = seen | SeenColumn::of(columns[column], column, rows, band, lengths);
+  return {__any_sync(0xffffffff, seen.shown) != 0, __any_sync(0xffffffff, seen.hidden) != 0};
 }
 
+/// Finds one word of each kind of a tile, by a warp: a lane has one of the 32 blocks. What the bounds of keys leave
+/// open, all lanes ask together.
 __global__ void __launch_bounds__(kThreads) find_mask_words_kernel(const __grid_constant__ MaskWordsParams params) {
   let_next_kernel_start();
-  __shared__ BlockKind kinds[kTiles][MaskWords::kBlocks];
   const MaskWords& words = params.words;
-  const bool of_keys = params.tiles == TilesOf::kKeys;
-  const Spans& spans = of_keys ? params.sequences.k : params.sequences.q;
-  const int chunks = Spans::tiles(words.places, kTiles), group = int(blockIdx.x) / words.words;
-  const int word = int(blockIdx.x) - group * words.words, mask = group / chunks;
-  const int first_place = (group - mask * chunks) * kTiles, tiles = min(kTiles, words.places - first_place);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32;
+  const int index = int(blockIdx.x) * kWarps + int(threadIdx.x / 32), line = index / words.words;
+  const int word = index - line * words.words, mask = line / words.places, place = line - mask * words.places;
+  if (mask >= words.masks) return;
+  const Spans& spans = params.of_keys ? params.sequences.k : params.sequences.q;
+  const int batch = spans.entry_of(place, words.rows);
+  const Sequence sequence = params.sequences.at(batch);
+  const Lengths lengths = sequence.lengths();
+  const Span &own = params.of_keys ? sequence.k : sequence.q, &others = params.of_keys ? sequence.q : sequence.k;
   const auto range = [](int block, int size, int end) { return Range{block * size, min((block + 1) * size, end)}; };
-  for (int i = 0; i < tiles; ++i) {
-    const int batch = spans.entry_of(first_place + i, words.rows);
-    const Sequence sequence = params.sequences.at(batch);
-    const Span &own = of_keys ? sequence.k : sequence.q, &others = of_keys ? sequence.q : sequence.k;
-    const int tile = first_place + i - spans.first_place(batch, own.first, words.rows);
-    const Range rows = range(tile, words.rows, own.used);
-    const Range block = range(word * MaskWords::kBlocks + warp, params.width, others.used);
+  const Range tile = range(place - spans.first_place(batch, own.first, words.rows), words.rows, own.used);
+  const auto range_of_lane = [&](int lane) {
+    return range(word * MaskWords::kBlocks + lane, params.width, others.used);
+  };
+  const Range block = range_of_lane(lane);
+  const bool there = !tile.empty() && !block.empty();
+  const auto keys_of = [&](Range block) { return params.of_keys ? tile : block; };
+  const auto queries_of = [&](Range block) { return params.of_keys ? block : tile; };
+
+  const int block_of_keys =
+      params.of_keys ? place : params.sequences.k.first_place(batch, sequence.k.first, params.width) + word * 32 + lane;
+  await_kernel_before();  // which finds the bounds
+  SeenColumn seen;
+  for (int m = mask * params.joined; m < (mask + 1) * params.joined; ++m) {
     BlockKind kind = BlockKind::kSkip;
-    if (!rows.empty() && !block.empty())
-      kind = find_kind(params, batch, sequence, mask, of_keys ? block : rows, of_keys ? rows : block);
-    // Keys behind the last one are hidden, too.
-    if (kind == BlockKind::kInterior && !of_keys && block.end - block.begin < params.width) kind = BlockKind::kEdge;
-    if (lane == 0) kinds[i][warp] = kind;
+    if (there)
+      kind = kind_by_bounds(params.tables.bounds[std::int64_t(m) * params.tables.places + block_of_keys],
+                            keys_of(block), queries_of(block), params.band, lengths);
+    SeenColumn of_mask{kind == BlockKind::kInterior, kind == BlockKind::kSkip};
+    const HiddenRows* const columns = params.columns.of_mask(batch, m, sequence.k);
+    for (unsigned open = __ballot_sync(0xffffffff, kind == BlockKind::kEdge); open != 0; open &= open - 1) {
+      const int asking = lowest_bit_of(open);
+      const Range asked = range_of_lane(asking);
+      const SeenColumn found = ask(columns, keys_of(asked), queries_of(asked), params.band, lengths);
+      if (lane == asking) of_mask = found;
+    }
+    seen = seen | of_mask;
   }
-  __syncthreads();  // the first warps wait for the kinds that all have found
-  if (warp >= tiles) return;
-  const BlockKind kind = kinds[warp][lane];
-  const unsigned edges = __ballot_sync(0xffffffff, kind == BlockKind::kEdge);
+  BlockKind kind = there ? seen.kind() : BlockKind::kSkip;
+  // Keys behind the last one are hidden, too.
+  if (kind == BlockKind::kInterior && !params.of_keys && block.end - block.begin < params.width)
+    kind = BlockKind::kEdge;
   const unsigned interiors = __ballot_sync(0xffffffff, kind == BlockKind::kInterior);
-  if (lane != 0) return;
-  std::uint32_t* const of_tile = words.of_place(first_place + warp, mask);
-  of_tile[word] = interiors;
-  of_tile[words.words + word] = edges;
+  const unsigned edges = __ballot_sync(0xffffffff, kind == BlockKind::kEdge);
+  std::uint32_t* const of_tile = words.of_place(place, mask);
+  if (lane == 0) of_tile[word] = interiors, of_tile[words.words + word] = edges;
 }
 
 }  // namespace
 
-void find_mask_words(const MaskWords& words, TilesOf tiles, int width, const ColumnRanges& columns,
-                     const Problem& problem, const Sequences& sequences, Stream stream) {
-  static KernelHandles handles;
-  const int grid = words.words * Spans::tiles(words.places, kTiles) * words.masks;
-  const int joined = words.masks == 0 ? 1 : problem.masks_of_entry / words.masks;
-  launch(find_mask_words_kernel, handles, problem.device, {grid, kThreads, 0},
-         MaskWordsParams{words, tiles, width, joined, columns, problem.band, sequences}, stream);
+void find_mask_tables(const MaskTables& tables, const Variant& variant, const ColumnRanges& columns,
+                      const Problem& problem, const Sequences& sequences, Stream stream) {
+  static KernelHandles of_bounds, of_words;
+  const auto shape = [](std::int64_t warps, bool early) {
+    return LaunchShape{static_cast<int>((warps + kWarps - 1) / kWarps), kThreads, 0, early};
+  };
+  launch(find_mask_bounds_kernel, of_bounds, problem.device, shape(std::int64_t{tables.masks} * tables.places, false),
+         MaskBoundsParams{tables, columns, sequences.k}, stream);
+  for (const bool of_keys : {true, false}) {
+    const MaskWords& words = of_keys ? tables.keys : tables.queries;
+    const std::int64_t warps = std::int64_t{words.words} * words.places * words.masks;
+    if (warps == 0) continue;
+    const int width = of_keys ? queries_of_step(variant) : variant.tile_n;
+    launch(find_mask_words_kernel, of_words, problem.device, shape(warps, variant.arch == Arch::kSm90),
+           MaskWordsParams{tables, words, of_keys, width, tables.masks / words.masks, columns, problem.band, sequences},
+           stream);
+  }
 }
 
 }  // namespace flashtile

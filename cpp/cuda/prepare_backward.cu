@@ -114,7 +114,7 @@ __device__ void begin_dq(PrepareParams const& prepare, BackwardParams::QueryTile
   if (int(threadIdx.x) < workspace.parts) {
     int state = prepare.first_stores ? SumOfDq::kNothing : SumOfDq::kThere;
     if (params.deterministic) {
-      const int first = tile.keys(params, workspace.tile_m, prepare.tile_n).first();
+      const int first = params.columns.given() ? 0 : tile.keys(params, workspace.tile_m, prepare.tile_n).first();
       state = prepare.first_stores ? ~first : first;
     }
     workspace.state(params.memory)[tile.place * workspace.parts + threadIdx.x] = state;

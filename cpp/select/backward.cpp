@@ -25,7 +25,8 @@ void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device) {
   countable("q", whole.tiles, kTiles);  // the rows of these tiles still fit in int64
   countable("q", whole.rows(), "rows (batch × heads × whole blocks)");
   countable("k", plan.tiles, kTiles);
-  const KeyBlockOrder order = order_key_blocks(plan, device);
+  const BackwardPlan ordered = as_ordered(plan);
+  const KeyBlockOrder order = order_key_blocks(ordered, device);
   plan.parts = order.parts;
   plan.heads_at_once = order.heads_at_once;
   plan.tiles *= plan.parts;
@@ -35,13 +36,13 @@ void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device) {
   plan.grid = order.persistent == 0 ? tiles : std::min(tiles, order.persistent);
   // Where dQ is summed in a fixed order, the blocks of a head have to be taken in order too. Of two passes, one fills
   // the tail of the other.
-  plan.parts_of_sequence = p.deterministic || v.two_passes() ? 1 : parts_of_sequence(p);
-  plan.blocks_of_section = blocks_of_section(p, v, device);
+  plan.parts_of_sequence = p.deterministic || v.two_passes() ? 1 : parts_of_sequence(ordered.problem);
+  plan.blocks_of_section = blocks_of_section(ordered.problem, v, device);
   plan.workspace_bytes = workspace.bytes();
   if (p.column_masked()) {
-    plan.grid = std::min(tiles, device.multiprocessors);
-    plan.mask_words_at = (plan.workspace_bytes + 15) / 16 * 16;
-    plan.workspace_bytes = plan.mask_words_at + BackwardMaskWords::of(p, v, nullptr).bytes();
+    if (v.arch == Arch::kSm90) plan.grid = std::min(tiles, device.multiprocessors);
+    plan.mask_tables_at = (plan.workspace_bytes + 15) / 16 * 16;
+    plan.workspace_bytes = plan.mask_tables_at + MaskTables::of_backward(p, v, nullptr).bytes();
   }
 }
 

@@ -61,9 +61,6 @@ template <class Row>
   const std::string place = " on " + name_of(problem.device);
   if (widest == 0)
     throw Unsupported("q has dtype " + std::string(name_of(problem.dtype)) + place + ", expected " + dtypes);
-  if (problem.column_masked() && arch != Arch::kCpu)
-    throw Unsupported("mask is given" + place +
-                      ", expected none: only kernels for Hopper take one, with a usual softcap");
   throw Unsupported("q or v has head dimension " + std::to_string(problem.wider_head_dim()) + place +
                     ", expected at most " + std::to_string(widest) + " (less where shared memory is short)");
 }

@@ -25,11 +25,13 @@ void plan_on_cpu(ForwardPlan& plan, const DeviceInfo& device) {
 /// Plans the scheduler metadata of a ragged batch, which has `places` slots for tiles in one head (see Spans). A kernel
 /// that runs before this one lists the tiles by work, longest first. Hopper's thread blocks do without a list where
 /// sequences are few and their tiles can be counted in a few bits: then each orders them by itself (see FewSequences).
+/// Under a column mask shared memory has no room for that.
 void plan_metadata(ForwardPlan& plan, std::int64_t places, const DeviceInfo& device) {
   const bool few = plan.problem.batch <= RaggedOrder::kFewSequences && places <= RaggedOrder::kFewPlaces &&
-                   plan.tiles < static_cast<std::int64_t>(MarkedCount::kLimit);
-  plan.parts_of_sequence = parts_of_sequence(plan.problem);
-  plan.blocks_of_section = blocks_of_section(plan, device);
+                   plan.tiles < static_cast<std::int64_t>(MarkedCount::kLimit) && !plan.problem.column_masked();
+  const ForwardPlan ordered = as_ordered(plan);
+  plan.parts_of_sequence = parts_of_sequence(ordered.problem);
+  plan.blocks_of_section = blocks_of_section(ordered, device);
   plan.lists = plan.variant.arch != Arch::kSm90 || !few;
   plan.workspace_bytes = plan.lists ? RaggedTiles::bytes(plan.m_blocks) : sizeof(std::uint64_t);
 }
@@ -46,11 +48,11 @@ void plan_on_gpu(ForwardPlan& plan, const Estimate& estimate, const DeviceInfo& 
   plan.m_blocks = p.ragged ? static_cast<int>(places) : Spans::tiles(p.seqlen_q, queries);
   plan.tiles = packing.packs_of(p.heads_q) * places * plan.splits;
   plan.grid = countable("q", plan.tiles, kTiles);
-  plan.shared_memory = forward_shared_memory(v);
+  plan.shared_memory = forward_shared_memory(v, p.column_masked());
   plan.doubles_warps = v.may_double_warps() && plan.grid <= device.multiprocessors;
   if (v.arch == Arch::kSm90) {
     plan.grid = std::min({plan.grid, device.multiprocessors, PersistentScheduler::kMaxBlocks});
-    if (!p.ragged) plan.scheduler = balanced_scheduler(plan, device);
+    if (!p.ragged) plan.scheduler = balanced_scheduler(as_ordered(plan), device);
   }
   if (p.ragged) plan_metadata(plan, places, device);
   const auto append = [&](std::int64_t bytes) {
@@ -59,13 +61,13 @@ void plan_on_gpu(ForwardPlan& plan, const Estimate& estimate, const DeviceInfo& 
     return at;
   };
   if (p.column_masked()) {
-    if (!p.ragged) {  // tiles are handed out by a MarkedCount
+    if (!p.ragged && v.arch == Arch::kSm90) {  // tiles are handed out by a MarkedCount
       if (plan.tiles >= static_cast<std::int64_t>(MarkedCount::kLimit))
         throw Unsupported("mask is given with " + std::to_string(plan.tiles) + " " + kTiles + ", expected fewer than " +
                           std::to_string(MarkedCount::kLimit));
       plan.workspace_bytes = sizeof(std::uint64_t);
     }
-    plan.mask_words_at = append(MaskWords::of_queries(p, v.tile_m, v.tile_n, nullptr).bytes());
+    plan.mask_tables_at = append(MaskTables::of_forward(p, v, nullptr).bytes());
   }
   if (plan.splits > 1) plan.parts_at = append(ForwardParts::bytes(plan));
 }

@@ -72,7 +72,7 @@ class Dealing {
     for (int n = 0; n < key_blocks(p_, v); ++n) {
       const Range keys = {n * v.tile_n, std::min((n + 1) * v.tile_n, p_.seqlen_k)};
       const BlockWalk queries = p_.mask().transposed().walk(keys, queries_of_step(v), lengths.transposed());
-      const bool whole_heads = in_order_ && p_.band != Band::full();  // see KeyBlock
+      const bool whole_heads = in_order_ && (p_.band != Band::full() || p_.column_masked());  // see KeyBlock
       blocks_.push_back(whole_heads ? Block{group, queries.blocks()} : Block{group * queries.blocks(), 1});
       longest_ = std::max(longest_, blocks_.back().steps());
       most_parts_ = std::max(most_parts_, blocks_.back().units);

@@ -20,6 +20,15 @@ std::int64_t rows_of_sequence(const Problem& p);
 /// Returns how many tiles of rows all sequences have at the most, where `heads` heads are packed.
 std::int64_t tiles_of_rows(const Problem& p, const Variant& v, int heads);
 
+/// Returns a plan by whose problem tiles are put in order. What a column mask hides the host does not know: most hide
+/// more from the first rows, and so the order is that of a causal mask, in which the longest tiles come first.
+template <class Plan>
+Plan as_ordered(Plan plan) {
+  Problem& p = plan.problem;
+  if (p.column_masked()) p.band = p.band.intersect(Band::causal());
+  return plan;
+}
+
 /// Returns how many CPU threads `tiles` work items are worth.
 int threads_for(std::int64_t tiles, Cost cost, const DeviceInfo& device);
 

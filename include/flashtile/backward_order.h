@@ -51,7 +51,7 @@ inline bool queries_come_first(const Problem& p, const Variant& v, int parts) {
 /// Returns of how many query heads the tiles are interleaved, where blocks of keys are of `heads` KV heads: under a
 /// mask of all that share those.
 inline int query_heads_at_once(const Problem& p, int heads) {
-  return p.band == Band::full() ? 1 : heads * p.group();
+  return p.band == Band::full() && !p.column_masked() ? 1 : heads * p.group();
 }
 
 }  // namespace flashtile

@@ -44,17 +44,16 @@ struct MaskWords {
   int rows = 1;    // of a tile
 
   /// Those of tiles of queries, for all masks of an entry; none where there is no column mask.
-  static MaskWords of_queries(const Problem& p, int tile_m, int tile_n, void* at) {
+  static MaskWords of_queries(const Problem& p, int tile_m, int tile_n) {
     if (!p.column_masked()) return {};
-    return {static_cast<std::uint32_t*>(at), words_of(p.seqlen_k, tile_n), p.masks_of_entry,
-            static_cast<int>(p.places_q(tile_m)), tile_m};
+    return {nullptr, words_of(p.seqlen_k, tile_n), p.masks_of_entry, static_cast<int>(p.places_q(tile_m)), tile_m};
   }
   /// Those of tiles of keys, which have one walk for the query heads of a group, though these may have masks of their
   /// own: it visits what one of them sees, and an interior block is one that all of them see.
-  static MaskWords of_keys(const Problem& p, int tile_m, int tile_n, void* at) {
+  static MaskWords of_keys(const Problem& p, int tile_m, int tile_n) {
     if (!p.column_masked()) return {};
-    return {static_cast<std::uint32_t*>(at), words_of(p.seqlen_q, tile_m),
-            p.masks_of_entry < p.heads_k ? p.masks_of_entry : p.heads_k, static_cast<int>(p.places_k(tile_n)), tile_n};
+    return {nullptr, words_of(p.seqlen_q, tile_m), p.masks_of_entry < p.heads_k ? p.masks_of_entry : p.heads_k,
+            static_cast<int>(p.places_k(tile_n)), tile_n};
   }
 
   std::int64_t bytes() const { return std::int64_t{8} * words * masks * places; }
@@ -75,22 +74,64 @@ struct MaskWords {
     return {{0, interiors + edges}, {0, interiors}};
   }
 
+  /// Returns how many of the blocks before `block` a tile visits.
+  FLASHTILE_HOST_DEVICE int visited_before(const std::uint32_t* of_tile, int block) const {
+    int visited = 0;
+    for (int i = 0; i * kBlocks < block; ++i) {
+      const int left = block - i * kBlocks;
+      const std::uint32_t before = left < kBlocks ? (1u << left) - 1 : ~0u;
+      visited += bits_of((of_tile[i] | of_tile[words + i]) & before);
+    }
+    return visited;
+  }
+
  private:
   static int words_of(int columns, int tile) { return Spans::tiles(Spans::tiles(columns, tile), kBlocks); }
 };
 
-/// These are those of both passes of a backward, or of the only one, which is over blocks of keys.
-struct BackwardMaskWords {
+/// MaskTables are what the kernels ahead of an attention find of a column mask, in the workspace: the words of tiles of
+/// keys, of tiles of queries, or of both, and before them the HiddenBounds of each block of keys.
+struct MaskTables {
   MaskWords keys, queries;
+  HiddenBounds* bounds = nullptr;  // (masks of an entry, places)
+  int masks = 0;
+  int places = 0;  // as MaskWords have it
+  int tile_n = 1;  // keys of a block
 
-  static BackwardMaskWords of(const Problem& p, const Variant& v, void* at) {
-    BackwardMaskWords both;
-    both.keys = MaskWords::of_keys(p, queries_of_step(v), v.tile_n, at);
-    if (v.two_passes())
-      both.queries = MaskWords::of_queries(p, v.tile_m, v.tile_n, static_cast<char*>(at) + both.keys.bytes());
-    return both;
+  static MaskTables of_forward(const Problem& p, const Variant& v, void* at) {
+    MaskTables tables(p, v);
+    tables.queries = MaskWords::of_queries(p, v.tile_m, v.tile_n);
+    return tables.placed(at);
   }
-  std::int64_t bytes() const { return keys.bytes() + queries.bytes(); }
+  /// Returns those of both passes of a backward, or of the only one, which is over blocks of keys. Where that one sums
+  /// dQ in order, the words of queries say when a block of keys adds to a tile (see KeyBlock::turn()).
+  static MaskTables of_backward(const Problem& p, const Variant& v, void* at) {
+    MaskTables tables(p, v);
+    tables.keys = MaskWords::of_keys(p, queries_of_step(v), v.tile_n);
+    if (v.two_passes() || p.deterministic) tables.queries = MaskWords::of_queries(p, v.tile_m, v.tile_n);
+    if (!v.two_passes()) tables.queries.masks = tables.queries.masks > 0 ? tables.keys.masks : 0;
+    return tables.placed(at);
+  }
+
+  std::int64_t bytes() const { return bounds_bytes() + keys.bytes() + queries.bytes(); }
+
+ private:
+  MaskTables(const Problem& p, const Variant& v) {
+    if (!p.column_masked()) return;
+    masks = p.masks_of_entry;
+    places = static_cast<int>(p.places_k(v.tile_n));
+    tile_n = v.tile_n;
+  }
+  std::int64_t bounds_bytes() const { return std::int64_t{sizeof(HiddenBounds)} * masks * places; }
+  MaskTables placed(void* at) const {
+    MaskTables tables = *this;
+    if (masks == 0) return tables;
+    char* const begin = static_cast<char*>(at);
+    tables.bounds = reinterpret_cast<HiddenBounds*>(begin);
+    tables.keys.data = reinterpret_cast<std::uint32_t*>(begin + bounds_bytes());
+    tables.queries.data = reinterpret_cast<std::uint32_t*>(begin + bounds_bytes() + keys.bytes());
+    return tables;
+  }
 };
 
 /// MaskedBlocks are the blocks that a tile visits under a column mask, in the order of its steps.
@@ -108,10 +149,8 @@ struct MaskedBlocks {
   }
 };
 
-enum class TilesOf { kQueries, kKeys };
-
-/// Launches the kernel that finds the words of tiles of queries or keys, which meet blocks of `width` columns or rows.
-void find_mask_words(const MaskWords& words, TilesOf tiles, int width, const ColumnRanges& columns,
-                     const Problem& problem, const Sequences& sequences, Stream stream);
+/// Launches the kernels that find them: one for the bounds, and one for the words of each side.
+void find_mask_tables(const MaskTables& tables, const Variant& variant, const ColumnRanges& columns,
+                      const Problem& problem, const Sequences& sequences, Stream stream);
 
 }  // namespace flashtile

@@ -44,7 +44,7 @@ struct ForwardParams {
   Sequences sequences;
   ScoreParams<HeadPacking> scores;  // where heads are packed, the `head` of a tile counts packs
   ColumnRanges columns;             // none where there is no column mask, as the next
-  MaskWords mask_words;
+  MaskTables mask_tables;
   Dropout dropout;
   Divisor group;  // query heads per KV head
   int head_dim;   // of Q and K
@@ -70,8 +70,7 @@ struct ForwardParams {
         .sequences = p.sequences(t),
         .scores = {p.score_map(), p.mask(), plan.packing, AlibiSlopes::of(t.alibi_slopes)},
         .columns = ColumnRanges::of(t.mask, p.heads_q),
-        .mask_words = MaskWords::of_queries(p, plan.variant.tile_m, plan.variant.tile_n,
-                                            static_cast<char*>(memory) + plan.mask_words_at),
+        .mask_tables = MaskTables::of_forward(p, plan.variant, static_cast<char*>(memory) + plan.mask_tables_at),
         .dropout = p.dropout,
         .group = Divisor(p.group()),
         .head_dim = p.head_dim,
@@ -123,7 +122,7 @@ struct BackwardParams {
   Sequences sequences;
   ScoreParams<NoPacking> scores;  // transposed: a row is a key
   ColumnRanges columns;           // none where there is no column mask, as the next
-  BackwardMaskWords mask_words;
+  MaskTables mask_tables;
   Dropout dropout;
   float scale;
   bool deterministic;
@@ -252,7 +251,7 @@ struct BackwardParams {
         .sequences = p.sequences(f),
         .scores = scores.transposed(),
         .columns = ColumnRanges::of(f.mask, p.heads_q),
-        .mask_words = BackwardMaskWords::of(p, plan.variant, static_cast<char*>(memory) + plan.mask_words_at),
+        .mask_tables = MaskTables::of_backward(p, plan.variant, static_cast<char*>(memory) + plan.mask_tables_at),
         .dropout = p.dropout,
         .scale = p.scale,
         .deterministic = p.deterministic,

@@ -32,7 +32,7 @@ struct Plan {
   int grid = 0;                      // thread blocks, or CPU threads
   int shared_memory = 0;             // bytes per thread block
   std::int64_t workspace_bytes = 0;  // memory that the caller provides, 64-byte aligned, contents undefined
-  std::int64_t mask_words_at = 0;    // where MaskWords lie in the workspace
+  std::int64_t mask_tables_at = 0;   // where MaskTables lie in the workspace
   bool doubles_warps = false;        // thread blocks have twice the variant's warps (see Variant::may_double_warps)
   const char* why = "";              // the rule that chose the variant
 

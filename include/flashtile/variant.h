@@ -65,16 +65,19 @@ struct Variant {
   /// Returns whether a forward kernel for Hopper may divide the keys of a tile among thread blocks. One row of each
   /// width does, that with the smaller tile; sinks need no row of their own then (see join_parts.h).
   constexpr bool may_split() const { return arch == Arch::kSm90 && tile_m == 128 && features == Features::kNone; }
-  /// Returns whether a forward kernel for Hopper takes column masks. One row of most widths does, and those that know
-  /// dropout. Heads of other widths take a wider row: each kernel more is half a minute of a build.
+  /// Returns whether a CUDA forward kernel takes column masks. One row of most widths does for Hopper, and on all GPUs
+  /// those that know dropout. Heads of other widths take a wider row: each kernel more is half a minute of a build.
   constexpr bool may_mask() const {
+    if (arch == Arch::kSm80) return maps_masked();
     return arch == Arch::kSm90 && has_usual_width() &&
            (maps_masked() || (features == Features::kNone && tile_m == (head_dim > 64 ? 128 : 192)));
   }
   /// Returns whether it maps scores (see ScoreMap) under a column mask. Others would jump over that code at each edge.
   constexpr bool maps_masked() const { return knows(Features::kDropout); }
-  /// Returns whether a backward kernel does: of rows of D128 that with the taller tile, and those that know dropout.
+  /// Returns whether a backward kernel does: those that know dropout, and of Hopper's also most others, at D128 that
+  /// with the taller tile.
   constexpr bool may_mask_backward() const {
+    if (arch == Arch::kSm80) return knows(Features::kDropout);
     return arch == Arch::kSm90 && has_usual_width() &&
            (two_passes() || features != Features::kNone || !(head_dim == 128 && tile_m == 64));
   }
@@ -91,11 +94,14 @@ struct Variant {
 
 /// This is the shared memory of Hopper's forward kernel. It has two tiles of Q where they fit, so that the next one is
 /// loaded while the last is still in use. Where that fits too, the output is staged for TMA to store it, which takes
-/// fewer instructions than to store it from registers: those of the first epilogue come from memory, all at once.
+/// fewer instructions than to store it from registers: those of the first epilogue come from memory, all at once. Under
+/// a column mask there are 16 bytes for each column of a block at an edge, of two such blocks where they fit.
 struct ForwardMemorySm90 {
   int stages_q = 1;
   bool staged = false;
   int bytes = 0;
+  int stages_of_columns = 1;
+  int masked_bytes = 0;
 
   static constexpr ForwardMemorySm90 of(const Variant& v) {
     constexpr int kLimit = 227 * 1024;  // shared memory that a thread block may have
@@ -106,13 +112,17 @@ struct ForwardMemorySm90 {
     memory.bytes = kBarriers + q + bytes_of(v.dtype) * v.stages / 2 * v.tile_n * (v.head_dim + v.head_dim_v);
     if (memory.bytes + q <= kLimit) memory.stages_q = 2, memory.bytes += q;
     if (memory.bytes + out <= kLimit) memory.staged = true, memory.bytes += out;
+    memory.masked_bytes = memory.bytes;
+    const int columns = 16 * v.tile_n;  // the first of them have the place that ragged sequences have without a mask
+    if (memory.bytes + columns <= kLimit) memory.stages_of_columns = 2, memory.masked_bytes += columns;
     return memory;
   }
 };
 
 /// Returns the bytes of shared memory of a CUDA forward kernel: on Ampere a tile of Q and the ring of K and V tiles.
-constexpr int forward_shared_memory(const Variant& v) {
-  if (v.arch == Arch::kSm90) return ForwardMemorySm90::of(v).bytes;
+constexpr int forward_shared_memory(const Variant& v, bool column_masked = false) {
+  if (v.arch == Arch::kSm90)
+    return column_masked ? ForwardMemorySm90::of(v).masked_bytes : ForwardMemorySm90::of(v).bytes;
   return bytes_of(v.dtype) * v.head_dim * (v.tile_m + v.stages * v.tile_n);
 }
 

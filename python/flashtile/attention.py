@@ -110,7 +110,7 @@ def attention(
         causal: hide columns right of the diagonal.
         window: (left, right), inclusive distances from the diagonal, in tokens; None on a side: unbounded.
         mask: a :class:`flashtile.masks.ColumnMask`: for each column the rows that it is hidden from, counted from the
-            first. On CUDA for Hopper alone so far, where ``deterministic`` gradients take the kernel of wide heads.
+            first.
         scale: factor of the scores, any finite number; by default 1/√D.
         softcap: bound of the scores, in units of scaled scores; 0: none.
         alibi_slopes: float32, (H_q) or (B, H_q), of any strides. Gets no gradient.

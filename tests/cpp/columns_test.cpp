@@ -46,9 +46,11 @@ TEST(HiddenRows, TakeAnyValue) {
   EXPECT_TRUE((HiddenRows{{kLeast, 7}, {7, kMost}}.hides_all({0, 1 << 30})));
 }
 
-/// Blocks of a random mask have the kind that their elements say, under every band.
+/// Blocks of a random mask have the kind that their elements say, under every band. Where bounds are certain of a kind,
+/// it is this one, and of most they are.
 TEST(Columns, KindsOfBlocksAgreeWithTheElements) {
   std::mt19937 random(0);
+  std::int64_t certain = 0, of_one_kind = 0;
   const auto below = [&](int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); };
   for (int trial = 0; trial < 3000; ++trial) {
     const Lengths n{1 + below(12), 1 + below(12)};
@@ -74,8 +76,15 @@ TEST(Columns, KindsOfBlocksAgreeWithTheElements) {
                                        : kept == (end - begin) * (last - first) ? BlockKind::kInterior
                                                                                 : BlockKind::kEdge;
             ASSERT_EQ(kind_of_block(columns.data(), {first, last}, {begin, end}, band, n), expected);
+            HiddenBounds bounds;
+            for (int j = first; j < last; ++j) bounds.add(columns[static_cast<std::size_t>(j)]);
+            const BlockKind bounded = kind_by_bounds(bounds, {first, last}, {begin, end}, band, n);
+            ASSERT_TRUE(bounded == BlockKind::kEdge || bounded == expected);
+            certain += bounded != BlockKind::kEdge;
+            of_one_kind += expected != BlockKind::kEdge;
           }
   }
+  EXPECT_GT(certain, of_one_kind * 3 / 4);
 }
 
 /// A walk by the words of a tile goes once to each block that they have, last to those at an edge.
@@ -101,6 +110,9 @@ TEST(MaskWords, StepsVisitEachBlockOnce) {
       }
       interiors.insert(interiors.end(), edges.begin(), edges.end());
       ASSERT_EQ(visited, interiors);
+      for (int block = 0; block <= 32 * count; ++block)
+        ASSERT_EQ(MaskWords{.words = count}.visited_before(words.data(), block),
+                  std::ranges::count_if(visited, [&](int other) { return other < block; }));
     }
 }
 

@@ -66,8 +66,8 @@ TEST(SelectMasked, TheWorkspaceHoldsTwoBitsForEachTileAndBlock) {
   const Problem problem = masked(device, 128, 128, 8192);
   const ForwardPlan plan = select_forward(problem, device);
   const int tiles = 2 * 8192 / plan.variant.tile_m, blocks = 8192 / plan.variant.tile_n;
-  EXPECT_EQ(plan.mask_words_at, 16);
-  EXPECT_EQ(plan.workspace_bytes, 16 + 2 * tiles * (2 * 4 * (blocks / 32)));
+  EXPECT_EQ(plan.mask_tables_at, 16);
+  EXPECT_EQ(plan.workspace_bytes, 16 + 2 * (tiles * (2 * 4 * (blocks / 32)) + 2 * blocks * 32));
   EXPECT_LT(plan.workspace_bytes, 2 * 8192 * 16);  // less than the mask itself has
   Problem without = problem;
   without.masks_of_entry = 0;
@@ -81,35 +81,51 @@ TEST(SelectMasked, GradientsAreFormedByHoppersRows) {
     const BackwardPlan plan = select_backward(problem, device);
     EXPECT_TRUE(plan.variant.may_mask_backward());
     EXPECT_LE(plan.grid, device.multiprocessors);
-    const std::int64_t words = BackwardMaskWords::of(problem, plan.variant, nullptr).bytes();
-    EXPECT_EQ(plan.workspace_bytes, plan.mask_words_at + words);
-    EXPECT_GE(plan.mask_words_at, BackwardWorkspace::of(problem, plan.variant, plan.parts).bytes());
+    const std::int64_t tables = MaskTables::of_backward(problem, plan.variant, nullptr).bytes();
+    EXPECT_EQ(plan.workspace_bytes, plan.mask_tables_at + tables);
+    EXPECT_GE(plan.mask_tables_at, BackwardWorkspace::of(problem, plan.variant, plan.parts).bytes());
   }
 }
 
-/// Kernels of one pass sum dQ in any order under a column mask, where a block of keys does not know which one comes
-/// next.
-TEST(SelectMasked, SumsInOrderTakeTwoPasses) {
+/// Sums in order keep the kernel. Kernels of one pass then need to know, besides, which blocks of keys each tile sees.
+TEST(SelectMasked, SumsInOrderTakeTheSameRows) {
   const DeviceInfo device = gpu(90, 227);
   for (const int d : {64, 128, 192, 256}) {
     Problem problem = masked(device, d, d);
+    const Variant usual = select_backward(problem, device).variant;
+    const std::int64_t bytes = MaskTables::of_backward(problem, usual, nullptr).bytes();
     problem.deterministic = true;
-    EXPECT_TRUE(select_backward(problem, device).variant.two_passes());
-    problem.deterministic = false;
-    EXPECT_EQ(select_backward(problem, device).variant.two_passes(), d > 128);
+    EXPECT_EQ(select_backward(problem, device).variant, usual);
+    const std::int64_t in_order = MaskTables::of_backward(problem, usual, nullptr).bytes();
+    EXPECT_EQ(in_order,
+              usual.two_passes() ? bytes : bytes + MaskTables::of_forward(problem, usual, nullptr).queries.bytes());
   }
 }
 
-TEST(SelectMasked, OthersAreRefusedByName) {
-  const DeviceInfo hopper = gpu(90, 227), ampere = gpu(80, 163);
-  EXPECT_EQ(refusal([&] { select_forward(masked(ampere, 64, 64), ampere); }),
-            "mask is given on cuda:0, expected none: only kernels for Hopper take one, with a usual softcap");
+/// So it is on every GPU but Hopper, and there with a softcap that is too large for Hopper's kernels.
+TEST(SelectMasked, OnAmpereRowsThatKnowDropoutTakeColumns) {
+  const DeviceInfo hopper = gpu(90, 227);
+  for (const int memory : {99, 163})
+    for (int d = 8; d <= 256; d += 8)
+      for (const bool deterministic : {false, true}) {
+        const DeviceInfo device = gpu(memory == 99 ? 86 : 80, memory);
+        Problem problem = masked(device, d, d, 300);
+        problem.deterministic = deterministic;
+        const ForwardPlan forward = select_forward(problem, device);
+        EXPECT_TRUE(forward.variant.arch == Arch::kSm80 && forward.variant.may_mask());
+        EXPECT_EQ(forward.grid, forward.tiles);
+        const BackwardPlan backward = select_backward(problem, device);
+        EXPECT_TRUE(backward.variant.arch == Arch::kSm80 && backward.variant.may_mask_backward());
+        EXPECT_EQ(backward.grid, backward.tiles);
+      }
   Problem capped = masked(hopper, 64, 64);
   capped.softcap = 1000;
-  EXPECT_EQ(refusal([&] { select_forward(capped, hopper); }),
-            "mask is given on cuda:0, expected none: only kernels for Hopper take one, with a usual softcap");
-  EXPECT_EQ(refusal([&] { select_backward(capped, hopper); }),
-            "mask is given on cuda:0, expected none: only kernels for Hopper take one, with a usual softcap");
+  EXPECT_EQ(select_forward(capped, hopper).variant.arch, Arch::kSm80);
+  EXPECT_EQ(select_backward(capped, hopper).variant.arch, Arch::kSm80);
+}
+
+TEST(SelectMasked, MoreTilesThanAreCountedAreRefused) {
+  const DeviceInfo hopper = gpu(90, 227);
   Problem many = masked(hopper, 128, 128, 128);
   many.batch = (1 << 17) - 1;
   EXPECT_EQ(refusal([&] { select_forward(many, hopper); }), "accepted");

@@ -270,12 +270,8 @@ void launch_backward_two_pass_sm90(const BackwardPlan& plan, const BackwardTenso
       .query_tiles = backward.dq ? static_cast<int>(workspace.tiles) : 0,
       .heads_at_once = query_heads_at_once(plan.problem, plan.heads_at_once),
   };
-  if (plan.problem.column_masked()) {
-    find_mask_words(backward.mask_words.keys, TilesOf::kKeys, OfKeys::kM, backward.columns, plan.problem,
-                    backward.sequences, stream);
-    find_mask_words(backward.mask_words.queries, TilesOf::kQueries, Row::kVariant.tile_n, backward.columns,
-                    plan.problem, backward.sequences, stream);
-  }
+  if (plan.problem.column_masked())
+    find_mask_tables(backward.mask_tables, plan.variant, backward.columns, plan.problem, backward.sequences, stream);
   prepare_backward(plan, backward, stream);
   const LaunchShape shape = {std::min(plan.grid, params.key_blocks + params.query_tiles), Row::kVariant.threads(),
                              plan.shared_memory, true};

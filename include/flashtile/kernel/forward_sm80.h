@@ -12,6 +12,24 @@
 
 namespace flashtile {
 
+/// MaskedScores does what ScoreTile does, with a column mask, too, where `columns` are given, from key 0 on.
+struct MaskedScores {
+  ScoreTile<HeadPacking> tile;
+  const HiddenRows* columns;
+
+  template <Softcaps kSoftcaps, class Scores, class Coord>
+  CUTE_DEVICE void map(Scores& scores, Coord const& coord, int first_column) const {
+    tile.template map<kSoftcaps>(scores, coord, first_column);
+  }
+  template <class Scores, class Coord>
+  CUTE_DEVICE void mask(Scores& scores, Coord const& coord, int first_column) const {
+    tile.mask(scores, coord, first_column);
+    if (columns != nullptr)
+      hide_by_columns(scores, coord, columns, tile.lengths.k, first_column,
+                      [&](int row, HiddenRows const& hidden) { return hidden.hides(tile.first_row + row); });
+  }
+};
+
 /// ForwardSourceSm80 is the mainloop's Source for the rows of a dense or ragged batch.
 template <Variant kV, bool kMayMapScores>
 struct ForwardSourceSm80 {
@@ -23,6 +41,14 @@ struct ForwardSourceSm80 {
   TileCoord tile;
   Sequence const& sequence;
   VisibleKeys<kV.tile_n> const& keys;
+  // Under a column mask these are the blocks that are still to be loaded, and the last one that was. Without one both
+  // are not used.
+  static constexpr bool kMayMask = kV.may_mask();
+  MaskedBlocks ahead{};
+  int loaded = 0;
+
+  CUTE_DEVICE bool masked() const { return kMayMask && ahead.words != nullptr; }
+  CUTE_DEVICE int visited(int step) const { return masked() ? loaded : step; }
 
   template <class Shared>
   CUTE_DEVICE void load_q(Shared const& sQ, int thread) const {
@@ -31,15 +57,20 @@ struct ForwardSourceSm80 {
                          sequence.q.used - row, params.head_dim, thread);
   }
   template <class Shared>
-  CUTE_DEVICE void load_k(int block, Shared const& sK, int thread) const {
-    load_keys(params.k, params.k_strides, block, sK, params.head_dim, thread);
+  CUTE_DEVICE void load_k(int step, Shared const& sK, int thread) {
+    if (masked()) loaded = ahead.next(params.mask_tables.queries.words);
+    load_keys(params.k, params.k_strides, visited(step), sK, params.head_dim, thread);
   }
   template <class Shared>
-  CUTE_DEVICE void load_v(int block, Shared const& sV, int thread) const {
-    load_keys(params.v, params.v_strides, block, sV, params.head_dim_v, thread);
+  CUTE_DEVICE void load_v(int step, Shared const& sV, int thread) const {
+    load_keys(params.v, params.v_strides, visited(step), sV, params.head_dim_v, thread);
   }
-  CUTE_DEVICE ScoreTile<HeadPacking> scores(Lengths lengths) const {
-    return {params.scores, tile, tile.m_block * kV.tile_m, lengths};
+  CUTE_DEVICE auto scores(Lengths lengths) const {
+    const ScoreTile<HeadPacking> scores{params.scores, tile, tile.m_block * kV.tile_m, lengths};
+    if constexpr (kMayMask)
+      return MaskedScores{scores, masked() ? params.columns.of_head(tile.batch, tile.head, sequence.k) : nullptr};
+    else
+      return scores;
   }
 
  private:
@@ -82,14 +113,23 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) forward_sm80(const __
   const Range rows = {first_row, min(first_row + Mainloop::kM, sequence.q.used)};
   int first_key = params.scores.mask.columns(rows.begin, sequence.lengths()).begin;
   if constexpr (Mainloop::kKnowsDropout) first_key = params.dropout.tile_begin(first_key);
-  const VisibleKeys<Mainloop::kN> keys(params.scores.mask, rows, sequence.lengths(), first_key);
+  VisibleKeys<Mainloop::kN> keys(params.scores.mask, rows, sequence.lengths(), first_key);
+  MaskedBlocks blocks;
+  if constexpr (Source::kMayMask) {
+    if (params.columns.given()) {
+      const MaskWords& words = params.mask_tables.queries;
+      blocks.words = words.of_tile(params.sequences.q, tile.batch, sequence.q.first, params.columns.mask_of(tile.head),
+                                   tile.m_block);
+      keys = {words.steps(blocks.words), sequence.k.used, sequence.lengths()};
+    }
+  }
 
   typename Mainloop::Softmax softmax(params.scores.map.unit_log2);
   Tensor tOrO = partition_fragment_C(typename Mainloop::TiledMma{},
                                      Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDim>>{});  // (mma, m, head_dim)
   clear(tOrO);
   if (keys.blocks > 0)
-    Mainloop{params, shared, tile, keys, thread, Source{params, tile, sequence, keys}}.run(tOrO, softmax);
+    Mainloop{params, shared, tile, keys, thread, Source{params, tile, sequence, keys, blocks}}.run(tOrO, softmax);
   find_tile();
   FinalEpilogue<Mainloop>::store(params, tile, sequence.q, tOrO, softmax, shared.q, thread);
 }
@@ -107,6 +147,8 @@ void launch_forward_sm80(const ForwardPlan& plan, const ForwardTensors& tensors,
   static KernelHandles usual, doubled, doubled_plain;
   const ForwardParams params = ForwardParams::of(plan, tensors, memory);
   const LaunchShape shape{plan.grid, plan.threads(), plan.shared_memory};
+  if (plan.problem.column_masked())
+    find_mask_tables(params.mask_tables, plan.variant, params.columns, plan.problem, params.sequences, stream);
   if (plan.lists) order_tiles(params.sequences, params.ragged, plan.problem.device, stream);
   if constexpr (Row::kVariant.may_double_warps()) {
     using Doubled = WithDoubledWarps<Row>;

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
   constexpr int kLaunchRegisters = kWarpgroups == 2 ? 168 : 128;
   static_assert(kProducerRegisters + kWarpgroups * Mainloop::kRegisters <= (kWarpgroups + 1) * kLaunchRegisters);
-  static_assert(sizeof(typename Mainloop::SharedStorage) == forward_shared_memory(Row::kVariant));
+  static_assert(sizeof(typename Mainloop::SharedStorage) <= forward_shared_memory(Row::kVariant, Mainloop::kMasked));
 
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
@@ -154,8 +154,7 @@ void launch_forward_sm90(const ForwardPlan& plan, const Params& params, Stream s
   if constexpr (Row::kVariant.may_mask() && kKeys == Keys::kInRows) {
     if (plan.problem.column_masked()) {
       ForwardParams const& forward = params.forward;
-      find_mask_words(forward.mask_words, TilesOf::kQueries, Row::kVariant.tile_n, forward.columns, plan.problem,
-                      forward.sequences, stream);
+      find_mask_tables(forward.mask_tables, plan.variant, forward.columns, plan.problem, forward.sequences, stream);
       constexpr Maps kMaps = Row::kVariant.maps_masked() ? Maps::kAsAsked : Maps::kNever;
       return launch(forward_sm90<Row, Keys::kInRowsMasked, kMaps>, masked, device, shape, params, stream);
     }

@@ -96,7 +96,8 @@ struct BackwardKeysSm90 {
       }
     }
   };
-  using Work = KeyBlock<kM, kN, kRagged, true, kMasked>;
+  using Work = KeyBlock<kM, kN, kRagged, true, kMasked ? ColumnMasks::kAlways : ColumnMasks::kNever>;
+  using Hidden = std::conditional_t<kMasked, HiddenQueries<2>, NothingHidden>;
 
   /// Returns where the rows of a tile of queries begin in the workspace, whose tiles may be larger than kM.
   CUTE_DEVICE static int workspace_row(BackwardParams const& params, Work const& work, int head, int m_block) {
@@ -219,6 +220,7 @@ struct BackwardKeysSm90 {
       const int key = work.n_block * kN;
       const Lengths lengths = work.lengths(params);
       const bool maps = params.scores.map.maps(), capped = params.scores.map.capped;
+      const bool banded = kMasked && !params.scores.mask.shows_all();  // the band hides something, beside the columns
       auto opening = SM90::GMMA::ScaleOut::Zero;
 
       barriers.k.wait_full(keys_at);
@@ -228,19 +230,22 @@ struct BackwardKeysSm90 {
         start_matmul(mma_s, tSrK, tSrQ(_, _, _, stage), tSrS, SM90::GMMA::ScaleOut::Zero);
         // Waits until dK's warpgroup has read the weights that were in this buffer; on a new barrier nobody waits.
         barriers.weights_empty[weights_at.stage].wait(weights_at.parity ^ 1);
+        Hidden hidden;
+        if constexpr (kMasked) {
+          if (edge)
+            hidden.find(tScS, params.columns.of_head(work.batch, head, work.span_of_keys(params)) + key,
+                        lengths.k - key, m_block * kM);
+        }
         wait_matmul<0>(tSrS);
         // Rows of keys behind the last one need no mask here: what they accumulate is never stored.
         const ScoreTile<NoPacking> score_tile{
             params.scores, {work.batch, head, work.n_block}, key, lengths.transposed()};
         if (edge || maps || steep) {
           if (maps) score_tile.template cap_or_stretch<kAsksWhetherNear<kV>>(scores, tScS, m_block * kM);
-          if (edge) score_tile.mask(scores, tScS, m_block * kM);
           if constexpr (kMasked) {
-            const Span keys = work.span_of_keys(params);
-            if (edge)
-              hide_by_rows(scores, tScS, params.columns.of_head(work.batch, head, keys) + key, lengths.k - key,
-                           m_block * kM);
+            if (edge) hidden.hide(scores);
           }
+          if (edge && (!kMasked || banded)) score_tile.mask(scores, tScS, m_block * kM);
           if (steep)
             relate_steep_rows(params, scores, tScS, tiles.statistics[stage][0],
                               workspace_row(params, work, head, m_block));

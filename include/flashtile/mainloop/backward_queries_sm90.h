@@ -56,6 +56,8 @@ struct BackwardQueriesSm90 {
     }
   };
 
+  using Hidden = std::conditional_t<kMasked, HiddenBits<kN>, NothingHidden>;
+
   /// Work is a tile of queries, and the blocks of keys that it sees, or under a column mask the steps that visit these.
   struct Work {
     BackwardParams::QueryTile tile;
@@ -65,7 +67,7 @@ struct BackwardQueriesSm90 {
 
     CUTE_DEVICE Work(BackwardParams const& params, BackwardParams::QueryTile const& tile) : tile(tile) {
       if constexpr (kMasked) {
-        MaskWords const& all = params.mask_words.queries;
+        MaskWords const& all = params.mask_tables.queries;
         blocks.words = all.of_tile(params.sequences.q, tile.batch, tile.sequence.q.first,
                                    params.columns.mask_of(tile.head), tile.m_block);
         keys = all.steps(blocks.words);
@@ -76,7 +78,7 @@ struct BackwardQueriesSm90 {
     /// Returns the block that is visited in a step, for which it is asked once.
     CUTE_DEVICE int block_of(BackwardParams const& params, int step) {
       if constexpr (kMasked)
-        return blocks.next(params.mask_words.queries.words);
+        return blocks.next(params.mask_tables.queries.words);
       else
         return step;
     }
@@ -225,6 +227,7 @@ struct BackwardQueriesSm90 {
       Tensor tQrdS = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kN / 16>>>{});  // (mma, m, k)
 
       const bool maps = params.scores.map.maps();
+      const bool banded = kMasked && !score_params.mask.shows_all();  // the band hides something, beside the columns
       const float unit_log2 = params.scores.map.unit_log2;
       const int first_row = work.tile.m_block * kM;
       const ScoreTile<NoPacking> score_tile{score_params, work.coord(), first_row, work.lengths(params)};
@@ -241,21 +244,21 @@ struct BackwardQueriesSm90 {
         if (step == walk.first()) barriers.dout.wait_full(queries_at);
         barriers.v.wait_full(v_at);
         start_matmul(mma_s, tSrdO, tSrV, tSrdP, SM90::GMMA::ScaleOut::Zero);
-        wait_matmul<1>(tSrS);
         const bool edge = walk.is_edge(step);
+        Hidden hidden;
+        if constexpr (kMasked) {
+          if (edge)
+            hidden.find(params.columns.of_head(work.tile.batch, work.tile.head, work.tile.sequence.k) + n_block * kN,
+                        work.lengths(params).k - n_block * kN, first_row + get<0>(tScS(0, 0)) - thread % 32 / 4);
+        }
+        wait_matmul<1>(tSrS);
         if (edge || maps) {
           if (maps) score_tile.template cap_or_stretch<kAsksWhetherNear<kV>>(scores, tScS, n_block * kN);
           if constexpr (kMasked) {
-            if (edge) {
-              HiddenBits<kN> hidden;
-              hidden.find(params.columns.of_head(work.tile.batch, work.tile.head, work.tile.sequence.k),
-                          score_params.mask.band, work.lengths(params),
-                          first_row + get<0>(tScS(0, 0)) - thread % 32 / 4, n_block * kN);
-              hidden.hide(scores);
-            }
-          } else {
-            if (edge) score_tile.mask(scores, tScS, n_block * kN);
+            if (edge) hidden.hide(scores);
           }
+          const bool ends = (n_block + 1) * kN > work.lengths(params).k;  // keys behind the last one are hidden, too
+          if (edge && (!kMasked || banded || ends)) score_tile.mask(scores, tScS, n_block * kN);
         }
         if (rows.steep) [[unlikely]]
           relate(scores, rows, work, tScS);

@@ -98,7 +98,8 @@ struct BackwardMainloopSm80 {
     alignas(16) float delta[kStages][kM];
   };
 
-  using Work = KeyBlock<kM, kN, true, false>;
+  static constexpr bool kMayMask = kV.may_mask_backward();
+  using Work = KeyBlock<kM, kN, true, false, kMayMask ? ColumnMasks::kAsAsked : ColumnMasks::kNever>;
 
   enum Role { kWeights, kGradients };
 
@@ -214,9 +215,11 @@ struct BackwardMainloopSm80 {
     asm volatile("bar.sync %0, %1;" ::"r"(3 + what), "n"(kThreads) : "memory");
   }
 
-  /// A step is one of the tiles of queries that see a key: see GroupWalk.
+  /// A step is one of the tiles of queries that see a key: see GroupWalk. `index` is its place in the walk of its head,
+  /// which is the tile's number, but under a column mask.
   struct Step {
     int head;
+    int index;
     int m_block;
   };
 
@@ -279,7 +282,15 @@ struct BackwardMainloopSm80 {
       }
       if (params.scores.map.stretched) score_tile.stretch(scores, coord, step.m_block * kM);
     }
-    if (edge) score_tile.template mask<8 * kSharers>(scores, coord, step.m_block * kM);
+    if (edge) {
+      score_tile.template mask<8 * kSharers>(scores, coord, step.m_block * kM);
+      if (work.masked()) {
+        HiddenQueries<size<0>(decltype(scores.layout()){}), 8 * kSharers> hidden;
+        hidden.find(coord, params.columns.of_head(work.batch, step.head, work.sequence.k) + key,
+                    work.sequence.k.used - key, step.m_block * kM);
+        hidden.hide(scores);
+      }
+    }
     if (partial) hide_keys_behind(work.sequence.k.used - key, scores, coord);
     if (steep) [[unlikely]]
       relate_steep_rows<8 * kSharers>(params, scores, coord, lse_log2, tile_of(step) * kM);
@@ -297,28 +308,44 @@ struct BackwardMainloopSm80 {
   CUTE_DEVICE bool drops() const { return kKnowsDropout && params.dropout.active(); }
 
   // Where sums are in order (deterministic), each warp adds to a part of its own (see SumOfDq), from the last query on;
-  // that order holds even where no dQ is wanted, so that dK and dV are the same.
-  CUTE_DEVICE bool backwards() const { return kKnowsOrderedDq && params.deterministic; }
-  CUTE_DEVICE bool in_order() const { return backwards() && params.dq; }
+  // that order holds even where no dQ is wanted, so that dK and dV are the same. Under a column mask tiles come in the
+  // order of their words.
+  CUTE_DEVICE bool deterministic() const { return kKnowsOrderedDq && params.deterministic; }
+  CUTE_DEVICE bool backwards() const { return deterministic() && !work.masked(); }
+  CUTE_DEVICE bool in_order() const { return deterministic() && params.dq; }
   CUTE_DEVICE int first_of_head() const { return backwards() ? work.queries.last() : work.queries.first(); }
-  CUTE_DEVICE Step next(Step step) const {
-    step.m_block = work.queries.next_around(step.m_block, backwards() ? -1 : 1);
-    if (step.m_block == first_of_head()) ++step.head;
+  /// Returns the first step, and the one after `step`, of which there has to be one. Under a column mask `ahead` are
+  /// the tiles of the step's head that come after it.
+  CUTE_DEVICE Step first_step(MaskedBlocks& ahead) const {
+    Step step{work.first_head, work.first_tile_of_head, work.first_tile_of_head};
+    if constexpr (kMayMask) {
+      ahead = {work.words};
+      if (work.masked())
+        for (int i = 0; i <= step.index; ++i) step.m_block = ahead.next(params.mask_tables.keys.words);
+    }
     return step;
   }
-  /// Returns the step before `step`, where sums are in order.
-  CUTE_DEVICE Step previous(Step step) const {
-    if (step.m_block == first_of_head()) --step.head;
-    step.m_block = work.queries.next_around(step.m_block, 1);
+  CUTE_DEVICE Step next(Step step, MaskedBlocks& ahead) const {
+    step.index = work.queries.next_around(step.index, backwards() ? -1 : 1);
+    const bool new_head = step.index == first_of_head();
+    if (new_head) ++step.head;
+    step.m_block = step.index;
+    if constexpr (kMayMask) {
+      if (work.masked()) {
+        if (new_head) ahead = {work.words};
+        step.m_block = ahead.next(params.mask_tables.keys.words);
+      }
+    }
     return step;
   }
 
-  CUTE_DEVICE SumOfDq sum_of(Step step) const { return SumOfDq(params, tile_of(step), int(threadIdx.x) / 32); }
+  CUTE_DEVICE SumOfDq sum_of(Step const& step) const { return SumOfDq(params, tile_of(step), int(threadIdx.x) / 32); }
+  CUTE_DEVICE int turn(Step const& step) const { return work.turn(params, step.m_block); }
   /// Lets the next block of keys add to dQ of a step.
-  CUTE_DEVICE void pass(Step step) const {
+  CUTE_DEVICE void pass(Step const& step) const {
     cuda::atomic_thread_fence(cuda::memory_order_acq_rel, cuda::thread_scope_device);
     __syncwarp();
-    if (thread % 32 == 0) sum_of(step).pass(work.n_block);
+    if (thread % 32 == 0) sum_of(step).pass(turn(step));
   }
 
   /// Turns the scores `acc` into weights, and gives them to the other role.
@@ -378,15 +405,15 @@ struct BackwardMainloopSm80 {
     tell(kScoreGradientsAreThere);
   }
 
-  /// Adds this block's dS·K to dQ of a step; `turn` says whether it knows already that its turn has come.
-  CUTE_DEVICE void add_to_dq(Step step, bool turn) const {
+  /// Adds this block's dS·K to dQ of a step; `has_turn` says whether it knows already that its turn has come.
+  CUTE_DEVICE void add_to_dq(Step const& step, bool has_turn) const {
     using namespace cute;
     Tensor tQrdQ = partition_fragment_C(MmaQ{}, Shape<Int<kM>, Int<kHeadDim>>{});  // (mma, m, head_dim)
     clear(tQrdQ);
     multiply_shared<MmaQ, ColumnMajor, ColumnMajor>(tile<SmemLayoutT<kN, kM>>(shared.dscores),
                                                     tile<SmemLayoutT<kN, kHeadDim>>(shared.k), tQrdQ);
     float* dq = dq_of_thread(params, tile_of(step), threadIdx.x);
-    if (in_order() && !turn) sum_of(step).await(work.n_block);
+    if (in_order() && !has_turn) sum_of(step).await(turn(step));
     CUTE_UNROLL
     for (int i = 0; i < size(tQrdQ); ++i)
       asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(dq + i * kThreads), "f"(tQrdQ(i)) : "memory");
@@ -408,15 +435,16 @@ struct BackwardMainloopSm80 {
     Tensor sKeys = tile<SmemLayout<kN, kHeadDim>>(weighs() ? shared.k : shared.v);          // (N, head_dim)
     Tensor sScores = tile<SmemLayout<kN, kM>>(weighs() ? shared.weights : shared.dscores);  // (N, M)
 
-    Step step = {work.first_head, work.first_tile_of_head};
+    MaskedBlocks tiles_ahead;
+    Step step = first_step(tiles_ahead), before = step;
     int left = work.steps;
     int stage = 0;
     load_queries(step, stage);
     cp_async_fence();
     CUTE_NO_UNROLL
     while (true) {
-      const Step ahead = next(step);
       const bool more = left > 1;
+      const Step ahead = more ? next(step, tiles_ahead) : step;
       Element* q = shared.q[stage];
       Element* dout = shared.dout[stage];
       Tensor sQueries = tile<SmemLayout<kM, kHeadDim>>(weighs() ? q : dout);    // (M, head_dim)
@@ -430,13 +458,13 @@ struct BackwardMainloopSm80 {
       multiply_shared<Mma, RowMajor, RowMajor>(sKeys, sQueries, acc);
       // By now what the step before added is in memory, or soon will be, and the next block of keys may add. If the
       // warp learns here that its own turn has come, it need not ask again.
-      bool turn = false;
+      bool has_turn = false;
       if (in_order()) {
-        if (left < work.steps) pass(previous(step));
-        turn = sum_of(step).ready(work.n_block);
+        if (left < work.steps) pass(before);
+        has_turn = sum_of(step).ready(turn(step));
       }
       if (weighs())
-        form_weights(acc, tScS, step, work.queries.is_edge(step.m_block), partial, steep, shared.lse_log2[stage]);
+        form_weights(acc, tScS, step, work.queries.is_edge(step.index), partial, steep, shared.lse_log2[stage]);
       else
         form_score_gradients(acc, tScS, shared.delta[stage]);
       if (kStages == 2) {
@@ -458,8 +486,9 @@ struct BackwardMainloopSm80 {
         if (more) load_queries(ahead, stage);
         cp_async_fence();
       }
-      if (params.dq) add_to_dq(step, turn);
+      if (params.dq) add_to_dq(step, has_turn);
       if (!more) break;
+      before = step;
       step = ahead;
       --left;
       if (kStages == 2) stage ^= 1;

@@ -29,9 +29,12 @@ namespace flashtile {
 ///   Params                              has pointers, strides and options
 ///   kMayMap                             says whether scores may be mapped
 ///   load_q(sQ, thread)                  copies the tile's rows of Q
-///   load_k(block, sK, thread)           copies a block of keys
-///   load_v(block, sV, thread)           copies the same block of values; the next block comes after that
+///   load_k(step, sK, thread)            copies the block of keys of a step
+///   load_v(step, sV, thread)            copies the same block of values; the next step comes after that
 ///   scores(lengths)                     returns a ScoreTile, or its like, for this tile
+///   visited(step)                       returns the block of a step, whose keys are the last that were loaded
+///
+/// Steps count from 0. Each visits a block of keys: the one of the same number, unless a Source knows better.
 template <Variant kV, class Source>
 struct ForwardMainloopSm80 {
   static constexpr int kM = kV.tile_m;
@@ -177,6 +180,7 @@ struct ForwardMainloopSm80 {
 
     CUTE_NO_UNROLL
     for (int n_block = -kLoadedAhead; n_block < keys.blocks; ++n_block) {
+      const int visited = source.visited(n_block);
       Tensor sK = make_tensor(make_smem_ptr(acquire<kStepK>(n_block)), SmemLayoutKV{});  // (N, head_dim)
       if (n_block < 0) continue;
       if (kKeepQ && n_block == 0) copy(copy_q, tSsQ, tSrQ_copy);
@@ -195,7 +199,7 @@ struct ForwardMainloopSm80 {
       Tensor scores = rows_and_columns(tSrS);  // (row, column)
       const bool edge = keys.walk().is_edge(n_block);
       if (edge || maps) [[unlikely]]
-        map_and_mask(scores, tScS, n_block, maps, edge);
+        map_and_mask(scores, tScS, visited, maps, edge);
       float factor[kRowsPerThread];
       if (softmax.fit(scores, factor)) [[unlikely]]
         scale_rows(rows_of_o, factor);
@@ -215,7 +219,7 @@ struct ForwardMainloopSm80 {
           static_assert(kN % 32 == 0);  // what stays is found for two k at once
           if (drops) {
             const DropoutTile<Rows::kQueries> drop(params.dropout, tile.batch, tile.head, tile.m_block * kM,
-                                                   keys.key(n_block));
+                                                   keys.key(visited));
             Tensor weights = recast<std::uint32_t>(tOrP);
             CUTE_UNROLL
             for (int r = 0; r < kRowsPerThread; r += 2) {

@@ -9,6 +9,9 @@
 
 namespace flashtile {
 
+/// ColumnMasks says whether a kernel serves calls with a column mask: none, as the call asks, or no others.
+enum class ColumnMasks { kNever, kAsAsked, kAlways };
+
 /// KeyBlock is a block of kN keys, and the tiles of kM queries of all heads of its group that see one of them, or a
 /// part of these tiles: where blocks of keys are too few for the GPU, each is the work of `params.parts` thread blocks.
 /// They leave what they contribute to dK and dV in the workspace, where join_gradients finds it.
@@ -26,17 +29,18 @@ namespace flashtile {
 /// differ, parts that add in order have whole heads.
 ///
 /// With kRagged, sequences may be ragged. A kernel that never sees such has their lengths among its parameters. Without
-/// kTurns, all blocks begin with the first or the last tile.
-/// With kMasked a column mask hides queries, and steps go through the tiles that MaskWords have.
-template <int kM, int kN, bool kRagged, bool kTurns = true, bool kMasked = false>
+/// kTurns, all blocks begin with the first or the last tile. Under a column mask, for which kColumns asks, steps go
+/// through the tiles that MaskWords have, from first to last in their order.
+template <int kM, int kN, bool kRagged, bool kTurns = true, ColumnMasks kColumns = ColumnMasks::kNever>
 struct KeyBlock : GroupWalk {
+  static constexpr bool kMayMask = kColumns != ColumnMasks::kNever;
   int batch, kv_head, n_block;
   int place;       // among the parts of all blocks, of which one thread block takes this one
   int first_tile;  // first tile of all heads' queries in the workspace
   struct Nothing {};
   [[no_unique_address]] std::conditional_t<kRagged, Sequence, Nothing> sequence;
   struct NoWords {};
-  [[no_unique_address]] std::conditional_t<kMasked, const std::uint32_t*, NoWords> words;
+  [[no_unique_address]] std::conditional_t<kMayMask, const std::uint32_t*, NoWords> words;
 
   KeyBlock() = default;
 
@@ -92,17 +96,38 @@ struct KeyBlock : GroupWalk {
     return first_tile + head * params.m_blocks + m_block;
   }
 
+  /// Returns whether there is a column mask.
+  CUTE_DEVICE bool masked() const {
+    if constexpr (kColumns == ColumnMasks::kAsAsked)
+      return words != nullptr;
+    else
+      return kMayMask;
+  }
+
+  /// Returns when this block adds to dQ of a tile of queries, where sums are in order (see SumOfDq): block after block,
+  /// and under a column mask after how many others, as a block that is hidden from the tile never adds.
+  CUTE_DEVICE int turn(BackwardParams const& params, int m_block) const {
+    if constexpr (kMayMask) {
+      const MaskWords& all = params.mask_tables.queries;
+      if (masked()) {
+        const int first_query = params.sequences.q.at(batch).first;
+        return all.visited_before(all.of_tile(params.sequences.q, batch, first_query, mask_of(all), m_block), n_block);
+      }
+    }
+    return n_block;
+  }
+
   /// Finds the steps of the part, once all else is known.
   CUTE_DEVICE void take_part(BackwardParams const& params) {
-    const bool whole_heads = params.deterministic && !params.scores.mask.shows_all();
+    const bool whole_heads = params.deterministic && (masked() || !params.scores.mask.shows_all());
     cut(kv_head * params.group, params.group, params.parts.remainder(place), params.parts, whole_heads);
   }
 
   /// Calls `visit(head, m_block, whether the tile is at an edge of the mask)` for each tile.
   template <class Visit>
   CUTE_DEVICE void for_each_tile(BackwardParams const& params, Visit&& visit) const {
-    if constexpr (kMasked) {
-      const int count = params.mask_words.keys.words;
+    if constexpr (kColumns == ColumnMasks::kAlways) {
+      const int count = params.mask_tables.keys.words;
       MaskedBlocks blocks{words};
       for (int i = 0; i < first_tile_of_head; ++i) blocks.next(count);
       for_each([&](int head, int step) __attribute__((always_inline)) {
@@ -135,15 +160,20 @@ struct KeyBlock : GroupWalk {
     if constexpr (kRagged) sequence = tile.sequence;
   }
 
+  /// Returns which mask of `all` is that of the KV head.
+  CUTE_DEVICE int mask_of(MaskWords const& all) const { return all.masks == 1 ? 0 : kv_head; }
+
   CUTE_DEVICE void find_queries(BackwardParams const& params, int n_blocks) {
-    if constexpr (kMasked) {
-      const MaskWords& all = params.mask_words.keys;
-      const int mask = all.masks == 1 ? 0 : kv_head;
-      words = all.of_tile(params.sequences.k, batch, sequence.k.first, mask, n_block);
-      queries = all.steps(words);
-      start = 0;
-      step = 1;
-      return take_part(params);
+    if constexpr (kMayMask) {
+      const MaskWords& all = params.mask_tables.keys;
+      words = nullptr;
+      if (kColumns == ColumnMasks::kAlways || all.data != nullptr) {
+        words = all.of_tile(params.sequences.k, batch, sequence.k.first, mask_of(all), n_block);
+        queries = all.steps(words);
+        start = 0;
+        step = 1;
+        return take_part(params);
+      }
     }
     const Lengths lengths = this->lengths(params);
     const Range keys = {n_block * kN, min((n_block + 1) * kN, lengths.k)};

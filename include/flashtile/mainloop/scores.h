@@ -235,32 +235,32 @@ struct ScoreTile {
   }
 };
 
-/// HiddenBits are what masks, a column mask among them, hide of the 16 rows of a warp in a block of kColumns columns. A
-/// lane asks two neighbouring columns of every 64, and keeps 16 bits for each: asked for each element, a tile would
-/// take more than twice the instructions. This can be done before there are scores.
+/// HiddenBits are what a column mask hides of the 16 rows of a warp in a block of kColumns columns. A lane asks two
+/// neighbouring columns of every 64, and keeps 16 bits for each: asked for each element, a tile would take more than
+/// twice the instructions. This can be done before there are scores.
 template <int kColumns>
 struct HiddenBits {
   static constexpr int kRows = 16, kAtOnce = 64;
-  std::uint32_t own[(kColumns + kAtOnce - 1) / kAtOnce];
+  std::uint32_t own[(kColumns + kAtOnce - 1) / kAtOnce] = {};
 
-  /// Asks `columns`, those of the sequence, for the block from `first_column` on and the warp's rows from `row` on.
-  CUTE_DEVICE void find(const HiddenRows* columns, Band band, Lengths lengths, int row, int first_column) {
-    const auto bits_of = [&](Range rows) {
-      const int begin = min(max(rows.begin, row) - row, kRows), end = min(max(rows.end, row) - row, kRows);
-      return begin < end ? (1u << end) - (1u << begin) : 0u;
+  /// Asks the block whose first column `columns` have, up to the last of `count` that there are, for the warp's rows
+  /// from `row` on. What is found of columns behind the last one means nothing.
+  CUTE_DEVICE void find(const HiddenRows* columns, int count, int row) {
+    // A block has a column, but the compiler does not know. Without this branch it moves what is done here behind the
+    // wait for the scores that follows, where no matmul hides its time.
+    if (count <= 0) return;
+    const auto from = [&](int first) {  // bits of the rows from `first` on; a shift by 32 or more leaves none
+      std::uint32_t bits;
+      asm("shl.b32 %0, %1, %2;" : "=r"(bits) : "r"(~0u), "r"(max(first, row) - row));
+      return bits;
     };
+    const auto bits_of = [&](Range rows) { return from(rows.begin) & ~from(rows.end); };
     CUTE_UNROLL
     for (int chunk = 0; chunk < kColumns; chunk += kAtOnce) {
-      std::uint32_t bits = 0;
-      CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        const int column = first_column + chunk + 2 * int(threadIdx.x % 32) + i;
-        const HiddenRows hidden = columns[min(column, lengths.k - 1)];
-        const Range seen = band.transposed().columns(column, lengths.transposed());
-        const std::uint32_t shown = column < lengths.k ? bits_of(seen) : 0;
-        bits |= (bits_of(hidden.first) | bits_of(hidden.second) | (~shown & 0xffff)) << kRows * i;
-      }
-      own[chunk / kAtOnce] = bits;
+      const int column = chunk + 2 * int(threadIdx.x % 32);
+      const HiddenRows left = columns[min(column, count - 1)], right = columns[min(column + 1, count - 1)];
+      own[chunk / kAtOnce] = ((bits_of(left.first) | bits_of(left.second)) & 0xffff) |
+                             (bits_of(right.first) | bits_of(right.second)) << kRows;
     }
   }
 
@@ -284,28 +284,60 @@ struct HiddenBits {
   }
 };
 
-/// Hides what a column mask hides of a tile whose rows are keys, `keys` of them from the first of `hidden` on, and
-/// whose columns are queries from `first_query` on: a thread asks each of its rows at once which of its columns are
-/// hidden.
-template <class Scores, class Coord>
-CUTE_DEVICE void hide_by_rows(Scores& scores, Coord const& coord, const HiddenRows* hidden, int keys, int first_query) {
-  using namespace cute;
-  constexpr int kColumns = size<1>(decltype(scores.layout()){});
-  static_assert(kColumns <= 32);
-  CUTE_UNROLL
-  for (int r = 0; r < size<0>(scores); ++r) {
-    const HiddenRows of_key = hidden[min(int(get<0>(coord(r, 0))), keys - 1)];
-    const int first = first_query + get<1>(coord(r, 0));
-    const auto bits_of = [&](Range range) {
-      const auto below = [&](int row) { return bits_below(columns_before<8>(max(row, 0) - first)); };
-      return below(range.end) & ~below(range.begin);
-    };
-    const std::uint32_t bits = bits_of(of_key.first) | bits_of(of_key.second);
+/// HiddenQueries are what a column mask hides of a tile whose rows are keys, of which a thread has kKeys, and whose
+/// columns are queries: a bit for each of the thread's columns, two of every kColumnStep. This, too, can be done before
+/// there are scores.
+template <int kKeys, int kColumnStep = 8>
+struct HiddenQueries {
+  std::uint32_t bits[kKeys] = {};
+
+  /// Asks the keys of the tile, of which `hidden` has the first, up to the last of `count` that there are, for queries
+  /// from `first_query` on.
+  template <class Coord>
+  CUTE_DEVICE void find(Coord const& coord, const HiddenRows* hidden, int count, int first_query) {
+    using namespace cute;
+    if (count <= 0) return;  // this never is so, but has a purpose: see HiddenBits::find()
+    const int first = first_query + get<1>(coord(0, 0));
+    const auto below = [&](int query) { return bits_below(columns_before<kColumnStep>(max(query, 0) - first)); };
+    const auto bits_of = [&](Range queries) { return below(queries.end) & ~below(queries.begin); };
     CUTE_UNROLL
-    for (int c = 0; c < kColumns; ++c)
-      if (bits & (1u << c)) scores(r, c) = -kInfinity;
+    for (int r = 0; r < kKeys; ++r) {
+      const HiddenRows of_key = hidden[min(int(get<0>(coord(r, 0))), count - 1)];
+      bits[r] = bits_of(of_key.first) | bits_of(of_key.second);
+    }
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void hide(Scores& scores) const {
+    using namespace cute;
+    constexpr int kColumns = size<1>(decltype(scores.layout()){});
+    static_assert(size<0>(decltype(scores.layout()){}) == kKeys && kColumns <= 32);
+    CUTE_UNROLL
+    for (int r = 0; r < kKeys; ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < kColumns; ++c)
+        if (bits[r] & (1u << c)) scores(r, c) = -kInfinity;
+    }
+  }
+};
+
+/// Hides what a column mask hides of a tile whose rows are queries, column by column: Ampere's kernels do, where a
+/// thread's rows are too many for HiddenBits. `hidden` has `columns` columns; hides(row, HiddenRows) answers for a row.
+template <class Scores, class Coord, class Hides>
+CUTE_DEVICE void hide_by_columns(Scores& scores, Coord const& coord, const HiddenRows* hidden, int columns,
+                                 int first_column, Hides&& hides) {
+  using namespace cute;
+  CUTE_UNROLL
+  for (int c = 0; c < size<1>(scores); ++c) {
+    const HiddenRows of_column = hidden[min(first_column + int(get<1>(coord(0, c))), columns - 1)];
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(scores); ++r)
+      if (hides(int(get<0>(coord(r, 0))), of_column)) scores(r, c) = -kInfinity;
   }
 }
+
+/// A Hopper kernel without column masks has this instead of HiddenBits and HiddenQueries.
+struct NothingHidden {};
 
 /// Subtracts from the scores of a steep row of queries what a backward's weights are relative to: see
 /// BackwardWorkspace. From such differences the row's lse_log2 in the workspace, −0, takes nothing more. However a

@@ -10,17 +10,18 @@ namespace flashtile {
 /// SumOfDq is a part of a tile of dQ, what one warp (Hopper: one warpgroup) adds: all blocks of keys that its queries
 /// see add to it.
 ///
-/// In order (deterministic), blocks add from the first to the last, so that the rounding is the same in every run. No
-/// thread block waits for ever: in that order blocks start, by a thread block's index or as they are asked for, each
-/// with all of its parts (see KeyBlock), and all go from the last query to the first. Under a causal mask all of them
+/// In order (deterministic), blocks add from the first to the last, each in its turn (see KeyBlock::turn()), so that
+/// the rounding is the same in every run. No thread block waits for ever: in that order blocks start, by a thread
+/// block's index or as they are asked for, each with all of its parts (see KeyBlock), so the first that is not yet done
+/// waits for none. All go from the last query to the first, but under a column mask. Under a causal mask all of them
 /// see the last: so those that run at a time are a step apart.
 ///
 /// In any order, the first to come stores what others add to, which spares clearing the memory; the others wait while
 /// it does. Where tiles are few they are cleared, as Ampere's all are, whose kernel has a state for sums in order only.
 class SumOfDq {
  public:
-  // In order, the state is the block of keys that comes next, or ~block if it shall store, not add. In any order it is
-  // one of these. Either way it is positive once a block has stored, or zeros have.
+  // In order, the state is whose turn comes next, or ~turn if that block shall store, not add. In any order it is one
+  // of these. Either way it is positive once a block has stored, or zeros have.
   static constexpr int kNothing = 0, kBeingStored = 1, kThere = 2;
 
   CUTE_DEVICE SumOfDq(BackwardParams const& params, std::int64_t tile, int part)
@@ -29,17 +30,17 @@ class SumOfDq {
   /// Returns, in a later kernel, whether a block has stored. None has where the queries see no key.
   CUTE_DEVICE bool stored() const { return state_.load(cuda::memory_order_relaxed) > 0; }
 
-  CUTE_DEVICE bool ready(int n_block) const { return state() == n_block; }
+  CUTE_DEVICE bool ready(int turn) const { return state() == turn; }
   /// Waits for a block's turn: until the block before it has passed. Returns whether it shall store, not add.
-  CUTE_DEVICE bool await(int n_block) const {
+  CUTE_DEVICE bool await(int turn) const {
     while (true) {
       const int state = this->state();
-      if (state == n_block) return false;
-      if (state == ~n_block) return true;
+      if (state == turn) return false;
+      if (state == ~turn) return true;
     }
   }
   /// One thread calls it when all that the block added is in memory, for the next block to add.
-  CUTE_DEVICE void pass(int n_block) const { state_.store(n_block + 1, cuda::memory_order_release); }
+  CUTE_DEVICE void pass(int turn) const { state_.store(turn + 1, cuda::memory_order_release); }
 
   /// Returns, in any order, whether there is something to add to.
   CUTE_DEVICE bool there() const { return state() == kThere; }

@@ -39,6 +39,36 @@ struct alignas(16) HiddenRows {
 };
 static_assert(sizeof(HiddenRows) == 16);
 
+/// HiddenBounds bound the HiddenRows of some columns: the least and the most begin and end of each of their ranges.
+/// They say of most tiles whether they see these columns, without a question to each. An empty range has no rows to
+/// begin before any end, so it bounds as one that begins behind all rows and ends before them.
+struct alignas(16) HiddenBounds {
+  struct Ends {
+    int least, most;
+
+    FLASHTILE_HOST_DEVICE void add(int end) {
+      least = end < least ? end : least;
+      most = end > most ? end : most;
+    }
+  };
+  struct Ranges {
+    Ends begin{kMost, kLeast}, end{kMost, kLeast};
+
+    FLASHTILE_HOST_DEVICE void add(Range range) {
+      begin.add(range.empty() ? kMost : range.begin);
+      end.add(range.empty() ? kLeast : range.end);
+    }
+    /// Returns whether every range holds all of these rows, and whether none holds one, as far as the bounds say.
+    FLASHTILE_HOST_DEVICE bool hide_all(Range rows) const { return begin.most <= rows.begin && end.least >= rows.end; }
+    FLASHTILE_HOST_DEVICE bool hide_none(Range rows) const { return begin.least >= rows.end || end.most <= rows.begin; }
+  };
+  static constexpr int kLeast = -0x7fffffff - 1, kMost = 0x7fffffff;
+  Ranges first, second;
+
+  FLASHTILE_HOST_DEVICE void add(const HiddenRows& hidden) { first.add(hidden.first), second.add(hidden.second); }
+};
+static_assert(sizeof(HiddenBounds) == 32);
+
 /// ColumnRanges are the HiddenRows of each column of all heads, in the caller's memory, or none. Those of a ragged
 /// batch lie one sequence behind the other, as the rows of its keys do.
 struct ColumnRanges {
@@ -94,6 +124,19 @@ FLASHTILE_HOST_DEVICE BlockKind kind_of_block(const HiddenRows* columns, Range b
   for (int column = block.begin; column < block.end; ++column)
     seen = seen | SeenColumn::of(columns[column], column, rows, band, n);
   return seen.kind();
+}
+
+/// Returns what the bounds of a block of columns say of its kind for `rows`. A block at an edge is one whose columns
+/// have to be asked: it may be of any kind.
+FLASHTILE_HOST_DEVICE BlockKind kind_by_bounds(const HiddenBounds& bounds, Range block, Range rows, Band band,
+                                               Lengths n) {
+  // Both ends of what a row sees of the band grow with the row.
+  const Range first = band.columns(rows.begin, n), last = band.columns(rows.end - 1, n);
+  const bool outside = last.end <= block.begin || first.begin >= block.end;
+  if (outside || bounds.first.hide_all(rows) || bounds.second.hide_all(rows)) return BlockKind::kSkip;
+  const bool inside = last.begin <= block.begin && first.end >= block.end;
+  const bool none = bounds.first.hide_none(rows) && bounds.second.hide_none(rows);
+  return inside && none ? BlockKind::kInterior : BlockKind::kEdge;
 }
 
 }  // namespace flashtile

@@ -62,6 +62,7 @@ struct KvcacheSource {
     load(params.v, params.v_strides, block, sV, params.head_dim_v);
     place = find(block + 1);
   }
+  CUTE_DEVICE int visited(int step) const { return step; }
   CUTE_DEVICE KvcacheScores<kN, kGroups> scores(Lengths lengths) const {
     return {{params.scores, tile, tile.m_block * kM, lengths}, group};
   }

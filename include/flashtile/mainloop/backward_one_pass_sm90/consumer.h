@@ -93,6 +93,7 @@ class OnePassConsumerSm90 {
   using Fragments = OnePassFragmentsSm90<Mainloop>;
   using ScaleOut = cute::SM90::GMMA::ScaleOut;
   using Tile = ScoreTile<NoPacking>;
+  using Hidden = std::conditional_t<Mainloop::kMasked, HiddenQueries<2>, NothingHidden>;
   static constexpr int kM = Mainloop::kM;
   static constexpr int kN = Mainloop::kN;
   static constexpr bool kLoops = Mainloop::kLoops;
@@ -180,6 +181,14 @@ class OnePassConsumerSm90 {
     shared.q_barriers.wait_full(at);
     const int m_block = Mainloop::kMasked ? shared.m_block[stage] : index;
     start_matmul(mma_s, tSrK, tSrQ(_, _, _, stage), tSrS, ScaleOut::Zero);
+    const int key = work.n_block * kN;
+    const bool edge = work.queries.is_edge(index);
+    Hidden hidden;
+    if constexpr (Mainloop::kMasked) {
+      if (edge)
+        hidden.find(tScS, backward.columns.of_head(work.batch, head, work.span_of_keys(backward)) + key,
+                    lengths.k - key, m_block * kM);
+    }
     if (opening == ScaleOut::Zero) {
       shared.v_barriers.wait_full(keys_at);
       if constexpr (Mainloop::kKeepsV) {
@@ -192,9 +201,8 @@ class OnePassConsumerSm90 {
     start_matmul(mma_p, tSrV, tSrdO(_, _, _, stage), tSrdP, ScaleOut::Zero);
     wait_matmul<1>(tSrS);
 
-    const int key = work.n_block * kN;
     const Tile tile{backward.scores, {work.batch, head, work.n_block}, key, lengths.transposed()};
-    form_scores(scores, tile, work, work.queries.is_edge(index), m_block);
+    form_scores(scores, tile, hidden, edge, m_block);
     if (steep) [[unlikely]]
       relate_steep_rows(backward, scores, tScS, shared.statistics[stage][0],
                         std::int64_t(work.workspace_tile(backward, head, m_block)) * kM);
@@ -230,7 +238,7 @@ class OnePassConsumerSm90 {
 
   /// Turns raw scores into scores, −inf where they do not count.
   template <class Scores>
-  CUTE_DEVICE void form_scores(Scores& scores, Tile const& tile, Work const& work, bool edge, int m_block) {
+  CUTE_DEVICE void form_scores(Scores& scores, Tile const& tile, Hidden const& hidden, bool edge, int m_block) {
     using namespace cute;
     if (!edge && !partial && !maps) return;
     if constexpr (kKnowsSoftcap) {
@@ -238,13 +246,10 @@ class OnePassConsumerSm90 {
     } else {
       if (maps) tile.stretch(scores, tScS, m_block * kM);
     }
-    if (edge) tile.mask(scores, tScS, m_block * kM);
     if constexpr (Mainloop::kMasked) {
-      const Span keys = work.span_of_keys(backward);
-      if (edge)
-        hide_by_rows(scores, tScS, backward.columns.of_head(work.batch, tile.tile.head, keys) + tile.first_row,
-                     lengths.k - tile.first_row, m_block * kM);
+      if (edge) hidden.hide(scores);
     }
+    if (edge && (!Mainloop::kMasked || banded)) tile.mask(scores, tScS, m_block * kM);
     if (partial) hide_keys_behind(tile.lengths.q - tile.first_row, scores, tScS);
   }
 
@@ -389,6 +394,8 @@ class OnePassConsumerSm90 {
       Fragments::queries_t(shared.q[0], thread);                    // (mma, head_dim, k, stage)
   decltype(Fragments::places(0)) tScS = Fragments::places(thread);  // (row, column)
   const bool maps = backward.scores.map.maps();
+  // Under a column mask the band may hide something, too.
+  const bool banded = Mainloop::kMasked && !backward.scores.mask.shows_all();
   const float unit_log2 = backward.scores.map.unit_log2;
   typename Ring<Mainloop::kStages>::Cursor at{};  // current tile of queries
   typename Ring<2>::Cursor ds_at{};               // buffer for its dS

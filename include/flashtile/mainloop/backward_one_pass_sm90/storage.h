@@ -114,7 +114,7 @@ struct BackwardOnePassSm90 {
       decltype(cute::tile_to_shape(typename SwizzledAtoms<Element, kColumnsOfStaged>::K{},
                                    cute::Shape<cute::Int<kStagedRows>, cute::Int<kStagedColumns>>{}));
 
-  using Work = KeyBlock<kM, kN, kRagged, true, kMasked>;
+  using Work = KeyBlock<kM, kN, kRagged, true, kMasked ? ColumnMasks::kAlways : ColumnMasks::kNever>;
 
   static constexpr int kStepsAhead = kStages + 2;  // iterations before a block's end when the next may be handed out
 

@@ -64,8 +64,9 @@ struct OnePassWriterSm90 {
       const bool in_order = params.backward.deterministic;
       // This is asked early, before dQ is there: almost always there is a sum already, and nobody waits for the answer.
       const bool there = !in_order && sum.there();
+      const int turn = in_order ? work.turn(params.backward, m_block) : 0;
       shared.dq_full[warpgroup].wait(parity);  // waits for the warpgroup's warps to store their dQ
-      const bool first = in_order ? sum.await(work.n_block) : !there && sum.claim();
+      const bool first = in_order ? sum.await(turn) : !there && sum.claim();
       if (!first) asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA sees what others had it write
       const int place = int((tile * Mainloop::kWarpgroups + warpgroup) * Mainloop::kRowsOfPart);
       if (first)
@@ -77,7 +78,7 @@ struct OnePassWriterSm90 {
       shared.dq_empty[warpgroup].arrive();
       if (first || in_order) {
         asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // TMA has written it to global memory
-        in_order ? sum.pass(work.n_block) : sum.announce();
+        in_order ? sum.pass(turn) : sum.announce();
       }
       parity ^= 1;
     });

@@ -353,20 +353,26 @@ class ForwardConsumerSm90 {
     if (maps) score_tile.template map<Softcaps::kUsual>(scores, tScS, first_column);
     if constexpr (Mainloop::kMasked) {
       if (edge) hidden.hide(scores);
+      const bool ends = first_column + kN > work().keys.lengths.k;  // keys behind the last one are hidden, too
+      if (edge && (banded || ends)) [[unlikely]]
+        score_tile.mask(scores, tScS, first_column);
     } else {
       if (edge) score_tile.mask(scores, tScS, first_column);
     }
   }
 
   /// Learns, under a column mask, which block a step visits, and at an edge what is hidden of it. It comes before the
-  /// step waits for its scores, since the answers come from memory.
+  /// step waits for its scores, so that the matmul hides its time.
   template <bool kMayBeEdge>
   CUTE_DEVICE void look_at(int step) {
     if constexpr (Mainloop::kMasked) {
       first_key = shared.first_key[k_at.stage];
       if (!kMayBeEdge || !walk.is_edge(step)) return;
       const int row = work().tile.m_block * kM + cute::get<0>(tScS(0, 0)) - thread % 32 / 4;
-      hidden.find(work().masked.columns, params.forward.scores.mask.band, work().keys.lengths, row, first_key);
+      shared.columns_barriers.wait_full(columns_at);
+      hidden.find(shared.columns[columns_at.stage], kN, row);
+      shared.columns_barriers.release_by_warp(columns_at);
+      columns_at.advance();
     }
   }
 
@@ -435,10 +441,13 @@ class ForwardConsumerSm90 {
   const bool maps = Mainloop::maps(params.forward.scores.map);
   const bool drops = Mainloop::kKnowsDropout && params.forward.dropout.active();
   OnlineSoftmax<2> softmax{params.forward.scores.map.unit_log2};
-  float added[2];     // sums of the block's weights in this thread's columns
-  BlockWalk walk;     // over the key blocks of the current tile, or over its steps
-  int first_key = 0;  // of the current block, under a column mask
-  struct NothingHidden {};
+  float added[2];  // sums of the block's weights in this thread's columns
+  BlockWalk walk;  // over the key blocks of the current tile, or over its steps
+  // These are under a column mask: the first key of the current block, what is hidden of it at an edge, and whether the
+  // band, too, hides something.
+  int first_key = 0;
+  typename Ring<Mainloop::kColumnStages>::Cursor columns_at{};
+  const bool banded = Mainloop::kMasked && !params.forward.scores.mask.shows_all();
   [[no_unique_address]] std::conditional_t<Mainloop::kMasked, HiddenBits<kN>, NothingHidden> hidden;
   ScaleOut opening = ScaleOut::Zero;  // the first P·V of a tile overwrites what the last one left
 };

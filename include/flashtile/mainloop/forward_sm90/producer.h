@@ -64,6 +64,16 @@ struct ForwardProducerSm90 {
   Params const& params;
   SharedStorage& shared;
   typename Ring<Mainloop::kStages>::Cursor at{};  // stage of the next block
+  typename Ring<Mainloop::kColumnStages>::Cursor columns_at{};
+
+  /// Loads the columns of the block from `key` on, as its consumers have to ask them. It comes after V: consumers may
+  /// need that before they are done with the columns of the block before.
+  CUTE_DEVICE void load_columns(Work const& work, int key) {
+    const int bytes = min(Mainloop::kN, work.sequence.k.used - key) * int(sizeof(HiddenRows));
+    std::uint64_t* barrier = shared.columns_barriers.fill(columns_at, [&] { return bytes; });
+    cute::SM90_BULK_COPY_G2S::copy(work.masked.columns + key, barrier, shared.columns[columns_at.stage], bytes);
+    columns_at.advance();
+  }
 
   CUTE_DEVICE void run() {
     auto& works = shared.work_barriers;
@@ -99,7 +109,7 @@ struct ForwardProducerSm90 {
         // The key is known before the wait for a stage: behind it, D96 lost 1 %.
         int key;
         if constexpr (Mainloop::kMasked)
-          key = blocks.next(params.forward.mask_words.words) * Mainloop::kN;
+          key = blocks.next(params.forward.mask_tables.queries.words) * Mainloop::kN;
         else
           key = Mainloop::key_of_step(work, n_block);
         std::uint64_t* barrier = shared.k_barriers.fill(at, [&] {
@@ -109,6 +119,9 @@ struct ForwardProducerSm90 {
         load_tile<Mainloop::kN, Mainloop::kHeadDim, Mainloop::kColumns>(params.k, barrier, shared.k[at.stage],
                                                                         work.k_rows, key, work.kv_head);
         load_v(n_block == walk().first());
+        if constexpr (Mainloop::kMasked) {
+          if (walk().is_edge(n_block)) load_columns(work, key);
+        }
         if (n_block == walk().first() && v_key >= 0) works.release_by_thread(work_at.previous());
         if (n_block == max(walk().end() - Mainloop::kBlocksAhead, walk().first())) shared.near_end.arrive();
         v_key = key;

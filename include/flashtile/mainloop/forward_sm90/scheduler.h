@@ -68,8 +68,8 @@ struct ForwardSchedulerSm90 {
       const int mask = forward.columns.mask_of(work.tile.head);
       work.masked.columns = forward.columns.of_mask(work.tile.batch, mask, k);
       work.masked.words =
-          forward.mask_words.of_tile(forward.sequences.q, work.tile.batch, q.first, mask, work.tile.m_block);
-      work.keys = {forward.mask_words.steps(work.masked.words), k.used, work.sequence.lengths()};
+          forward.mask_tables.queries.of_tile(forward.sequences.q, work.tile.batch, q.first, mask, work.tile.m_block);
+      work.keys = {forward.mask_tables.queries.steps(work.masked.words), k.used, work.sequence.lengths()};
     } else if constexpr (Mainloop::kOverPages) {  // so that boxes lie within pages
       const int first = forward.scores.mask.columns(queries.begin, work.sequence.lengths()).begin / kN * kN;
       work.keys = VisibleKeys<kN>(forward.scores.mask, queries, work.sequence.lengths(), first);
@@ -212,11 +212,15 @@ struct ForwardSchedulerSm90 {
       if (leads()) Mainloop::kMasked ? hand_out_masked() : hand_out_dense();
     } else {
       await_kernel_before();
-      if (params.taken.given()) {
-        few_tiles = shared.few.place(params.forward.sequences, params.forward.ragged) *
-                    params.forward.ragged.heads.value * (Mainloop::kSplits ? params.forward.parts.splits.value : 1);
+      if constexpr (Mainloop::kMasked) {
+        if (leads()) hand_out_listed();
+      } else {
+        if (params.taken.given()) {
+          few_tiles = shared.few.place(params.forward.sequences, params.forward.ragged) *
+                      params.forward.ragged.heads.value * (Mainloop::kSplits ? params.forward.parts.splits.value : 1);
+        }
+        if (leads()) params.taken.given() ? hand_out_few() : hand_out_listed();
       }
-      if (leads()) params.taken.given() ? hand_out_few() : hand_out_listed();
     }
     if (leads()) hand_out([](Work& end) { end.keys.blocks = -1; });
   }

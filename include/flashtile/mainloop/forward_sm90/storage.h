@@ -63,6 +63,7 @@ struct ForwardMainloopSm90 {
   static constexpr int kProducers = kOverPages ? 3 : 2;  // of Q, and of K and V: together in rows, apart in pages
   static constexpr ForwardMemorySm90 kMemory = ForwardMemorySm90::of(kV);
   static constexpr int kStagesQ = kMemory.stages_q;
+  static constexpr int kColumnStages = kMasked ? kMemory.stages_of_columns : 1;
   static_assert(kV.warps == 4 * (kWarpgroups + 1) && kV.stages % 2 == 0 && kM % 64 == 0 && kN % 16 == 0 &&
                 kHeadDim % 32 == 0 && kHeadDimV % 32 == 0);
 
@@ -142,8 +143,13 @@ struct ForwardMainloopSm90 {
     alignas(1024) Element v[kStages][kN * kHeadDimV];
     alignas(1024) Element staging[kStagingWarps][kStagingPerWarp];
     Work work[kWorks];
-    FewSequences few;
-    int first_key[kMasked ? kStages : 1];    // of the block whose K is in a stage, under a column mask
+    struct NoSequences {};
+    [[no_unique_address]] std::conditional_t<kMasked, NoSequences, FewSequences> few;
+    // Under a column mask these are the first key of the block whose K is in a stage, and the columns of a block at an
+    // edge. All consumers wait for the columns, and the producer for their warps.
+    int first_key[kMasked ? kStages : 1];
+    HiddenRows columns[kMasked ? kColumnStages : 1][kMasked ? kN : 1];
+    Ring<kColumnStages> columns_barriers;
     Ring<kWorks> work_barriers;              // producers and all consumers wait for a tile, the scheduler for its slot
     cutlass::arch::ClusterBarrier near_end;  // a ragged scheduler waits for the producer to near a tile's end
     Ring<kStagesQ> q_barriers[kWarpgroups];  // each warpgroup waits for its own rows of Q
@@ -164,6 +170,7 @@ struct ForwardMainloopSm90 {
       for (auto& barriers : q_barriers) barriers.init(kKeepQ ? 128 : 4);
       k_barriers.init(4 * kWarpgroups);
       v_barriers.init(4 * kWarpgroups);
+      if constexpr (kMasked) columns_barriers.init(4 * kWarpgroups);
       cutlass::arch::fence_barrier_init();
     }
   };
