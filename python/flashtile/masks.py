@@ -86,10 +86,15 @@ class ColumnMask:
             checked_size("ColumnMask: seqlen_q", self.seqlen_q)
         else:
             self._check_ragged(shape, self.cu_seqlens)
-        *outer, column, row = self.ranges.stride()
-        # Kernels read the four numbers of a column at once.
-        if (column, row) != (4, 1) or any(stride % 4 for stride in (*outer, self.ranges.storage_offset())):
+        if not self._is_readable():
             object.__setattr__(self, "ranges", self.ranges.clone(memory_format=torch.contiguous_format))
+
+    def _is_readable(self) -> bool:
+        """Whether kernels can read the four numbers of a column at once. A compiler knows no storage_offset."""
+        if torch.compiler.is_dynamo_compiling():
+            return False
+        *outer, column, row = self.ranges.stride()
+        return (column, row) == (4, 1) and not any(stride % 4 for stride in (*outer, self.ranges.storage_offset()))
 
     def _check_ragged(self, shape: tuple[int, ...], cu_seqlens: tuple[Tensor, Tensor]) -> None:
         if self.seqlen_q is not None:

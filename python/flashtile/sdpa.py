@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ._core import DTYPES, WIDEST, is_compiling, under_functorch
 from ._padding import attend_padded, attend_visible, visible_first
+from ._sdpa_mask import first_columns, refuse_misfit, written_out
 from .attention import attention
+from .masks import ColumnMask
 
 _pytorch = F.scaled_dot_product_attention  # at import: who puts flashtile's in its place still wants fallbacks
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -24,7 +26,7 @@ def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | ColumnMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -50,7 +52,10 @@ def scaled_dot_product_attention(
             queries: its last but second and its last but first dimension have size 1 or stride 0, as in a padding mask
             (B, 1, 1, S_k). It may hide any keys, and the host reads no value of it: visible keys and values are
             gathered to the front (a copy) and attended to as a ragged batch, on every device. Or a
-            ``torch.nn.attention.bias.CausalBias`` of the size (S_q, S_k), which takes no memory.
+            ``torch.nn.attention.bias.CausalBias`` of the size (S_q, S_k), which takes no memory. Or a
+            :class:`flashtile.masks.ColumnMask` of S_q rows and S_k columns, whose batch is 1 or that of the leading
+            dimensions, flattened, and whose heads are 1, H_k or H_q; ``is_causal`` may be given with it. PyTorch, where
+            it has to compute, gets it written out.
         dropout_p: the probability with which a weight is dropped, rounded to a multiple of 1/256. The seed is drawn
             from PyTorch's CPU generator, so torch.manual_seed repeats it; other weights are dropped than by PyTorch.
         is_causal: hide columns right of the diagonal that begins at the top left.
@@ -70,7 +75,7 @@ def scaled_dot_product_attention(
 
     Raises:
         ValueError: key or value do not fit query: D, S_k or leading dimensions differ, or the groups of heads are not
-            whole. PyTorch's kernels may read past the end of such tensors.
+            whole. PyTorch's kernels may read past the end of such tensors. Or a ColumnMask does not fit them.
         What PyTorch raises: other illegal arguments go to its function.
 
     Example:
@@ -83,17 +88,26 @@ def scaled_dot_product_attention(
         >>> padding = torch.arange(120) < lengths[:, None, None, None]
         >>> flashtile.scaled_dot_product_attention(query, key, value, padding).shape
         torch.Size([2, 8, 100, 64])
+        >>> prefix = flashtile.masks.ColumnMask.prefix_lm(100, prefix=30)
+        >>> flashtile.scaled_dot_product_attention(query, query, query, prefix).shape
+        torch.Size([2, 8, 100, 64])
 
     Sources: those of :func:`attention`.
     """
+    if isinstance(attn_mask, ColumnMask):
+        _refuse_misfits(query, key, value, enable_gqa)
+        refuse_misfit(attn_mask, query, key)
     try:
         return _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except (TypeError, ValueError, NotImplementedError) as refusal:
         reason = None if is_compiling() else str(refusal)
     _refuse_misfits(query, key, value, enable_gqa)
-    attn_mask = _legible_mask(attn_mask, query, key)
+    if isinstance(attn_mask, ColumnMask):
+        legible, is_causal = written_out(attn_mask, query, key, is_causal), False
+    else:
+        legible = _legible_mask(attn_mask, query, key)
     out = _pytorch(
-        query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        query, key, value, legible, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
     if reason is None:
         return out  # a graph has no place for a warning
@@ -181,9 +195,11 @@ def _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gq
     leading, seqlen_q, seqlen_k, head_dim_v = _sizes(query.shape, key.shape, value.shape, enable_gqa)
 
     batched = key.shape[0] == query.shape[0]  # of (N, S, D): heads without groups may as well be a batch
-    causal, window, keys = False, None, None
+    causal, window, keys, mask = False, None, None, None
     if attn_mask is not None:
-        if _is_causal_bias(attn_mask):
+        if isinstance(attn_mask, ColumnMask):
+            mask, batched = attn_mask, False  # which has heads
+        elif _is_causal_bias(attn_mask):
             size = attn_mask.seq_len_q, attn_mask.seq_len_kv
             if is_causal or size != (seqlen_q, seqlen_k):
                 raise ValueError(f"attn_mask has size {size}, expected a CausalBias of size (S_q, S_k), no is_causal")
@@ -196,6 +212,7 @@ def _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gq
     if is_causal:
         if seqlen_q < seqlen_k:  # no row sees the others
             key, value = key[..., :seqlen_q, :], value[..., :seqlen_q, :]
+            mask = mask and first_columns(mask, seqlen_q)
         causal = seqlen_q <= seqlen_k
         window = None if causal else (None, seqlen_q - seqlen_k)
 
@@ -203,7 +220,9 @@ def _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gq
         query, key, value = (_with_heads(x, batched).flatten(0, -4) for x in (query, key, value))
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     options = {"causal": causal, "window": window, "scale": scale, "dropout_p": dropout_p}
-    out = attend_padded(attention, q, k, v, **options) if keys is None else _attend_to(keys, q, k, v, options)
+    out = (
+        attend_padded(attention, q, k, v, mask=mask, **options) if keys is None else _attend_to(keys, q, k, v, options)
+    )
     out = out.transpose(1, 2)
     return out if len(leading) == 2 else out.reshape(*leading, seqlen_q, head_dim_v)
 

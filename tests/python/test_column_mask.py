@@ -241,6 +241,12 @@ def test_compiled_and_under_vmap(device):
     expected = flashtile.attention(q, k, v, mask=mask)
     compiled = torch.compile(lambda q, k, v: flashtile.attention(q, k, v, mask=mask), fullgraph=True, backend="eager")
     assert_bitwise(compiled(q, k, v), expected)
+
+    def made(q, k, v, ranges):
+        return flashtile.attention(q, k, v, mask=ColumnMask(ranges, q.shape[1]))
+
+    for ranges in (mask.ranges, mask.ranges.transpose(2, 3).contiguous().transpose(2, 3)):
+        assert_bitwise(torch.compile(made, fullgraph=True, backend="aot_eager")(q, k, v, ranges), expected)
     one = [x[:, None] for x in (q, k, v)]
     each = [ColumnMask(ranges[None], 200) for ranges in mask.ranges]
     mapped = torch.func.vmap(lambda q, k, v: flashtile.attention(q, k, v, mask=each[0]))(*one)
