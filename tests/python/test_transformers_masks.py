@@ -63,13 +63,22 @@ def test_the_mask_knows_better_than_the_layer(says_causal, padded):
         torch.testing.assert_close(out[padding], expected[padding])
 
 
-def test_windows_that_no_layer_knows_are_written_out():
+def columns_of(mask, q_length, kv_length, batch=1):
+    """The ranges that a mask holds written out, (B, 1, S_q, S_k); None if it holds none."""
+    told = masks.read(mask, batch, q_length, kv_length)
+    return None if told is None or told.columns is None else masks.written_out(told, q_length, kv_length, "cpu")
+
+
+def test_windows_that_no_layer_knows_are_told_of_each_key():
     rule = masking_utils.and_masks(BIDIRECTIONAL, masking_utils.sliding_window_bidirectional_overlay(3))
-    for window, is_dense in ((8, True), (None, False), (3, False), (4, False)):
+    for window, is_known in ((8, False), (None, True), (3, True), (4, True)):
         mask = integration.mask(1, 9, 9, mask_function=rule, config=transformers.MistralConfig(sliding_window=window))
-        assert (mask.dtype is torch.bool) == is_dense
-        if is_dense:
-            assert torch.equal(mask, band(9, 3, 3)[None, None])
+        seen = columns_of(mask, 9, 9)
+        assert (seen is None) == is_known
+        if not is_known:
+            assert torch.equal(seen, band(9, 3, 3)[None, None])
+            out, _ = integration.attend(layer(), *rows(9, 9, batch=1), mask)
+            torch.testing.assert_close(out, dense(rows(9, 9, batch=1), seen).float())
 
 
 @pytest.mark.parametrize("q_length, q_offset, kv_length", [(1, 3, 9), (4, 0, 9), (2, 5, 7), (2, torch.tensor(7), 9)])
@@ -78,9 +87,12 @@ def test_windows_of_two_sides_before_the_end(q_length, q_offset, kv_length):
     rule = masking_utils.sliding_window_bidirectional_mask_function(2)
     mask = integration.mask(1, q_length, kv_length, q_offset, mask_function=rule)
     whole = q_offset + q_length == kv_length and isinstance(q_offset, int)
-    assert (mask.dtype is torch.bool) == (not whole)
+    seen = columns_of(mask, q_length, kv_length)
+    assert (seen is None) == (whole or q_length == 1)
+    if q_length == 1:
+        seen = masks.written_out(masks.read(mask, 1, 1, kv_length), 1, kv_length, "cpu")
     if not whole:
-        assert torch.equal(mask, band(9, 2, 2)[q_offset : q_offset + q_length, :kv_length][None, None])
+        assert torch.equal(seen, band(9, 2, 2)[q_offset : q_offset + q_length, :kv_length][None, None])
 
 
 def test_masks_that_models_go_on_working_with_are_dense():
@@ -100,7 +112,7 @@ def test_numbers_of_sequences_that_do_not_stand_together():
     """As models give them that have chains of their own; those of transformers never come again."""
     numbers = torch.tensor([[0, 1, 0, 0, 1]])
     rule = masking_utils.and_masks(BIDIRECTIONAL, masking_utils.packed_sequence_mask_function(numbers))
-    if masks._RENUMBERED is not None:  # transformers 5.4 makes no difference
+    if masks.RENUMBERED is not None:  # transformers 5.4 makes no difference
         mask = integration.mask(1, 5, 5, mask_function=rule)
         assert torch.equal(mask, (numbers[0] == numbers[0][:, None])[None, None])
 
@@ -356,7 +368,6 @@ def test_wide_heads_with_what_pytorch_has_not():
     "name",
     [
         "BloomForCausalLM",
-        "Llama4ForCausalLM",
         "T5ForConditionalGeneration",
         "T5Gemma2Encoder",
         "T5Gemma2ForConditionalGeneration",

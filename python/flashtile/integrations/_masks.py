@@ -11,6 +11,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .._core import is_compiling
 from .._padding import visible_first
+from ..masks import ColumnMask
 
 
 class Rule(NamedTuple):
@@ -22,17 +23,21 @@ class Rule(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What :func:`read` finds in a mask. At most one of `keys` and `offsets` is given."""
+    """What :func:`read` finds in a mask. At most one of `keys`, `offsets` and `columns` is given."""
 
     rule: Rule
     keys: tuple[Tensor, Tensor] | None = None  # those that count, as visible_first says it
     queries: tuple[Tensor, Tensor] | None = None  # the same of queries, where their places matter
     offsets: tuple[Tensor, Tensor] | None = None  # of packed sequences, (sequences + 1) int32, in queries and in keys
+    columns: Tensor | None = None  # ranges of a ColumnMask, which says all
 
 
 # A mask has four dimensions, because transformers hands on as it is what has so many. Rows of int64 hold, for keys and
 # then for queries, how many count and the order of visible_first; int32 holds offsets. Sizes tell the rule, so that the
-# host need not read a tensor: (B, 1 + causal + 2 if there is a distance, 1 + parts, entries + distance + 1).
+# host need not read a tensor: (B, 1 + causal + 2 if there is a distance, 1 + parts, entries + distance + 1). Ranges of
+# a ColumnMask have a size that none of these has, and behind them a column of zeros for each query: (B, 5, S_k + S_q,
+# 4), int32.
+_COLUMNS = 5
 
 
 def write(rule: Rule, *parts: Tensor, offsets: Tensor | None = None, device=None) -> Tensor:
@@ -46,9 +51,17 @@ def write(rule: Rule, *parts: Tensor, offsets: Tensor | None = None, device=None
     return table[:, None, None].expand(-1, 1 + rule.causal + 2 * windowed, 1 + len(parts), -1)
 
 
+def write_columns(ranges: Tensor, seqlen_q: int) -> Tensor:
+    """A mask of `ranges` (B or 1, 1, S_k, 4), those of a ColumnMask of `seqlen_q` rows."""
+    return pad(ranges, (0, 0, 0, seqlen_q)).expand(-1, _COLUMNS, -1, -1)
+
+
 def read(mask: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> Told | None:
-    """What :func:`write` wrote for so many rows; None if it did not. A mask of other rows may look like one with a
-    distance, so whoever asks should know of that."""
+    """What :func:`write` or :func:`write_columns` wrote for so many rows; None if they did not. A mask of other rows
+    may look like one with a distance, so whoever asks should know of that."""
+    if mask.shape[1] == _COLUMNS:
+        fits = mask.shape[0] in (1, batch) and mask.shape[2:] == (seqlen_k + seqlen_q, 4) and mask.dtype is torch.int32
+        return Told(Rule(False, None), columns=mask[:, :1, :seqlen_k]) if fits else None
     _, kind, parts, entries = mask.shape
     kind, parts, packed = kind - 1, parts - 1, mask.dtype is torch.int32
     sizes = [batch * seqlen_q + 1] if packed else [1, seqlen_k, 1, seqlen_q][: 2 * parts]
@@ -76,6 +89,8 @@ def offsets_of(begins: Tensor) -> Tensor:
 
 def written_out(told: Told, seqlen_q: int, seqlen_k: int, device) -> Tensor:
     """(B or 1, 1, S_q, S_k) bool, what `told` lets see; with offsets, of the rows of all entries."""
+    if told.columns is not None:
+        return ColumnMask(told.columns, seqlen_q).to_dense()
     places, sides = [], []  # how far from the end of its sequence a row is, and which sequence, below 0 if none
     for n, (seqlen, pair) in enumerate(((seqlen_q, told.queries), (seqlen_k, told.keys))):
         row = torch.arange(seqlen, device=device)[None]
@@ -139,17 +154,17 @@ def rule_of(function) -> tuple[Rule, Tensor | None] | None:
     any; None if it is another rule than causality, windows and packed sequences."""
     parts = list(_parts(function))
     codes = [getattr(part, "__code__", None) for part in parts]
-    if not all(code in _KNOWN for code in codes) or codes.count(_PACKED) > 1:
+    if not all(code in _KNOWN for code in codes) or codes.count(PACKED) > 1:
         return None
-    if _RENUMBERED is not None and (_PACKED in codes) != (_RENUMBERED in codes):
+    if RENUMBERED is not None and (PACKED in codes) != (RENUMBERED in codes):
         return None  # numbers of the model's own, which need not stand together
     causal = masking_utils.causal_mask_function in parts
     pairs = zip(codes, parts, strict=True)
-    windows = [(code, _closure(part)["sliding_window"]) for code, part in pairs if code in _WINDOWS]
-    distances = [window - 1 if code is _LEFT else window for code, window in windows]
-    if len(distances) > 1 or any(distance < 0 for distance in distances) or (_LEFT in codes and not causal):
+    windows = [(code, closure(part)["sliding_window"]) for code, part in pairs if code in _WINDOWS]
+    distances = [window - 1 if code is LEFT else window for code, window in windows]
+    if len(distances) > 1 or any(distance < 0 for distance in distances) or (LEFT in codes and not causal):
         return None
-    packed = _closure(parts[codes.index(_PACKED)])["packed_sequence_mask"] if _PACKED in codes else None
+    packed = closure(parts[codes.index(PACKED)])["packed_sequence_mask"] if PACKED in codes else None
     return Rule(causal, *distances or (None,)), packed
 
 
@@ -157,29 +172,32 @@ def _parts(function):
     """The functions of which `function` is the intersection; the renumbering of packed sequences and what it renumbers
     count as two."""
     code = getattr(function, "__code__", None)  # callables of another kind have none
-    if code is _ALL_OF:
-        for part in _closure(function)["mask_functions"]:
+    if code is ALL_OF:
+        for part in closure(function)["mask_functions"]:
             yield from _parts(part)
         return
     yield function
-    if code is not None and code is _RENUMBERED:
-        yield from _parts(_closure(function)["mask_function"])
+    if code is not None and code is RENUMBERED:
+        yield from _parts(closure(function)["mask_function"])
 
 
-def _closure(function):
-    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))
+def closure(function):
+    """What a function was made of, by name."""
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    return dict(zip(function.__code__.co_freevars, cells, strict=True))
 
 
-_ALL_OF = masking_utils.and_masks().__code__
-_PACKED = masking_utils.packed_sequence_mask_function(None).__code__
+ALL_OF = masking_utils.and_masks().__code__
+PACKED = masking_utils.packed_sequence_mask_function(None).__code__
 _renumber = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # later than transformers 5.4
-_RENUMBERED = _renumber and _renumber(None, None).__code__
-_LEFT = masking_utils.sliding_window_overlay(0).__code__
-_WINDOWS = (_LEFT, masking_utils.sliding_window_bidirectional_overlay(0).__code__)
+RENUMBERED = _renumber and _renumber(None, None).__code__
+LEFT = masking_utils.sliding_window_overlay(0).__code__
+BOTH = masking_utils.sliding_window_bidirectional_overlay(0).__code__
+_WINDOWS = (LEFT, BOTH)
 _KNOWN = (
     masking_utils.causal_mask_function.__code__,
     masking_utils.bidirectional_mask_function.__code__,
     *_WINDOWS,
-    _PACKED,
-    *(() if _RENUMBERED is None else (_RENUMBERED,)),
+    PACKED,
+    *(() if RENUMBERED is None else (RENUMBERED,)),
 )

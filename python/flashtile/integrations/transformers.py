@@ -15,9 +15,11 @@ from .._core import WIDEST
 from .._padding import attend_padded, attend_visible, gathered, visible_first
 from ..attention import attention
 from ..kvcache import attention_kvcache
+from ..masks import ColumnMask
 from ..sdpa import scaled_dot_product_attention
 from ..varlen import attention_varlen
-from ._masks import Rule, Told, offsets_of, offsets_of_restarts, read, rule_of, write, written_out
+from . import _columns
+from ._masks import Rule, Told, offsets_of, offsets_of_restarts, read, rule_of, write, write_columns, written_out
 
 NAME = "flashtile"
 # Arguments of some models that change what attention is.
@@ -29,10 +31,12 @@ def register() -> None:
     """Makes ``attn_implementation="flashtile"`` work in this process.
 
     It is for models that transformers has flash attention for; others are refused with NotImplementedError when they
-    are made, and so are those that choose a class by the name of the attention (GPT-J, GPT-Neo, Falcon, Bark).
-    Registers :func:`attend` and :func:`mask` with transformers' ``AttentionInterface`` and ``AttentionMaskInterface``.
-    A second call changes nothing. transformers takes every name with "flash" in it for a package or a kernel to
-    download, so ``PreTrainedModel._check_and_adjust_attn_implementation`` is wrapped to let this one pass.
+    are made, and so are those that choose a class by the name of the attention (GPT-J, GPT-Neo, Falcon, Bark). Llama 4,
+    which lacks it for its chunks alone, is served. Registers :func:`attend` and :func:`mask` with transformers'
+    ``AttentionInterface`` and ``AttentionMaskInterface``. A second call changes nothing. transformers takes every name
+    with "flash" in it for a package or a kernel to download, and for one without chunks, so two of its functions are
+    wrapped to let this one pass: ``PreTrainedModel._check_and_adjust_attn_implementation`` and, where chunks are
+    masked, ``masking_utils.is_flash_attention_requested``.
 
     Example:
         >>> import flashtile.integrations.transformers
@@ -52,7 +56,9 @@ def register() -> None:
             if attn_implementation != NAME:
                 return check(self, attn_implementation, *args, **options)
             model, nearest = type(self).__name__, "sdpa" if self._supports_sdpa else "eager"
-            if not self._supports_flash_attn:  # whose layers may ask for more than attend has arguments for
+            if not (
+                self._supports_flash_attn or _lacks_only_chunks(type(self))
+            ):  # whose layers may ask for more than attend has arguments for
                 raise _refusal(f"{model} is no model that transformers has flash attention for", nearest)
             if _has_table_of_classes(type(self)):
                 raise _refusal(f"{model} has a class for each attention that it knows, and takes no other", nearest)
@@ -60,6 +66,21 @@ def register() -> None:
 
         setattr(checked, NAME, True)
         PreTrainedModel._check_and_adjust_attn_implementation = checked
+
+    asked = getattr(masking_utils, "is_flash_attention_requested", None)
+    if asked is not None and not hasattr(asked, NAME):
+
+        @functools.wraps(asked)
+        def asked_for_another(config=None, *args, **options):
+            return getattr(config, "_attn_implementation", None) != NAME and asked(config, *args, **options)
+
+        setattr(asked_for_another, NAME, True)
+        masking_utils.is_flash_attention_requested = asked_for_another
+
+
+def _lacks_only_chunks(model):
+    """Whether chunks are why transformers has no flash attention for a model."""
+    return any(base.__name__ == "Llama4PreTrainedModel" for base in model.__mro__)
 
 
 def _has_table_of_classes(model):
@@ -147,8 +168,8 @@ def attend(
     if not (cu_seq_lens_q is None and cu_seq_lens_k is None):
         given = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         offsets = tuple(_offsets(given, name, query.device) for name in given)
-        told = Told(told.rule, offsets=offsets) if told.keys is None else told
-    elif told.offsets is None and seqlen_q == seqlen_k:
+        told = Told(told.rule, offsets=offsets) if told.keys is told.columns is None else told
+    elif told.offsets is told.columns is None and seqlen_q == seqlen_k:
         told = _with_documents(told, position_ids, batch, seqlen_q)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if told.offsets is not None:
@@ -239,6 +260,10 @@ def _attend(q, k, v, told, dropout, scaling, softcap, sinks):
         cu_seqlens_q, cu_seqlens_k = told.offsets
         options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         return attend_padded(attention_varlen, q, k, v, dropout_p=dropout, **options)
+    if told.columns is not None:
+        return attend_padded(
+            attention, q, k, v, mask=ColumnMask(told.columns, q.shape[1]), dropout_p=dropout, **options
+        )
     if told.queries is None and _decodes(q, k, v, sinks, dropout):
         lengths = k.shape[1]
         if told.keys is not None:
@@ -322,18 +347,12 @@ def mask(
         needed = not rule.causal and not (isinstance(end, int) and end == end_of_keys)
         needed = needed or (isinstance(window, int) and abs(window - rule.distance) > 1)
     if needed or (sequence is not None and attention_mask is not None):
-        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        return masking_utils.sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            device=device,
-            **kwargs,
-        )
+        place = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
+        place |= {"kv_offset": kv_offset, "attention_mask": attention_mask, "device": device}
+        columns = None if plain else _as_columns(mask_function, **place)
+        if columns is not None:
+            return columns
+        return _as_dense(mask_function, **place, **kwargs)
     if sequence is not None:
         return write(rule, offsets=offsets_of(sequence.diff(dim=-1, prepend=sequence[:, :1] - 1) != 0))
 
@@ -351,6 +370,19 @@ def mask(
         return write(rule, visible)
     rows = torch.arange(q_length, device=device) + (q_offset - kv_offset)
     return write(rule, visible, visible.index_select(1, rows))
+
+
+def _as_columns(function, **place):
+    """A mask without (S_q, S_k) elements of a rule for each key; None if there is none, or no kernel for it."""
+    if place["q_length"] == 1:
+        return write(Rule(False, None), _as_dense(function, **place)[:, 0, 0]) if _columns.is_known(function) else None
+    ranges = _columns.ranges_of(function, **place) if _columns.are_served(place["device"]) else None
+    return None if ranges is None else write_columns(ranges, place["q_length"])
+
+
+def _as_dense(function, *, batch_size, **options):
+    options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return masking_utils.sdpa_mask(batch_size=batch_size, mask_function=function, **options)
 
 
 def _refusal(what, nearest="sdpa"):
