@@ -152,6 +152,15 @@ def offsets_of_restarts(position_ids, batch: int, seqlen: int) -> Tensor | None:
 def rule_of(function) -> tuple[Rule, Tensor | None] | None:
     """The rule that a function of transformers stands for, and which of the packed sequences each row is in, (B, S), if
     any; None if it is another rule than causality, windows and packed sequences."""
+    if function is masking_utils.causal_mask_function or function is masking_utils.bidirectional_mask_function:
+        return Rule(function is masking_utils.causal_mask_function, None), None
+    if getattr(function, "__code__", None) not in (ALL_OF, *_KNOWN):  # callables of another kind have none
+        return None
+    return _rule_of_several(function)
+
+
+@torch.compiler.disable  # compilers do not let closures be looked into
+def _rule_of_several(function):
     parts = list(_parts(function))
     codes = [getattr(part, "__code__", None) for part in parts]
     if not all(code in _KNOWN for code in codes) or codes.count(PACKED) > 1:

@@ -11,7 +11,7 @@ from transformers.integrations.flash_attention import get_target_dtype
 from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
-from .._core import WIDEST
+from .._core import WIDEST, is_compiling
 from .._padding import attend_padded, attend_visible, gathered, visible_first
 from ..attention import attention
 from ..kvcache import attention_kvcache
@@ -19,7 +19,18 @@ from ..masks import ColumnMask
 from ..sdpa import scaled_dot_product_attention
 from ..varlen import attention_varlen
 from . import _columns
-from ._masks import Rule, Told, offsets_of, offsets_of_restarts, read, rule_of, write, write_columns, written_out
+from ._masks import (
+    ALL_OF,
+    Rule,
+    Told,
+    offsets_of,
+    offsets_of_restarts,
+    read,
+    rule_of,
+    write,
+    write_columns,
+    written_out,
+)
 
 NAME = "flashtile"
 # Arguments of some models that change what attention is.
@@ -340,7 +351,8 @@ def mask(
     rule, sequence = rule_of(mask_function) or (None, None)
     plain = rule == Rule(False, None)
     end, end_of_keys = q_offset + q_length, kv_offset + kv_length
-    needed = rule is None or (plain and kwargs.get("allow_is_bidirectional_skip") is False)
+    wanted = plain and kwargs.get("allow_is_bidirectional_skip") is False  # dense, as the model goes on working with it
+    needed = rule is None or wanted
     if not needed and rule.distance is not None:
         # The last query has to meet the last key, and the layers have to know of the window.
         window = getattr(kwargs.get("config"), "sliding_window", None)
@@ -349,7 +361,7 @@ def mask(
     if needed or (sequence is not None and attention_mask is not None):
         place = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
         place |= {"kv_offset": kv_offset, "attention_mask": attention_mask, "device": device}
-        columns = None if plain else _as_columns(mask_function, **place)
+        columns = None if wanted else _as_columns(mask_function, **place)
         if columns is not None:
             return columns
         return _as_dense(mask_function, **place, **kwargs)
@@ -373,7 +385,15 @@ def mask(
 
 
 def _as_columns(function, **place):
-    """A mask without (S_q, S_k) elements of a rule for each key; None if there is none, or no kernel for it."""
+    """A mask without (S_q, S_k) elements of a rule for each key; None if there is none, or no kernel for it, or a
+    compiler is asked to keep a union in its graph."""
+    if is_compiling() and getattr(function, "__code__", None) is not ALL_OF:
+        return None
+    return _looked_into(function, place)
+
+
+@torch.compiler.disable  # compilers do not let closures be looked into
+def _looked_into(function, place):
     if place["q_length"] == 1:
         return write(Rule(False, None), _as_dense(function, **place)[:, 0, 0]) if _columns.is_known(function) else None
     ranges = _columns.ranges_of(function, **place) if _columns.are_served(place["device"]) else None
