@@ -132,6 +132,18 @@ def test_autocast():
     assert_bitwise(found, served(*(x.to(BF16) for x in inputs), mask))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.filterwarnings("ignore::flashtile.sdpa.FallbackWarning")
+def test_on_a_gpu(is_causal):
+    """By Hopper's kernels, and on other GPUs by PyTorch's."""
+    inputs = tensors((2, 6, 100, 64), (2, 2, 150, 64), dtype=BF16)
+    mask = random_mask(100, 150, 2, 2)
+    found = sdpa(*(x.cuda() for x in inputs), mask.to("cuda"), is_causal=is_causal, enable_gqa=True)
+    exact = written_out(*(x.double() for x in inputs), seen_of(mask, inputs[0], is_causal))
+    assert_accurate(found.cpu(), exact, written_out(*inputs, seen_of(mask, inputs[0], is_causal)))
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", [F32, F64])
 @pytest.mark.parametrize("seqlen_k", [30, 50])

@@ -233,6 +233,30 @@ def test_softcap_sinks_and_gradients():
         torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.gpu
+def test_a_gpu_is_not_waited_for():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("only Hopper's kernels take column masks")
+    inputs = [x.to("cuda", torch.bfloat16) for x in rows(5, 12)]
+    padding = torch.tensor([[1] * 9, [0] * 6 + [1] * 3, [1] * 7 + [0] * 2], device="cuda").bool()
+    rule = masking_utils.chunked_causal_mask_function(4, torch.tensor([0, 6, 0], device="cuda"))
+    place = dict(q_length=5, kv_length=12, q_offset=torch.tensor(4, device="cuda"), device="cuda", mask_function=rule)
+
+    def attended():
+        return integration.attend(layer(), *inputs, integration.mask(3, attention_mask=padding, **place))[0]
+
+    expected = attended()  # what is done once is done now
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = attended()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out, expected)
+    seen = masking_utils.sdpa_mask(3, **place, attention_mask=padding, allow_is_causal_skip=False)
+    torch.testing.assert_close(out.double(), dense(inputs, seen), rtol=0, atol=0.03)
+
+
 def test_wide_heads_are_for_pytorch(monkeypatch):
     monkeypatch.setattr(flashtile.sdpa, "_said", set())
     rule = masking_utils.chunked_causal_mask_function(4, torch.zeros(3, dtype=torch.int64))
@@ -434,6 +458,18 @@ def test_compiled_models(name):
         model = switched(model_of(name), "flashtile")
         found = torch.compile(model, backend="eager")(**inputs).logits[counts]
     assert_close(found, expected)
+
+
+def test_other_implementations_still_have_no_chunks():
+    """transformers refuses its own flash attention for more keys than a chunk; registering again wraps nothing anew."""
+    asked = masking_utils.is_flash_attention_requested
+    integration.register()
+    assert masking_utils.is_flash_attention_requested is asked
+    for name, refused in (("flash_attention_2", True), ("sdpa", False), ("flashtile", False)):
+        config = transformers.Llama4TextConfig(attention_chunk_size=4)
+        config._attn_implementation = name
+        assert asked(config) == refused
+    assert asked(requested_attention_implementation="flash_attention_2")
 
 
 def test_llama4_with_images_is_taken():

@@ -5,6 +5,7 @@ from torch import Tensor
 from typing_extensions import assert_type
 
 import flashtile
+import flashtile.masks
 from flashtile.compat.flash_attn import flash_attn_func
 
 
@@ -34,6 +35,7 @@ def cached(q: Tensor, cache: Tensor, flag: bool) -> None:
 
 def others(q: Tensor) -> None:
     assert_type(flashtile.scaled_dot_product_attention(q, q, q, None, 0.0, True), Tensor)
+    assert_type(flashtile.scaled_dot_product_attention(q, q, q, flashtile.masks.ColumnMask.full(3, 3)), Tensor)
     assert_type(flashtile.combine([q, q], [q, q]), tuple[Tensor, Tensor])
     assert_type(flashtile.explain(q, q, q, causal=True, device=torch.device("cpu")), str)
     assert_type(flashtile.explain(q, q, q, device="H100"), str)

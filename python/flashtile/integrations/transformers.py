@@ -325,7 +325,10 @@ def mask(
     """The mask of a model's layers of one kind, as transformers asks for it, in the form that :func:`attend` takes.
 
     It says whether a row sees later keys and how far it sees, and holds what else hides keys: padding, and the part of
-    a static cache that is not yet written. It is made once for all layers, and the host reads no tensor for it.
+    a static cache that is not yet written. Or it holds the ranges of a :class:`flashtile.masks.ColumnMask`, where the
+    rule is made of others as well: chunks, blocks of tokens that see each other, packed sequences with padding. It is
+    made once for all layers, and the host reads no tensor for it but, of several queries, whether each block stands
+    together.
 
     Args:
         batch_size: B.
@@ -338,8 +341,10 @@ def mask(
         device: of the mask.
 
     Returns:
-        integers of four dimensions; a dense mask (B, 1, S_q, S_k), bool, for any rule but causality, windows and packed
-        sequences, and where a model asks for one because it goes on working with it.
+        integers of four dimensions, as many as there are keys and queries, but for a small factor; a dense mask (B, 1,
+        S_q, S_k), bool, for any rule but intersections and unions of causality, windows, chunks, blocks and packed
+        sequences, where a block does not stand together or the device has no kernel for column masks, and where a model
+        asks for one because it goes on working with it.
 
     Raises:
         ValueError: attention_mask has another shape.
