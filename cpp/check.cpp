@@ -93,22 +93,27 @@ void check_alibi_slopes(const char* function, const TensorView& slopes, const Pr
   operand.has_dtype(DType::kFloat32).is_on(p.device).has_contiguous_last_dimension<Unreadable>();
 }
 
-/// The values are those of HiddenRows. Kernels take each range at its word, so that no value is wrong, and read nothing
-/// by it.
 void check_mask(const char* function, const TensorView& mask, Problem& p) {
   const Operand operand{function, "mask",
                         p.ragged ? "(1, 1 or H_k or H_q, T_k, 4)" : "(1 or B, 1 or H_k or H_q, S_k, 4)", mask};
+  check_columns(operand, !p.ragged, p.seqlen_k, p);
+}
+
+/// The values are those of HiddenRows. Kernels take each range at its word, so that no value is wrong, and read nothing
+/// by it.
+void check_columns(const Operand& operand, bool may_have_entries, Size columns, Problem& p) {
   operand.has_rank(4);
+  const TensorView& mask = operand.view;
   const Size entries = mask.shape[0], heads = mask.shape[1];
-  const bool shared = entries == 1, of_entries = !p.ragged && entries == p.batch;
+  const bool shared = entries == 1, of_entries = may_have_entries && entries == p.batch;
   if (!shared && !of_entries)
-    operand.refuse_shape(std::string("1") + (p.ragged ? "" : " or B = " + std::to_string(p.batch)) + " entries in " +
-                         operand.sizes);
+    operand.refuse_shape(std::string("1") + (may_have_entries ? " or B = " + std::to_string(p.batch) : "") +
+                         " entries in " + operand.sizes);
   if (heads < 1 || (heads != 1 && heads != p.heads_k && heads != p.heads_q))
     operand.refuse_shape("1, H_k = " + std::to_string(p.heads_k) + " or H_q = " + std::to_string(p.heads_q) +
                          " heads in " + operand.sizes);
-  if (mask.shape[2] != p.seqlen_k || mask.shape[3] != 4)
-    operand.refuse_shape("(..., " + std::to_string(p.seqlen_k) + ", 4) = " + operand.sizes);
+  if (mask.shape[2] != columns || mask.shape[3] != 4)
+    operand.refuse_shape("(..., " + std::to_string(columns) + ", 4) = " + operand.sizes);
   operand.has_dtype(DType::kInt32).is_on(p.device);
   // A column's four numbers are read at once.
   const auto has_stride = [&](int i, Size stride) { return mask.shape[i] < 2 || mask.strides[i] == stride; };

@@ -99,6 +99,15 @@ void check_written(const Operand& k, const Operand& v, const KvcacheTensors& t, 
   check_outside("rotary_sin", t.rotary_sin);
 }
 
+/// The mask has as many columns as it likes, and they are the last keys of each sequence, however many the host may not
+/// know.
+void check_mask_of_last_keys(const Operand& mask, KvcacheProblem& cache) {
+  mask.has_rank(4);
+  check_sizes(mask);
+  check_columns(mask, true, mask.view.shape[2], cache.problem);
+  cache.masked_keys = static_cast<int>(mask.view.shape[2]);
+}
+
 void check_rotary(const Operand& cos, const Operand& sin, const TensorView& q, KvcacheProblem& cache) {
   if (!cos.view.given() && !sin.view.given()) return;
   if (!sin.view.given()) sin.refuse("is missing", "a tensor, as rotary_cos is given");
@@ -299,6 +308,7 @@ KvcacheProblem check_kvcache(const char* function, const KvcacheTensors& t, cons
   }
   if (t.alibi_slopes.given()) check_alibi_slopes(function, t.alibi_slopes, p);
   if (t.sinks.given()) check_per_head(function, "sinks", t.sinks, p);
+  if (t.mask.given()) check_mask_of_last_keys({function, "mask", "(1 or B, 1 or H_k or H_q, N, 4)", t.mask}, cache);
   if (t.out.given()) check_out(function, "out", t.out, t.q, p);
   if (t.lse.given()) check_lse(function, "lse", t.lse, p);
 

@@ -40,6 +40,10 @@ Pages KvcacheProblem::layout(const KvcacheTensors& t) const {
           .size = Divisor(page_size)};
 }
 
+LastColumns KvcacheProblem::masked(const KvcacheTensors& t) const {
+  return {ColumnRanges::of(t.mask, problem.heads_q), masked_keys};
+}
+
 KvcachePlan plan_kvcache(const char* function, const KvcacheTensors& tensors, const KvcacheOptions& options,
                          const DeviceInfo& device) {
   const KvcacheProblem problem = check_kvcache(function, tensors, options);

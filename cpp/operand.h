@@ -108,6 +108,9 @@ void check_sizes(const Operand& operand);
 void check_heads(const Operand& q, const Operand& k, Size heads_q, Size heads_k);
 void check_alibi_slopes(const char* function, const TensorView& slopes, const Problem& p);
 void check_mask(const char* function, const TensorView& mask, Problem& p);
+/// Checks a column mask of so many columns, for 1 batch entry or, if it may tell them apart, for each, and sets what
+/// `p` says of it.
+void check_columns(const Operand& mask, bool may_have_entries, Size columns, Problem& p);
 void check_per_head(const char* function, const char* name, const TensorView& values, const Problem& p);
 void check_lse(const char* function, const char* name, const TensorView& lse, const Problem& p);
 void check_state(const char* function, const TensorView& state, const Problem& p);

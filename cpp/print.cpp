@@ -92,6 +92,8 @@ std::string cache_string(const KvcacheProblem& cache) {
                                      : format("contiguous, %d rows for each sequence", cache.page_size);
   if (cache.appends) text += format(", %d new ones %s", cache.seqlen_new, cache.problem.ragged ? "in all" : "each");
   if (cache.rotary_dim > 0) text += format(", %d elements rotated", cache.rotary_dim);
+  if (cache.problem.column_masked())
+    text += format(", the last %d keys of each have the column mask", cache.masked_keys);
   return text;
 }
 

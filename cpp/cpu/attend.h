@@ -35,7 +35,8 @@ struct KeyRows {
 };
 
 /// Computes one item. Of `t` it reads only what belongs to queries and heads. `source` has queries(Range), those rows
-/// of the item, and keys(Range), its KeyRows. Packed heads have no slopes and no dropout.
+/// of the item, keys(Range), its KeyRows, and columns(Range), what a column mask has of them: see TileRows. Packed
+/// heads have no slopes, no dropout and no column mask.
 template <class Source>
 void attend(const Problem& problem, const ForwardTensors& t, const Sizes& largest, const AttendMemory& memory,
             const Item& item, const PackedHeads& heads, const Source& source) {
@@ -57,10 +58,9 @@ void attend(const Problem& problem, const ForwardTensors& t, const Sizes& larges
   };
   kernel.forward_begin(block);
   const BlockWalk walk = problem.mask().walk(heads.queries(rows), sizes.tile_n, lengths);
-  const HiddenRows* const columns = columns_of(problem, t.mask, item.batch, heads.first, item.rows.k);
   for (int i = walk.first(); i < walk.end(); i = walk.next(i)) {
     const Range keys = tile_range(i, sizes.tile_n, lengths.k);
-    const TileRows of_tile{item.batch, heads, lengths, rows, keys, columns};
+    const TileRows of_tile{item.batch, heads, lengths, rows, keys, source.columns(keys)};
     const BlockKind kind = of_tile.kind(walk.kind(i), problem.band);
     if (kind == BlockKind::kSkip) continue;
     const Tile tile = make_tile(problem, sizes, of_tile, kind, memory.tile);

@@ -261,7 +261,7 @@ class Backward {
     if (!walk.empty()) load_keys(memory, sizes, batch, head_k, k.first + keys.begin, keys.end - keys.begin);
     for (int member = 0; member < problem_.group(); ++member) {
       const int head = head_k * problem_.group() + member;
-      const HiddenRows* const columns = columns_of(problem_, tensors_->forward.mask, batch, head, k);
+      const HiddenRows* const columns = columns_of(problem_, tensors_->forward.mask, batch, head, k, keys.begin);
       for (int i = walk.first(); i < walk.end(); i = walk.next(i)) {
         const Range queries = tile_range(i, sizes_.tile_m, q.used);
         const TileRows tile{batch, {1, head}, lengths, queries, keys, columns};
@@ -311,9 +311,9 @@ class Backward {
     std::fill_n(memory.dq, sizes.tile_m * dq_stride(), 0.0f);
     const BlockWalk walk = problem_.mask().walk(queries, sizes_.tile_n, lengths);
     if (!walk.empty()) load_queries(memory, sizes, batch, head, q.first + queries.begin, queries.end - queries.begin);
-    const HiddenRows* const columns = columns_of(problem_, tensors_->forward.mask, batch, head, k);
     for (int i = walk.first(); i < walk.end(); i = walk.next(i)) {
       const Range keys = tile_range(i, sizes_.tile_n, k.used);
+      const HiddenRows* const columns = columns_of(problem_, tensors_->forward.mask, batch, head, k, keys.begin);
       const TileRows tile{batch, {1, head}, lengths, queries, keys, columns};
       const BlockKind kind = tile.kind(walk.kind(i), problem_.band);
       if (kind == BlockKind::kSkip) continue;

@@ -12,8 +12,9 @@ std::int64_t thread_bytes(const Sizes& sizes, bool dropout) {
   return arena.bytes();
 }
 
-/// This says where the rows of a work item lie in q, k and v.
+/// This says where the rows of a work item lie in q, k and v, and its columns in the column mask.
 struct Source {
+  const Problem& problem;
   const ForwardTensors& t;
   const Item& item;
   PackedHeads heads;
@@ -26,6 +27,9 @@ struct Source {
   KeyRows keys(Range range) const {
     const int first = item.rows.k.first + range.begin;
     return {head_rows(t.k, item.batch, head_k, first), head_rows(t.v, item.batch, head_k, first)};
+  }
+  const HiddenRows* columns(Range range) const {
+    return columns_of(problem, t.mask, item.batch, heads.first, item.rows.k, range.begin);
   }
 };
 
@@ -54,7 +58,7 @@ void run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* w
     const Item item = items.at(index);
     const PackedHeads heads{packed, item.head * packed};
     attend(problem, tensors, sizes, memory, item, heads,
-           Source{tensors, item, heads, heads.first / problem.group(), memory.query_starts});
+           Source{problem, tensors, item, heads, heads.first / problem.group(), memory.query_starts});
   });
 }
 

@@ -14,6 +14,7 @@ struct ThreadMemory {
   std::byte* queries;          // (M, D), rotated, of the caller's dtype
   std::int64_t* key_starts;    // (N)
   std::int64_t* value_starts;  // (N)
+  HiddenRows* columns;         // (N), with a column mask
 };
 
 ThreadMemory divide(Arena& arena, const Sizes& s, const KvcacheProblem& cache) {
@@ -21,7 +22,8 @@ ThreadMemory divide(Arena& arena, const Sizes& s, const KvcacheProblem& cache) {
   return {.attend = take_attend_memory(arena, s, false),
           .queries = arena.take<std::byte>(rotates ? s.tile_m * s.head_dim * bytes_of(cache.problem.dtype) : 0),
           .key_starts = arena.take<std::int64_t>(s.tile_n),
-          .value_starts = arena.take<std::int64_t>(s.tile_n)};
+          .value_starts = arena.take<std::int64_t>(s.tile_n),
+          .columns = arena.take<HiddenRows>(cache.masked_keys > 0 ? s.tile_n : 0)};
 }
 
 std::int64_t thread_bytes(const Sizes& sizes, const KvcacheProblem& cache) {
@@ -50,7 +52,8 @@ class Call {
         sizes_(tile_sizes(plan.problem, plan.variant, packed_)),
         queries_(cache_.queries(tensors)),
         cached_(cache_.rows(tensors)),
-        pages_(cache_.layout(tensors)) {}
+        pages_(cache_.layout(tensors)),
+        masked_(cache_.masked(tensors)) {}
 
   void append(int threads) const {
     if (!cache_.appends) return;
@@ -129,7 +132,7 @@ class Call {
   }
 
   /// This says where the rows of a work item lie: those of q, rotated if need be, and its keys, numbered from the first
-  /// that counts.
+  /// that counts; and which of these a column mask has.
   class Source {
    public:
     Source(const Call& call, const ThreadMemory& memory, const Item& item, const PackedHeads& heads)
@@ -172,6 +175,16 @@ class Call {
               {head_rows(t.v_cache, 0, head_k_, 0).data, 0, memory_.value_starts}};
     }
 
+    const HiddenRows* columns(Range range) const {
+      const int keys = item_.rows.lengths().k, first = call_.masked_.first(keys);
+      if (range.end <= first) return nullptr;
+      const int mask = call_.masked_.ranges.mask_of(heads_.first);
+      const HiddenRows* const given = call_.masked_.of_mask(item_.batch, mask, keys);
+      for (int key = range.begin; key < range.end; ++key)
+        memory_.columns[key - range.begin] = key < first ? HiddenRows{} : given[key - first];
+      return memory_.columns;
+    }
+
    private:
     const Call& call_;
     const ThreadMemory& memory_;
@@ -189,6 +202,7 @@ class Call {
   Spans queries_;
   CachedRows cached_;
   Pages pages_;
+  LastColumns masked_;
 };
 
 }  // namespace

@@ -64,8 +64,7 @@ Tile make_tile(const Problem& problem, const Sizes& sizes, const TileRows& rows,
   local_ranges(buffers.keys_of_query, rows.queries, packed, rows.keys, 1, problem.mask(), lengths);
   local_ranges(buffers.queries_of_key, rows.keys, 1, rows.queries, packed, problem.mask().transposed(),
                lengths.transposed());
-  tile.visible = {buffers.queries_of_key, buffers.keys_of_query,
-                  rows.columns == nullptr ? nullptr : rows.columns + rows.keys.begin, rows.queries.begin};
+  tile.visible = {buffers.queries_of_key, buffers.keys_of_query, rows.columns, rows.queries.begin};
   return tile;
 }
 

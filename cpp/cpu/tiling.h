@@ -101,7 +101,7 @@ struct TileRows {
   Lengths lengths;
   Range queries;
   Range keys;
-  const HiddenRows* columns = nullptr;  // of the sequence's first key, where there is a column mask
+  const HiddenRows* columns = nullptr;  // of the tile's keys, where there is a column mask
 
   /// Returns the kind of the tile, which the band has found not to be hidden, and of which kind that is without
   /// columns.
@@ -110,10 +110,12 @@ struct TileRows {
   }
 };
 
-/// Returns the columns of a column mask for a query head, as TileRows has them, or null where there is no such mask.
-inline const HiddenRows* columns_of(const Problem& problem, const TensorView& mask, int batch, int head, Span k) {
+/// Returns the columns of a column mask for a query head and for the keys of `k` from `first_key` on, as TileRows has
+/// them, or null where there is no such mask.
+inline const HiddenRows* columns_of(const Problem& problem, const TensorView& mask, int batch, int head, Span k,
+                                    int first_key) {
   const ColumnRanges columns = ColumnRanges::of(mask, problem.heads_q);
-  return columns.given() ? columns.of_mask(batch, columns.mask_of(head), k) : nullptr;
+  return columns.given() ? columns.of_mask(batch, columns.mask_of(head), k) + first_key : nullptr;
 }
 
 /// These buffers are for what only some tiles have.

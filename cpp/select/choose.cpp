@@ -54,8 +54,8 @@ bool prefers_rows_of_128(const Problem& p, const DeviceInfo& device) {
 
 Features features_of(const Problem& p, Kind kind, const Variant& v) {
   const bool forward = kind == Kind::kForward, backward = kind == Kind::kBackward, cache = kind == Kind::kKvcache;
-  const bool takes_columns =
-      (forward && v.may_mask() && (v.maps_masked() || !p.score_map().maps())) || (backward && v.may_mask_backward());
+  const bool takes_columns = (forward && v.may_mask() && (v.maps_masked() || !p.score_map().maps())) ||
+                             (backward && v.may_mask_backward()) || (cache && v.arch == Arch::kSm80);
   const bool on_ampere = v.arch == Arch::kSm80, on_hopper = v.arch == Arch::kSm90;
   return when(p.dropout.active() && !cache, Features::kDropout) |
          when(p.sinks && (forward || (cache && on_hopper)), Features::kSinks) |

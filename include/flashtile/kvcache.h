@@ -8,6 +8,7 @@
 #include <string>
 
 #include "flashtile/cache.h"
+#include "flashtile/mask/columns.h"
 #include "flashtile/plan.h"
 #include "flashtile/problem.h"
 
@@ -48,6 +49,7 @@ struct KvcacheTensors {
   TensorView cu_seqlens_q;     // (B + 1), int32, contiguous; where given, q and k_new are ragged
   TensorView alibi_slopes;     // (H_q) or (B, H_q), float32
   TensorView sinks;            // (H_q), float32
+  TensorView mask;  // (B or 1, H, N, 4), int32, see HiddenRows: the last N keys of each sequence; H: 1, H_k, H_q
 
   /// Returns the same tensors, with a batch dimension of one entry where q is ragged.
   KvcacheTensors with_batch() const;
@@ -67,12 +69,14 @@ struct KvcacheProblem {
   bool rotary_interleaved = true;
   int num_splits = 0;
   bool batch_invariant = false;
+  int masked_keys = 0;     // N, the columns of the column mask: the last keys of each sequence, if it has so many
   bool in_line = false;    // the cache's rows have one stride across entries, so do q's, and no leftpad is given
   bool has_table = false;  // a block_table or a cache_batch_idx is given
 
   Spans queries(const KvcacheTensors& tensors) const;
   CachedRows rows(const KvcacheTensors& tensors) const;
   Pages layout(const KvcacheTensors& tensors) const;
+  LastColumns masked(const KvcacheTensors& tensors) const;
 
   /// Returns how many rows q has over all sequences.
   std::int64_t queries() const {

@@ -65,6 +65,7 @@ struct KvcacheParams {
         .schedule = {.queries = cache.queries(t),
                      .rows = cache.rows(t),
                      .mask = p.mask(),
+                     .masked = cache.masked(t),
                      .packing = packing,
                      .teams = Divisor(plan.teams),
                      .keys_of_split = plan.keys_of_split,

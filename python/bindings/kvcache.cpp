@@ -48,6 +48,7 @@ KvcacheTensors to_tensors(handle q, handle k_cache, handle v_cache, const nb::tu
       .cu_seqlens_q = optional("cu_seqlens_q", kCuSeqlensQ, kInts),
       .alibi_slopes = optional_view(kFunction, "alibi_slopes", option_of(options, kAlibiSlopes)),
       .sinks = optional_view(kFunction, "sinks", option_of(options, kSinks)),
+      .mask = optional_view(kFunction, "mask", option_of(options, kMask), kInts),
   };
 }
 
@@ -55,8 +56,6 @@ KvcacheTensors to_tensors(handle q, handle k_cache, handle v_cache, const nb::tu
 nb::tuple kvcache(handle q, handle k_cache, handle v_cache, const nb::tuple& given, const nb::tuple& options) {
   check_count(kFunction, given, kTensorCount, "tensors");
   check_count(kFunction, options, kCacheOptionCount, "options");
-  if (!option_of(options, kMask).is_none())
-    throw Unsupported(std::string(kFunction) + ": mask is given, expected none: no kernel over a cache takes one");
   KvcacheTensors tensors = to_tensors(q, k_cache, v_cache, given, options);
   const KvcachePlan plan =
       plan_kvcache(kFunction, tensors, to_cache_options(kFunction, options), device_for(kFunction, tensors.q.device));

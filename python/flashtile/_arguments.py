@@ -49,7 +49,7 @@ def of_attention(function, q, options):
 
 def of_cache(function, options):
     """`options` of `_C.kvcache` as the operators take them, which always return lse."""
-    _require_given(function, alibi_slopes=options[ALIBI_SLOPES], sinks=options[SINKS])
+    _require_given(function, alibi_slopes=options[ALIBI_SLOPES], sinks=options[SINKS], mask=options[MASK])
     fits = isinstance(options[RETURN_LSE], bool)
     return _plain(CACHE_ARGUMENTS, options[:RETURN_LSE], fits, lambda: _C.check_cache_options(function, options))
 

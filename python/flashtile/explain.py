@@ -28,11 +28,11 @@ def explain(*arguments: Any, device: str | torch.device | None = None, **options
             for the CPU not those of int32, which a call reads.
 
     Returns:
-        A line for each choice, and under a ColumnMask, which it reads, how many blocks of keys the tiles of the forward
-        skip, test, or take as they are: of attention the plan of the forward, then that of the backward, which is the
-        same whether or not an input requires a gradient; of a cache one plan. FLOPs and bytes are those of sequences
-        that fill a cache, or are equally long in a ragged batch, since the host does not look at their lengths. A
-        kernel that this build does not hold is planned nevertheless, and marked.
+        A line for each choice, and under a ColumnMask, which it reads unless it is of a cache, how many blocks of keys
+        the tiles of the forward skip, test, or take as they are: of attention the plan of the forward, then that of the
+        backward, which is the same whether or not an input requires a gradient; of a cache one plan. FLOPs and bytes
+        are those of sequences that fill a cache, or are equally long in a ragged batch, since the host does not look at
+        their lengths. A kernel that this build does not hold is planned nevertheless, and marked.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as the function whose arguments these are.
@@ -70,7 +70,7 @@ def explain(*arguments: Any, device: str | torch.device | None = None, **options
     if text is None:
         raise NotImplementedError("explain: the call reached no kernel, expected tensors that hold data")
     mask = options.get("mask")
-    if mask is not None and mask.ranges.device.type != "meta":
+    if mask is not None and function is not attention_kvcache and mask.ranges.device.type != "meta":
         text = _with_blocks(text, mask, options.get("causal", False), options.get("window"))
     return text
 

@@ -13,6 +13,7 @@ from ._core import as_float32, is_compiling, recorded, refuse_nested
 from ._misnamed import hides_misnamed, refuse_misnamed
 from ._ops import call_kvcache, kvcache_operator
 from .attention import Window
+from .masks import ColumnMask, ranges_of
 
 
 @overload
@@ -33,6 +34,7 @@ def attention_kvcache(
     cu_seqlens_q: Tensor | None = None,
     causal: bool = True,
     window: Window = None,
+    mask: ColumnMask | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -59,6 +61,7 @@ def attention_kvcache(
     cu_seqlens_q: Tensor | None = None,
     causal: bool = True,
     window: Window = None,
+    mask: ColumnMask | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -85,6 +88,7 @@ def attention_kvcache(
     cu_seqlens_q: Tensor | None = None,
     causal: bool = True,
     window: Window = None,
+    mask: ColumnMask | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -113,6 +117,7 @@ def attention_kvcache(
     cu_seqlens_q: Tensor | None = None,
     causal: bool = True,
     window: Window = None,
+    mask: ColumnMask | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -173,6 +178,12 @@ def attention_kvcache(
             cu_seqlens_q[b] up to cu_seqlens_q[b + 1]. Starts at 0, never decreases, ends at T_q or before.
         causal: hide columns right of the diagonal. Unlike in :func:`attention`, this is the default.
         window: (left, right), inclusive distances from the diagonal, in tokens; None on a side: unbounded.
+        mask: a :class:`flashtile.masks.ColumnMask` of the queries and of the last N keys of each sequence, where N is
+            the number of its columns: column c is row end - N + c of the cache. So that of a tree of drafted tokens,
+            which are the last keys, is `ColumnMask.tree`. Keys before are not hidden, and columns that would come
+            before a sequence's first key are no key's. It has B entries, or one for all sequences, also where q is
+            ragged: rows are counted within their sequence then, and the mask's S_q is not looked at. rotary_cos goes by
+            the place in the sequence: tokens of a tree that should be rotated by their depth are given rotated.
         scale: factor of the scores, any finite number; by default 1/√D.
         softcap: bound of the scores, in units of scaled scores; 0: none.
         alibi_slopes: float32, (H_q) or (B, H_q), of any strides.
@@ -194,10 +205,10 @@ def attention_kvcache(
     Raises:
         TypeError: an argument has the wrong type or dtype, such as tables of int64; or it is attn_mask or is_causal,
             which :func:`scaled_dot_product_attention` takes.
-        ValueError: shapes, strides, devices or option values break the rules above; on the CPU also what the tables
-            hold (cache_seqlens, block_table where it is needed, cache_batch_idx, which must not name an entry twice
-            where k_new is given, leftpad, cu_seqlens_q), rows that find no room, rows of shared pages that are written,
-            and positions that rotary_cos lacks.
+        ValueError: shapes, strides, devices or option values break the rules above, or the mask is of a ragged batch;
+            on the CPU also what the tables hold (cache_seqlens, block_table where it is needed, cache_batch_idx, which
+            must not name an entry twice where k_new is given, leftpad, cu_seqlens_q), rows that find no room, rows of
+            shared pages that are written, and positions that rotary_cos lacks.
             On CUDA the host does not read them, so that it need not wait and calls can be captured in a graph, whose
             replays go by what the tables hold then: values that break the rules are taken as the nearest ones that do
             not, nothing outside the tensors is read or written, and it is unspecified what a row holds that is written
@@ -223,6 +234,12 @@ def attention_kvcache(
         True
         >>> torch.equal(out[1:], flashtile.attention(q[1:], k_new[1:], v_new[1:], causal=True))
         True
+        >>> drafts = flashtile.masks.ColumnMask.tree([-1, 0, 1, 0, -1])  # tokens 1 and 3 follow 0, and 2 follows 1
+        >>> out = flashtile.attention_kvcache(
+        ...     q, k_cache, v_cache, cache_seqlens=held + 5, block_table=block_table, mask=drafts
+        ... )
+        >>> torch.equal(out[1:, 4:], flashtile.attention(q[1:, 4:], k_new[1:, 4:], v_new[1:, 4:]))  # token 4 is alone
+        True
 
     Sources: those of :func:`attention`; caches in pages, PagedAttention (Kwon et al. 2023, arXiv:2309.06180); keys in
     parts that fill the GPU, Flash-Decoding (Dao et al. 2023) and Lean Attention (Sanovar et al. 2024,
@@ -242,7 +259,8 @@ def attention_kvcache(
         sinks = as_float32(sinks)
     tables = (cache_seqlens, block_table, cache_batch_idx, leftpad, cu_seqlens_q)
     operands = (q, k_new, v_new, rotary_cos, rotary_sin)
-    scores = (alibi_slopes, sinks, None, causal, window, scale, softcap)
+    columns = ranges_of("attention_kvcache", mask, q)
+    scores = (alibi_slopes, sinks, columns, causal, window, scale, softcap)
     options = (*scores, rotary_interleaved, num_splits, batch_invariant, return_lse)
     given = (k_cache, v_cache, operands, tables, options)
     if is_traced():

@@ -75,7 +75,7 @@ TEST(Columns, KindsOfBlocksAgreeWithTheElements) {
             const BlockKind expected = kept == 0                                ? BlockKind::kSkip
                                        : kept == (end - begin) * (last - first) ? BlockKind::kInterior
                                                                                 : BlockKind::kEdge;
-            ASSERT_EQ(kind_of_block(columns.data(), {first, last}, {begin, end}, band, n), expected);
+            ASSERT_EQ(kind_of_block(columns.data() + first, {first, last}, {begin, end}, band, n), expected);
             HiddenBounds bounds;
             for (int j = first; j < last; ++j) bounds.add(columns[static_cast<std::size_t>(j)]);
             const BlockKind bounded = kind_by_bounds(bounds, {first, last}, {begin, end}, band, n);

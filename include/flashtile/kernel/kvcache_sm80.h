@@ -68,8 +68,7 @@ struct KvcacheKernelSm80 {
     const int group = group_of_thread(), thread = threadIdx.x % kThreadsOfGroup;
     const Lengths lengths = {s.tile.lengths.q, s.tile.lengths.k - keys.begin};
     const int end = min(keys.end, s.tile.keys.end) - keys.begin;
-    const Range interior = params.scores.mask.walk(s.tile.queries, kN, lengths).interior;
-    const BlockWalk walk{{0, Spans::tiles(max(end, 0), kN)}, {interior.begin, min(interior.end, end / kN)}};
+    const BlockWalk walk = params.schedule.walk(s.tile, {keys.begin, keys.begin + end}, kN);
     const VisibleKeys<kN> visible(walk.share(group, kGroups), end, lengths);
 
     const TileCoord tile = {s.batch, head, s.m_block};

@@ -117,12 +117,27 @@ struct SeenColumn {
   }
 };
 
-/// Returns what `rows`, which are not empty, see of a block of columns: exactly, as each column is asked.
+/// LastColumns are `count` ColumnRanges, which the last columns of each sequence have, whatever its length: those
+/// before have none. Where a sequence is shorter, the first ranges are no column's.
+struct LastColumns {
+  ColumnRanges ranges;
+  int count = 0;
+
+  /// Returns the first column, of a sequence or a part that ends with it, that has ranges: `columns` if none does.
+  FLASHTILE_HOST_DEVICE int first(int columns) const { return columns > count ? columns - count : 0; }
+  /// Returns the ranges of a mask from that column on.
+  FLASHTILE_HOST_DEVICE const HiddenRows* of_mask(int batch, int mask, int columns) const {
+    return ranges.of_mask(batch, mask, {}) + (columns < count ? count - columns : 0);
+  }
+};
+
+/// Returns what `rows`, which are not empty, see of a block of columns: exactly, as each column is asked. `columns` are
+/// those of the block.
 FLASHTILE_HOST_DEVICE BlockKind kind_of_block(const HiddenRows* columns, Range block, Range rows, Band band,
                                               Lengths n) {
   SeenColumn seen;
   for (int column = block.begin; column < block.end; ++column)
-    seen = seen | SeenColumn::of(columns[column], column, rows, band, n);
+    seen = seen | SeenColumn::of(columns[column - block.begin], column, rows, band, n);
   return seen.kind();
 }
 

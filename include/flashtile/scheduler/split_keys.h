@@ -6,6 +6,7 @@
 
 #include "flashtile/cache.h"
 #include "flashtile/macros.h"
+#include "flashtile/mask/columns.h"
 #include "flashtile/mask/mask.h"
 #include "flashtile/math/head_packing.h"
 #include "flashtile/sequence.h"
@@ -24,6 +25,7 @@ struct SplitKeys {
   Spans queries;
   CachedRows rows;
   Mask mask;
+  LastColumns masked;
   GroupPacking packing;
   Divisor teams;
   int keys_of_split = 0;  // a multiple of kItem; 0 if the caller gives no length
@@ -68,6 +70,16 @@ struct SplitKeys {
     if (num_splits > 0) tile.split = parts(parts(keys, num_splits), kItem) * kItem;
     if (apart) tile.items = parts(keys, tile.split);
     return tile;
+  }
+
+  /// Returns the walk over `keys`, some of a tile's, in blocks of `width` keys from the first of them on. A block with
+  /// a key that the column mask has is an edge block.
+  FLASHTILE_HOST_DEVICE BlockWalk walk(Tile const& tile, Range keys, int width) const {
+    const Lengths lengths = {tile.lengths.q, tile.lengths.k - keys.begin};
+    const Range interior = mask.walk(tile.queries, width, lengths).interior;
+    const int count = keys.empty() ? 0 : keys.end - keys.begin, unmasked = masked.first(lengths.k);
+    const int whole = (unmasked < count ? unmasked : count) / width;
+    return {{0, parts(count, width)}, {interior.begin, interior.end < whole ? interior.end : whole}};
   }
 
   /// Returns whether the caller asked for splits; these are items only if they lie `apart`.

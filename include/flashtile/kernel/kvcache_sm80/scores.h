@@ -14,6 +14,7 @@ namespace flashtile {
 template <int kN, int kGroups>
 struct KvcacheScores {
   ScoreTile<GroupPacking> tile;
+  LastColumns const& masked;
   int group;
   /// Returns which column among the keys of all groups `first_column` is, where a block of this group's keys begins.
   CUTE_DEVICE int column(int first_column) const { return first_column * kGroups + group * kN; }
@@ -39,6 +40,39 @@ struct KvcacheScores {
   template <class Scores, class Coord>
   CUTE_DEVICE void mask(Scores& scores, Coord const& coord, int first_column) const {
     tile.mask(scores, coord, column(first_column));
+    if (masked.count > 0) [[unlikely]]
+      hide(scores, coord, column(first_column));
+  }
+
+  /// Hides what the column mask hides of a block, which need not have a key of the mask.
+  template <class Scores, class Coord>
+  CUTE_DEVICE void hide(Scores& scores, Coord const& coord, int first_column) const {
+    using namespace cute;
+    constexpr int kRows = size<0>(decltype(scores.layout()){});
+    const int keys = tile.lengths.k, first = masked.first(keys);
+    if (first_column + kN <= first) return;
+    const GroupPacking packing = tile.params.packing;
+    int query[kRows];
+    const HiddenRows* columns[kRows];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const int row = tile.first_row + get<0>(coord(r, 0));
+      const int head = tile.tile.head * packing.heads.value + packing.head(row);
+      query[r] = packing.query(row);
+      columns[r] = masked.of_mask(tile.tile.batch, masked.ranges.mask_of(head), keys);
+    }
+    for_columns_in_turn<2>(scores, [&](int c) {
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        const int key = first_column + get<1>(coord(0, 0)) + c / 2 * 8 + i;
+        if (key < first || key >= keys) continue;
+        CUTE_UNROLL
+        for (int r = 0; r < kRows; ++r) {
+          const HiddenRows hidden = columns[r][key - first];
+          if (hidden.hides(query[r])) scores(r, i) = -kInfinity;
+        }
+      }
+    });
   }
 };
 

@@ -64,7 +64,7 @@ struct KvcacheSource {
   }
   CUTE_DEVICE int visited(int step) const { return step; }
   CUTE_DEVICE KvcacheScores<kN, kGroups> scores(Lengths lengths) const {
-    return {{params.scores, tile, tile.m_block * kM, lengths}, group};
+    return {{params.scores, tile, tile.m_block * kM, lengths}, params.schedule.masked, group};
   }
 
  private:
