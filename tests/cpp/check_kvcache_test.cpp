@@ -238,6 +238,48 @@ TEST(CheckKvcache, Rotary) {
       name + "q has 3 rows for the sequence at index 1, expected at most 0, its keys, to rotate them without causal");
 }
 
+TEST(CheckKvcache, Masks) {
+  const auto with_mask = [](const TensorView& mask, KvcacheProblem* problem = nullptr) {
+    return check([&](Call& c) { c.tensors.mask = mask; }, problem);
+  };
+  for (const int entries : {1, 2}) {
+    for (const int heads : {1, 4, 8}) {
+      for (const int columns : {0, 1, 3, 12, 500}) {  // also more than there is room for
+        KvcacheProblem p;
+        ASSERT_EQ(with_mask(tensor({entries, heads, columns, 4}, DType::kInt32), &p), "accepted");
+        EXPECT_EQ(p.masked_keys, columns);
+        EXPECT_EQ(p.problem.masks_of_entry, heads);
+        EXPECT_EQ(p.problem.masked_entries, entries);
+      }
+    }
+  }
+  const auto of_sequences = [](Call& c) { c.make_ragged(), c.tensors.mask = tensor({2, 1, 3, 4}, DType::kInt32); };
+  EXPECT_EQ(check(of_sequences), "accepted");
+  const std::string sizes = " = (1 or B, 1 or H_k or H_q, N, 4)";
+  EXPECT_EQ(with_mask(tensor({1, 3, 4}, DType::kInt32)),
+            "attention_kvcache: mask has shape (1, 3, 4), expected 4 dimensions" + sizes);
+  EXPECT_EQ(with_mask(tensor({3, 1, 3, 4}, DType::kInt32)),
+            "attention_kvcache: mask has shape (3, 1, 3, 4), expected 1 or B = 2 entries in (1 or B, 1 or H_k or H_q, "
+            "N, 4)");
+  EXPECT_EQ(with_mask(tensor({1, 2, 3, 4}, DType::kInt32)),
+            "attention_kvcache: mask has shape (1, 2, 3, 4), expected 1, H_k = 4 or H_q = 8 heads in (1 or B, 1 or H_k "
+            "or H_q, N, 4)");
+  EXPECT_EQ(with_mask(tensor({1, 1, 3, 2}, DType::kInt32)),
+            "attention_kvcache: mask has shape (1, 1, 3, 2), expected (..., 3, 4)" + sizes);
+  EXPECT_EQ(with_mask(tensor({1, 1, 1 << 30, 4}, DType::kInt32)),
+            "attention_kvcache: mask has shape (1, 1, 1073741824, 4), expected sizes (1 or B, 1 or H_k or H_q, N, 4) "
+            "below 2^30");
+  EXPECT_EQ(with_mask(tensor({1, 1, 3, 4})), "InvalidType: attention_kvcache: mask has dtype float16, expected int32");
+  TensorView elsewhere = tensor({1, 1, 3, 4}, DType::kInt32);
+  elsewhere.device = kGpu;
+  EXPECT_EQ(with_mask(elsewhere), "attention_kvcache: mask is on cuda:0, expected cpu, as q");
+  TensorView strided = tensor({1, 1, 3, 4}, DType::kInt32);
+  strided.strides = {12, 12, 1, 3};
+  EXPECT_EQ(with_mask(strided),
+            "Unreadable: attention_kvcache: mask has strides (12, 12, 1, 3), expected (multiples of "
+            "4, multiples of 4, 4, 1)");
+}
+
 TEST(CheckKvcache, Values) {
   const std::string name = "attention_kvcache: ";
   EXPECT_EQ(check([](Call& c) { c.lengths[1] = 13; }),

@@ -87,6 +87,21 @@ TEST(Columns, KindsOfBlocksAgreeWithTheElements) {
   EXPECT_GT(certain, of_one_kind * 3 / 4);
 }
 
+/// Columns are counted from the end, of a whole sequence and of any part that ends with it.
+TEST(LastColumns, EndWithTheSequence) {
+  std::vector<HiddenRows> ranges;
+  for (int i = 0; i < 2 * 3 * 5; ++i) ranges.push_back({{i, i + 1}, {}});
+  for (int count = 0; count <= 5; ++count) {
+    const LastColumns masked{{ranges.data(), 3 * 5, 5, Divisor(2)}, count};
+    for (int columns = 0; columns <= 12; ++columns) {
+      ASSERT_EQ(masked.first(columns), std::max(columns - count, 0));
+      const HiddenRows* const own = masked.of_mask(1, masked.ranges.mask_of(5), columns);
+      for (int column = masked.first(columns); column < columns; ++column)
+        ASSERT_TRUE(own[column - masked.first(columns)].hides(15 + 2 * 5 + count - (columns - column)));
+    }
+  }
+}
+
 /// A walk by the words of a tile goes once to each block that they have, last to those at an edge.
 TEST(MaskWords, StepsVisitEachBlockOnce) {
   std::mt19937 random(1);

@@ -58,7 +58,22 @@ struct Setting {
   int page_size = 0;  // 0: contiguous
   bool ragged = false;
   bool indexed = false;
+  int masked_keys = 0;  // of the column mask; 0: there is none
+  int masks = 1;        // heads that it tells apart
 };
+
+/// Returns what a column mask hides, (sequence, mask, column): of each column no, one or two ranges of rows.
+std::vector<HiddenRows> columns_of(std::size_t sequences, const Setting& o) {
+  std::mt19937 random(7);
+  std::vector<HiddenRows> columns(sequences * o.masks * o.masked_keys);
+  for (HiddenRows& hidden : columns) {
+    for (Range* range : {&hidden.first, &hidden.second}) {
+      const int begin = static_cast<int>(random() % 12);
+      if (random() % 2 == 0) *range = {begin, random() % 5 == 0 ? std::numeric_limits<int>::max() : begin + 3};
+    }
+  }
+  return columns;
+}
 
 bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
@@ -155,6 +170,9 @@ Results run(const std::vector<Request>& sequences, const Setting& o, unsigned se
   if (o.alibi) t.alibi_slopes = view_of(tables.slopes, {kHeadsQ});
   if (o.sinks) t.sinks = view_of(tables.sinks, {kHeadsQ});
 
+  std::vector<HiddenRows> columns = columns_of(sequences.size(), o);
+  if (o.masked_keys > 0) t.mask = contiguous(columns.data(), DType::kInt32, {batch, o.masks, o.masked_keys, 4});
+
   KvcacheOptions options{.rotary_interleaved = o.interleaved};
   if (o.band.left < Band::kUnbounded) options.attention.window_left = o.band.left;
   if (o.band.right < Band::kUnbounded) options.attention.window_right = o.band.right;
@@ -210,8 +228,8 @@ Doubles rotated(Doubles row, int position, const Setting& o, const Tables& table
   return row;
 }
 
-/// Computes one sequence as the contract says, and appends to `out` and `lse`.
-void expect_sequence(const Request& s, const Setting& o, Doubles& out, Doubles& lse) {
+/// Computes one sequence as the contract says, and appends to `out` and `lse`. `columns` are its own, (mask, column).
+void expect_sequence(const Request& s, const Setting& o, const HiddenRows* columns, Doubles& out, Doubles& lse) {
   const Tables tables(o.rotary_dim);
   const auto slice = [](const std::vector<float>& values, int row, int heads, int head, int width) {
     const auto first = values.begin() + (row * heads + head) * width;
@@ -226,6 +244,8 @@ void expect_sequence(const Request& s, const Setting& o, Doubles& out, Doubles& 
       Doubles result(kDimV);
       for (int j = s.pad; j < s.end(); ++j) {
         if (j - diagonal > o.band.right || diagonal - j > o.band.left) continue;
+        const int column = j - (s.end() - o.masked_keys);
+        if (column >= 0 && columns[h * o.masks / kHeadsQ * o.masked_keys + column].hides(i)) continue;
         const Doubles k = j < s.held ? slice(s.k, j, kHeadsK, hk, kDim)
                                      : rotated(slice(s.k_new, j - s.held, kHeadsK, hk, kDim), j, o, tables);
         const Doubles v =
@@ -256,7 +276,12 @@ void compare(const std::vector<float>& found, const Doubles& expected) {
 
 void expect_close(const std::vector<Request>& sequences, const Setting& options) {
   Doubles out, lse;
-  for (const Request& s : sequences) expect_sequence(s, options, out, lse);
+  const std::vector<HiddenRows> columns = columns_of(sequences.size(), options);
+  const HiddenRows* own = columns.data();
+  for (const Request& s : sequences) {
+    expect_sequence(s, options, own, out, lse);
+    own += options.masks * options.masked_keys;
+  }
   const cpu::InstructionSet usual = cpu::instruction_set();
   for (const cpu::InstructionSet set : cpu::instruction_sets()) {
     SCOPED_TRACE(cpu::name_of(set));
@@ -306,6 +331,16 @@ TEST(KvcacheOnCpu, MatchesDoublePrecisionWithEveryOption) {
       expect_close(dense(4, 4), {.band = band, .softcap = softcap, .alibi = true, .page_size = 16});
       expect_close(dense(4, 4), {.band = band, .softcap = softcap, .sinks = true, .page_size = 16});
       expect_close(ragged(), {.band = band, .softcap = softcap, .alibi = true, .sinks = true, .ragged = true});
+    }
+  }
+}
+
+TEST(KvcacheOnCpu, MatchesDoublePrecisionUnderColumnMasks) {
+  for (const int masked_keys : {1, 9, 40, 150, 1000}) {
+    for (const int masks : {1, kHeadsK, kHeadsQ}) {
+      expect_close(dense(5, 9), {.page_size = 16, .masked_keys = masked_keys, .masks = masks});
+      expect_close(dense(5, 9), {.band = Band::full(), .sinks = true, .masked_keys = masked_keys, .masks = masks});
+      expect_close(ragged(), {.alibi = true, .ragged = true, .masked_keys = masked_keys, .masks = masks});
     }
   }
 }

@@ -83,6 +83,32 @@ TEST(SelectKvcache, BoxesLieWithinPages) {
   EXPECT_TRUE(select_kvcache(sinks, kH100).prefill);
 }
 
+/// Hopper's forward kernel has no column mask of the last keys alone; the kernels over a cache have one, of any number
+/// of rows, and otherwise plan what they plan without.
+TEST(SelectKvcache, ColumnMasksAreLeftToTheKernelsOverACache) {
+  for (const DeviceInfo& device : {kH100, kA100, kSmall}) {
+    for (const bool paged : {false, true}) {
+      for (const int queries : {1, 8, 64, 5000}) {
+        KvcacheProblem cache = decode(device, 4, 8, 4, 4096);
+        if (paged) cache = in_pages(cache, 64);
+        cache.problem.seqlen_q = queries;
+        KvcacheProblem masked = cache;
+        masked.in_line = true;
+        masked.problem.masks_of_entry = masked.problem.masked_entries = 1;
+        masked.masked_keys = queries;
+        cache.in_line = false;  // so that it is left to these kernels, too
+        const KvcachePlan found = select_kvcache(masked, device), expected = select_kvcache(cache, device);
+        EXPECT_EQ(found.prefill, nullptr);
+        EXPECT_EQ(name_of(found.variant), name_of(expected.variant));
+        EXPECT_EQ(found.variant.arch, Arch::kSm80);
+        EXPECT_EQ(found.grid, expected.grid);
+        EXPECT_EQ(found.workspace_bytes, expected.workspace_bytes);
+        EXPECT_NE(to_string(found).find("the last " + std::to_string(queries) + " keys"), std::string::npos);
+      }
+    }
+  }
+}
+
 TEST(SelectKvcache, ManyRowsGoThroughTheForwardKernelOnHopper) {
   const auto plan = [](const DeviceInfo& device, auto&& change) {
     KvcacheProblem cache = decode(device, 4, 8, 4, 4096);

@@ -159,6 +159,49 @@ TEST(SplitKeys, ItemsHoldEveryKeyThatIsSeenOnce) {
   }
 }
 
+/// Expects that a block of keys is not tested if, and only if, all rows of the tile see all of it by the contract, and
+/// the column mask has none of it, in each part of the tile's keys.
+template <int kM, int kItem, int kN>
+void expect_exact_interiors(const SplitKeys& schedule) {
+  for (int b = 0; b < schedule.queries.entries(); ++b) {
+    const Span span = schedule.queries.at(b);
+    const CachedRows::Rows counting = schedule.rows.at(b);
+    const Band band = schedule.mask.band;
+    for (int m = 0; m < schedule.tiles_of<kM>(span); ++m) {
+      const SplitKeys::Tile tile = schedule.tile<kM, kItem>(span, counting, m);
+      const int keys = tile.lengths.k, unmasked = keys - schedule.masked.count;
+      for (int first = tile.keys.begin; first < tile.keys.end; first += tile.split) {
+        const int end = std::min(first + tile.split, tile.keys.end);
+        const BlockWalk walk = schedule.walk(tile, {first, end}, kN);
+        ASSERT_EQ(walk.visible, (Range{0, Spans::tiles(end - first, kN)}));
+        for (int block = 0; block < walk.end(); ++block) {
+          const Range those{first + block * kN, first + (block + 1) * kN};
+          bool seen = those.end <= end && those.end <= unmasked;
+          for (int query = tile.queries.begin; query < tile.queries.end; ++query) {
+            const std::int64_t diagonal = std::int64_t{query} + keys - tile.lengths.q;
+            seen &= those.begin - diagonal >= -band.left && those.end - 1 - diagonal <= band.right;
+          }
+          ASSERT_EQ(walk.is_edge(block), !seen) << "sequence " << b << ", tile " << m << ", keys from " << those.begin;
+        }
+      }
+    }
+  }
+}
+
+TEST(SplitKeys, OnlyBlocksThatAllRowsSeeAreNotTested) {
+  std::mt19937 random(3);
+  for (int run = 0; run < 500 && !testing::Test::HasFatalFailure(); ++run) {
+    SCOPED_TRACE("run " + std::to_string(run));
+    const Case c = random_case(random, run % 4 == 0);
+    SplitKeys schedule = c.schedule();
+    schedule.masked.count = pick(random, {0, 1, 7, 64, 65, 500, 3000});
+    schedule.keys_of_split = pick(random, {0, 64, 1024});
+    expect_exact_interiors<16, 64, 16>(schedule);
+    expect_exact_interiors<16, 64, 32>(schedule);
+    expect_exact_interiors<64, 64, 64>(schedule);
+  }
+}
+
 TEST(SplitKeys, OfRowsThatDoNotCountAreOneItem) {
   const std::vector<int> held = {500, 500}, begins = {0, 3, 5};
   SplitKeys schedule{.queries = {2, 60, begins.data()}, .rows = {2, 1000, held.data()}, .packing = {Divisor(4)}};

@@ -209,7 +209,7 @@ def attention(given, dtype=torch.float64):
     k_cache, v_cache = appended(given)
     q = given["q"] if "cu_seqlens_q" in given else given["q"].flatten(0, 1)
     options = {"causal": True} | {x.name: given[x.name] for x in SCORES if x.name in given}
-    slopes = options.pop("alibi_slopes", None)
+    slopes, mask = options.pop("alibi_slopes", None), options.pop("mask", None)
     out = torch.zeros(*q.shape[:2], v_cache.shape[3], dtype=dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype, device=q.device)
     queries = spans(len(given["cache_seqlens"]), given["q"].shape[1], given.get("cu_seqlens_q"))
@@ -217,13 +217,25 @@ def attention(given, dtype=torch.float64):
         place = place_of(given, b, int(given["leftpad"][b]) if "leftpad" in given else 0, end)
         mine = rotated_by(given, q[rows], end - (rows.stop - rows.start))
         own = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
+        seen = None if mask is None else seen_under(mask, b, len(mine), len(place[0]))
         part, part_lse = reference.attention(
-            mine[None], k_cache[place][None], v_cache[place][None], alibi_slopes=own, dtype=dtype, **options
+            mine[None], k_cache[place][None], v_cache[place][None], alibi_slopes=own, mask=seen, dtype=dtype, **options
         )
         out[rows], lse[:, rows] = part[0], part_lse[0]
     if "cu_seqlens_q" in given:
         return out, lse
     return out.unflatten(0, given["q"].shape[:2]), lse.unflatten(1, given["q"].shape[:2]).transpose(0, 1)
+
+
+def seen_under(mask, b, queries, keys):
+    """(1, H, queries, keys) bool: what sequence b sees under a column mask, whose columns are its last keys."""
+    ranges = mask.ranges[b if len(mask.ranges) > 1 else 0].long()[:, None]  # (H, 1, N, 4)
+    row = torch.arange(queries, device=ranges.device)[:, None]
+    hidden = (ranges[..., 0] <= row) & (row < ranges[..., 1]) | (ranges[..., 2] <= row) & (row < ranges[..., 3])
+    columns = hidden.shape[2]
+    seen = torch.ones(len(hidden), queries, keys, dtype=torch.bool, device=ranges.device)
+    seen[..., max(keys - columns, 0) :] = ~hidden[..., max(columns - keys, 0) :]
+    return seen[None]
 
 
 def with_own_caches(given):
