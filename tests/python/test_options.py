@@ -27,11 +27,10 @@ DENSE = dict(zip("qkv", Case("options", dtype=F32, seqlen_q=5, seqlen_k=7, head_
 _ragged = Ragged("options", dtype=F32, head_dim=16)
 RAGGED = dict(zip("qkv", _ragged.tensors(), strict=True)) | _ragged.tables()
 CACHED = Cached("options", dtype=F32, head_dim=16, held=(5, 9), room=3).arguments()
-# No kernel over a cache takes a mask yet.
 MASKS = {
     "attention": ColumnMask.full(5, 7),
     "attention_varlen": ColumnMask.concatenate([ColumnMask.full(5, 7)]),
-    "attention_kvcache": None,
+    "attention_kvcache": ColumnMask.full(1, 7),
 }
 CALLS = {
     "attention": (flashtile.attention, DENSE),
@@ -151,7 +150,7 @@ REFUSED = {  # values of every argument
         cache_seqlens=("x", 1.5, [3, 4], np.ones((60, 90)), torch.eye(2).to_sparse(), None, *_lengths, 2**31),
         **dict.fromkeys(("block_table", "cache_batch_idx", "leftpad", "cu_seqlens_q"), _operand),
         **dict.fromkeys(("k_new", "v_new", "rotary_cos", "rotary_sin"), _operand),
-        **_of(option for option in CACHE if option.name != "mask"),  # not served yet
+        **_of(CACHE),
     ),
 }
 # What is known when the operator runs, which fake tensors do not.
@@ -245,12 +244,11 @@ def test_a_function_hands_options_over_in_the_order_of_the_list(name, next_funct
     calls = []
     monkeypatch.setitem(function.__globals__, next_function, lambda *call: calls.append(call) or (None, None))
     named = {option.name: object() for option in options if option.name not in ("sequences", "mask")}
-    mask = MASKS[name]
-    function(**given | named | ({} if mask is None else {"mask": mask}))
+    function(**given | named | dict(mask=MASKS[name]))
     handed = calls[0][4]  # behind q, k and v, or the caches, operands and tables
     found = {option.name: x for option, x in zip(options, handed, strict=True)}
     found.pop("sequences", None)
-    assert found.pop("mask") is (None if mask is None else mask.ranges)
+    assert found.pop("mask") is MASKS[name].ranges
     assert found == named
 
 
@@ -272,7 +270,6 @@ def test_defaults_are_those_of_the_list(name, options):
     defaults = {option.name: option.default for option in options if option.name != "sequences"}
     if name == "attention_kvcache":
         defaults["causal"] = True
-        del defaults["mask"]
     assert {option: parameters[option].default for option in defaults} == defaults
 
 

@@ -51,12 +51,15 @@ struct KvcacheScores {
     constexpr int kRows = size<0>(decltype(scores.layout()){});
     const int keys = tile.lengths.k, first = masked.first(keys);
     if (first_column + kN <= first) return;
-    const GroupPacking packing = tile.params.packing;
+    // The asm hides the value, as in the mainloop: rows and columns are found here, not ahead of the loop over blocks.
+    int first_row = tile.first_row;
+    asm volatile("" : "+r"(first_row));
+    GroupPacking const& packing = tile.params.packing;
     int query[kRows];
     const HiddenRows* columns[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const int row = tile.first_row + get<0>(coord(r, 0));
+      const int row = first_row + get<0>(coord(r, 0));
       const int head = tile.tile.head * packing.heads.value + packing.head(row);
       query[r] = packing.query(row);
       columns[r] = masked.of_mask(tile.tile.batch, masked.ranges.mask_of(head), keys);
