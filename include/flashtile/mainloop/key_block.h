@@ -130,9 +130,9 @@ struct KeyBlock : GroupWalk {
       const int count = params.mask_tables.keys.words;
       MaskedBlocks blocks{words};
       for (int i = 0; i < first_tile_of_head; ++i) blocks.next(count);
-      for_each([&](int head, int step) __attribute__((always_inline)) {
-        if (step == 0) blocks = {words};
-        visit(head, blocks.next(count), queries.is_edge(step));
+      for_each([&](int head, int index) __attribute__((always_inline)) {
+        if (index == 0) blocks = {words};
+        visit(head, blocks.next(count), queries.is_edge(index));
       });
     } else {
       for_each([&](int head, int m_block)
@@ -140,16 +140,28 @@ struct KeyBlock : GroupWalk {
     }
   }
 
-  /// Does so for each step, which is a tile, but under a column mask: there `m_block` counts the tiles of a head.
+  /// Does so for each step, which is a tile, but under a column mask: there `index` counts the tiles of a head.
   template <class Visit>
   CUTE_DEVICE void for_each(Visit&& visit) const {
     int head = first_head;
-    int m_block = first_tile_of_head;
+    int index = first_tile_of_head;
     CUTE_NO_UNROLL
     for (int left = steps; left > 0; --left) {
-      visit(head, m_block);
-      advance(head, m_block);
+      visit(head, index);
+      if constexpr (kColumns == ColumnMasks::kAlways) {  // from 0 on: producers and writers have few registers
+        if (++index == queries.end()) index = 0, ++head;
+      } else {
+        advance(head, index);
+      }
     }
+  }
+
+  /// Returns the tile of the first step, of which there has to be one, under a column mask.
+  CUTE_DEVICE int first_masked_tile(BackwardParams const& params) const {
+    MaskedBlocks blocks{words};
+    int m_block = 0;
+    for (int i = 0; i <= first_tile_of_head; ++i) m_block = blocks.next(params.mask_tables.keys.words);
+    return m_block;
   }
 
  private:

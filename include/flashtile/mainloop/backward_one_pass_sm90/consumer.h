@@ -179,7 +179,7 @@ class OnePassConsumerSm90 {
     Tensor weights = recast<std::uint32_t>(tVrP);  // two weights of a row to a word
     const int stage = uniform(at.stage);
     shared.q_barriers.wait_full(at);
-    const int m_block = Mainloop::kMasked ? shared.m_block[stage] : index;
+    const int m_block = Mainloop::kMasked ? shared.m_block[at.parity][stage] : index;
     start_matmul(mma_s, tSrK, tSrQ(_, _, _, stage), tSrS, ScaleOut::Zero);
     const int key = work.n_block * kN;
     const bool edge = work.queries.is_edge(index);

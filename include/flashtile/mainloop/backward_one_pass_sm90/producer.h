@@ -45,7 +45,7 @@ struct OnePassProducerSm90 {
         load_tile<kM, kHeadDim, kColumns>(map, barrier, to, work.q_rows(params.backward), m_block * kM, head);
       };
       std::uint64_t* barrier = shared.q_barriers.fill(at, [&] {
-        if constexpr (Mainloop::kMasked) shared.m_block[at.stage] = m_block;
+        if constexpr (Mainloop::kMasked) shared.m_block[at.parity][at.stage] = m_block;
         return sizeof(SharedStorage::q[0]);
       });
       load_queries(params.q, barrier, shared.q[at.stage]);

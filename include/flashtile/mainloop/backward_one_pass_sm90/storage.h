@@ -129,8 +129,10 @@ struct BackwardOnePassSm90 {
     // This is the next block, where blocks are handed out: the producer, the writers and all consumers wait for it, and
     // the scheduler waits for all of them to be done with the one before.
     Work work;
-    bool more;                           // false if no block is left
-    int m_block[kMasked ? kStages : 1];  // of the queries in a stage, under a column mask
+    bool more;  // false if no block is left
+    // Under a column mask these are the tiles of queries in the stages, of this round and of the one before, which the
+    // writers still add to.
+    int m_block[2][kMasked ? kStages : 1];
     Ring<1> work_barriers;
     // Consumers wait for tiles that the producer has TMA load; it waits for all their warps to have read a stage.
     Ring<1> k_barriers, v_barriers;

@@ -21,6 +21,7 @@ struct OnePassWriterSm90 {
   SharedStorage& shared;
   int warpgroup;
   unsigned parity = 0;
+  typename Ring<Mainloop::kStages>::Cursor at{};  // under a column mask, of the tile that is added next
 
   CUTE_DEVICE void run(Blocks const& blocks) {
     const bool wanted = params.backward.dq != nullptr;
@@ -58,30 +59,45 @@ struct OnePassWriterSm90 {
   }
 
   CUTE_DEVICE void add(Work const& work) {
-    work.for_each_tile(params.backward, [&](int head, int m_block, bool) {
-      const std::int64_t tile = work.workspace_tile(params.backward, head, m_block);
-      const SumOfDq sum(params.backward, tile, warpgroup);
-      const bool in_order = params.backward.deterministic;
-      // This is asked early, before dQ is there: almost always there is a sum already, and nobody waits for the answer.
-      const bool there = !in_order && sum.there();
-      const int turn = in_order ? work.turn(params.backward, m_block) : 0;
-      shared.dq_full[warpgroup].wait(parity);  // waits for the warpgroup's warps to store their dQ
-      const bool first = in_order ? sum.await(turn) : !there && sum.claim();
-      if (!first) asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA sees what others had it write
-      const int place = int((tile * Mainloop::kWarpgroups + warpgroup) * Mainloop::kRowsOfPart);
-      if (first)
-        cute::SM90_TMA_STORE_2D::copy(&params.dq, shared.dq[warpgroup], 0, place);
-      else
-        cute::SM90_TMA_REDUCE_ADD_2D::copy(&params.dq, shared.dq[warpgroup], 0, place);
-      cute::tma_store_arrive();
-      cute::tma_store_wait<0>();  // TMA has read it from shared memory
-      shared.dq_empty[warpgroup].arrive();
-      if (first || in_order) {
-        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // TMA has written it to global memory
-        in_order ? sum.pass(turn) : sum.announce();
-      }
-      parity ^= 1;
-    });
+    if constexpr (Mainloop::kMasked) {
+      if (work.empty()) return;
+      int m_block = work.first_masked_tile(params.backward);
+      work.for_each([&](int head, int) __attribute__((always_inline)) {
+        add(work, head, m_block);
+        // Consumers form dQ of a tile when they have begun with the next one: so the producer has written that.
+        at.advance();
+        keep_order();
+        m_block = shared.m_block[at.parity][at.stage];
+      });
+    } else {
+      work.for_each([&](int head, int m_block) __attribute__((always_inline)) { add(work, head, m_block); });
+    }
+  }
+
+  /// Adds the part of dQ of one tile, when it is there.
+  CUTE_DEVICE void add(Work const& work, int head, int m_block) {
+    const std::int64_t tile = work.workspace_tile(params.backward, head, m_block);
+    const SumOfDq sum(params.backward, tile, warpgroup);
+    const bool in_order = params.backward.deterministic;
+    // This is asked early, before dQ is there: almost always there is a sum already, and nobody waits for the answer.
+    const bool there = !in_order && sum.there();
+    const int turn = in_order ? work.turn(params.backward, m_block) : 0;
+    shared.dq_full[warpgroup].wait(parity);  // waits for the warpgroup's warps to store their dQ
+    const bool first = in_order ? sum.await(turn) : !there && sum.claim();
+    if (!first) asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA sees what others had it write
+    const int place = int((tile * Mainloop::kWarpgroups + warpgroup) * Mainloop::kRowsOfPart);
+    if (first)
+      cute::SM90_TMA_STORE_2D::copy(&params.dq, shared.dq[warpgroup], 0, place);
+    else
+      cute::SM90_TMA_REDUCE_ADD_2D::copy(&params.dq, shared.dq[warpgroup], 0, place);
+    cute::tma_store_arrive();
+    cute::tma_store_wait<0>();  // TMA has read it from shared memory
+    shared.dq_empty[warpgroup].arrive();
+    if (first || in_order) {
+      asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // TMA has written it to global memory
+      in_order ? sum.pass(turn) : sum.announce();
+    }
+    parity ^= 1;
   }
 };
 

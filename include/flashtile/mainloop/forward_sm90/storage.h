@@ -63,7 +63,8 @@ struct ForwardMainloopSm90 {
   static constexpr int kProducers = kOverPages ? 3 : 2;  // of Q, and of K and V: together in rows, apart in pages
   static constexpr ForwardMemorySm90 kMemory = ForwardMemorySm90::of(kV);
   static constexpr int kStagesQ = kMemory.stages_q;
-  static constexpr int kColumnStages = kMasked ? kMemory.stages_of_columns : 1;
+  // A second block of more than 128 columns does not fit beside the barriers.
+  static constexpr int kColumnStages = kMasked && kN <= 128 ? kMemory.stages_of_columns : 1;
   static_assert(kV.warps == 4 * (kWarpgroups + 1) && kV.stages % 2 == 0 && kM % 64 == 0 && kN % 16 == 0 &&
                 kHeadDim % 32 == 0 && kHeadDimV % 32 == 0);
 
