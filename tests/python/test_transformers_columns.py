@@ -207,14 +207,6 @@ def test_the_host_reads_no_mask():
         assert integration.mask(2, **place, mask_function=blocked).dtype is torch.bool
 
 
-@pytest.mark.parametrize(
-    "device, capability, served", [("cpu", None, True), ("cuda", (9, 0), True), ("cuda", (8, 0), False)]
-)
-def test_devices_without_kernels_for_column_masks(device, capability, served, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert columns.are_served(device) == served
-
-
 def test_softcap_sinks_and_gradients():
     """As with the masks that layers take apart, and unlike with dense ones."""
     rule = masking_utils.or_masks(CAUSAL, blockwise(torch.tensor([[0, 0, 0, -1, 1, 1, 1, -1, -1]] * 3)))

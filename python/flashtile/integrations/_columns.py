@@ -33,12 +33,6 @@ class _Call(NamedTuple):
         return x[:, self.begin : self.end] if fits else None
 
 
-def are_served(device) -> bool:
-    """Whether flashtile has kernels for column masks there."""
-    device = torch.device(device)
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
-
-
 def is_known(function) -> bool:
     """Whether the rule is made of those that are known here."""
     code = getattr(function, "__code__", None)  # callables of another kind have none

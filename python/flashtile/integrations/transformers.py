@@ -343,8 +343,8 @@ def mask(
     Returns:
         integers of four dimensions, as many as there are keys and queries, but for a small factor; a dense mask (B, 1,
         S_q, S_k), bool, for any rule but intersections and unions of causality, windows, chunks, blocks and packed
-        sequences, where a block does not stand together or the device has no kernel for column masks, and where a model
-        asks for one because it goes on working with it.
+        sequences, where a block does not stand together, and where a model asks for one because it goes on working with
+        it.
 
     Raises:
         ValueError: attention_mask has another shape.
@@ -390,8 +390,8 @@ def mask(
 
 
 def _as_columns(function, **place):
-    """A mask without (S_q, S_k) elements of a rule for each key; None if there is none, or no kernel for it, or a
-    compiler is asked to keep a union in its graph."""
+    """A mask without (S_q, S_k) elements of a rule for each key; None if there is none, or where a compiler is to keep a
+    union in its graph."""
     if is_compiling() and getattr(function, "__code__", None) is not ALL_OF:
         return None
     return _looked_into(function, place)
@@ -401,7 +401,7 @@ def _as_columns(function, **place):
 def _looked_into(function, place):
     if place["q_length"] == 1:
         return write(Rule(False, None), _as_dense(function, **place)[:, 0, 0]) if _columns.is_known(function) else None
-    ranges = _columns.ranges_of(function, **place) if _columns.are_served(place["device"]) else None
+    ranges = _columns.ranges_of(function, **place)
     return None if ranges is None else write_columns(ranges, place["q_length"])
 
 
