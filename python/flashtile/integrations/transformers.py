@@ -390,8 +390,8 @@ def mask(
 
 
 def _as_columns(function, **place):
-    """A mask without (S_q, S_k) elements of a rule for each key; None if there is none, or where a compiler is to keep a
-    union in its graph."""
+    """A mask without (S_q, S_k) elements of a rule for each key; None if there is none, or where a compiler is to keep
+    a union in its graph."""
     if is_compiling() and getattr(function, "__code__", None) is not ALL_OF:
         return None
     return _looked_into(function, place)
