@@ -191,8 +191,10 @@ def test_values_that_no_mask_should_have(device):
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_ragged(device, head_dim):
+@pytest.mark.parametrize("softcap, deterministic", [(0.0, False), (0.0, True), (1000.0, True)])
+def test_ragged(device, head_dim, softcap, deterministic):
     """Each sequence has what it has alone."""
+    options = {"softcap": softcap, "deterministic": deterministic}
     masks = [
         ColumnMask.causal_document([3, 40]),
         ColumnMask.full(0, 5),
@@ -206,7 +208,9 @@ def test_ragged(device, head_dim):
     q = randn(device, BF16, rows[-1], 4, head_dim).requires_grad_()
     k, v = (randn(device, BF16, columns[-1], 2, head_dim, seed=seed).requires_grad_() for seed in (1, 2))
     dout = randn(device, BF16, rows[-1], 4, head_dim, seed=3)
-    out = flashtile.attention_varlen(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, mask=mask)
+    out = flashtile.attention_varlen(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, mask=mask, **options
+    )
     gradients = torch.autograd.grad(out, (q, k, v), dout)
     pairs = zip(masks, itertools.pairwise(rows), itertools.pairwise(columns), strict=True)
     for alone, (begin, end), (first, last) in pairs:
@@ -214,7 +218,7 @@ def test_ragged(device, head_dim):
             continue
         own = [q[begin:end], k[first:last], v[first:last]]
         own = [x.detach()[None].requires_grad_() for x in own]
-        expected = flashtile.attention(*own, mask=alone.to(device))
+        expected = flashtile.attention(*own, mask=alone.to(device), **options)
         torch.testing.assert_close(out[begin:end].float(), expected[0].float(), rtol=0, atol=0.02)
         parts = gradients[0][begin:end], gradients[1][first:last], gradients[2][first:last]
         for x, y in zip(parts, torch.autograd.grad(expected, own, dout[None, begin:end]), strict=True):
