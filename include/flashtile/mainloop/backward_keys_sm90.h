@@ -220,7 +220,6 @@ struct BackwardKeysSm90 {
       const int key = work.n_block * kN;
       const Lengths lengths = work.lengths(params);
       const bool maps = params.scores.map.maps(), capped = params.scores.map.capped;
-      const bool banded = kMasked && !params.scores.mask.shows_all();  // the band hides something, beside the columns
       auto opening = SM90::GMMA::ScaleOut::Zero;
 
       barriers.k.wait_full(keys_at);
@@ -242,10 +241,10 @@ struct BackwardKeysSm90 {
             params.scores, {work.batch, head, work.n_block}, key, lengths.transposed()};
         if (edge || maps || steep) {
           if (maps) score_tile.template cap_or_stretch<kAsksWhetherNear<kV>>(scores, tScS, m_block * kM);
+          if (edge) score_tile.mask(scores, tScS, m_block * kM);
           if constexpr (kMasked) {
             if (edge) hidden.hide(scores);
           }
-          if (edge && (!kMasked || banded)) score_tile.mask(scores, tScS, m_block * kM);
           if (steep)
             relate_steep_rows(params, scores, tScS, tiles.statistics[stage][0],
                               workspace_row(params, work, head, m_block));

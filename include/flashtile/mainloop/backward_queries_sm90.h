@@ -56,8 +56,6 @@ struct BackwardQueriesSm90 {
     }
   };
 
-  using Hidden = std::conditional_t<kMasked, HiddenBits<kN>, NothingHidden>;
-
   /// Work is a tile of queries, and the blocks of keys that it sees, or under a column mask the steps that visit these.
   struct Work {
     BackwardParams::QueryTile tile;
@@ -227,7 +225,6 @@ struct BackwardQueriesSm90 {
       Tensor tQrdS = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kN / 16>>>{});  // (mma, m, k)
 
       const bool maps = params.scores.map.maps();
-      const bool banded = kMasked && !score_params.mask.shows_all();  // the band hides something, beside the columns
       const float unit_log2 = params.scores.map.unit_log2;
       const int first_row = work.tile.m_block * kM;
       const ScoreTile<NoPacking> score_tile{score_params, work.coord(), first_row, work.lengths(params)};
@@ -245,20 +242,18 @@ struct BackwardQueriesSm90 {
         barriers.v.wait_full(v_at);
         start_matmul(mma_s, tSrdO, tSrV, tSrdP, SM90::GMMA::ScaleOut::Zero);
         const bool edge = walk.is_edge(step);
-        Hidden hidden;
-        if constexpr (kMasked) {
-          if (edge)
-            hidden.find(params.columns.of_head(work.tile.batch, work.tile.head, work.tile.sequence.k) + n_block * kN,
-                        work.lengths(params).k - n_block * kN, first_row + get<0>(tScS(0, 0)) - thread % 32 / 4);
-        }
         wait_matmul<1>(tSrS);
         if (edge || maps) {
           if (maps) score_tile.template cap_or_stretch<kAsksWhetherNear<kV>>(scores, tScS, n_block * kN);
+          if (edge) score_tile.mask(scores, tScS, n_block * kN);
           if constexpr (kMasked) {
-            if (edge) hidden.hide(scores);
+            if (edge) {  // asked only now: before the wait, the answers would cost D256 registers
+              HiddenBits<kN> hidden;
+              hidden.find(params.columns.of_head(work.tile.batch, work.tile.head, work.tile.sequence.k) + n_block * kN,
+                          work.lengths(params).k - n_block * kN, first_row + get<0>(tScS(0, 0)) - thread % 32 / 4);
+              hidden.hide(scores);
+            }
           }
-          const bool ends = (n_block + 1) * kN > work.lengths(params).k;  // keys behind the last one are hidden, too
-          if (edge && (!kMasked || banded || ends)) score_tile.mask(scores, tScS, n_block * kN);
         }
         if (rows.steep) [[unlikely]]
           relate(scores, rows, work, tScS);
