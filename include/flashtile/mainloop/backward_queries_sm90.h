@@ -247,7 +247,7 @@ struct BackwardQueriesSm90 {
           if (maps) score_tile.template cap_or_stretch<kAsksWhetherNear<kV>>(scores, tScS, n_block * kN);
           if (edge) score_tile.mask(scores, tScS, n_block * kN);
           if constexpr (kMasked) {
-            if (edge) {  // asked only now: before the wait, the answers would cost D256 registers
+            if (edge) {
               HiddenBits<kN> hidden;
               hidden.find(params.columns.of_head(work.tile.batch, work.tile.head, work.tile.sequence.k) + n_block * kN,
                           work.lengths(params).k - n_block * kN, first_row + get<0>(tScS(0, 0)) - thread % 32 / 4);
