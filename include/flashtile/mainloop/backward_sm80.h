@@ -20,6 +20,7 @@
 #include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/key_block.h"
 #include "flashtile/mainloop/operands.h"
+#include "flashtile/mainloop/query_steps.h"
 #include "flashtile/mainloop/scores.h"
 #include "flashtile/mainloop/sum_of_dq.h"
 #include "flashtile/math/element.h"
@@ -98,8 +99,8 @@ struct BackwardMainloopSm80 {
     alignas(16) float delta[kStages][kM];
   };
 
-  static constexpr bool kMayMask = kV.may_mask_backward();
-  using Work = KeyBlock<kM, kN, true, false, kMayMask ? ColumnMasks::kAsAsked : ColumnMasks::kNever>;
+  using Work = KeyBlock<kM, kN, true, false, kV.may_mask_backward() ? ColumnMasks::kAsAsked : ColumnMasks::kNever>;
+  using Step = QueryStep;
 
   enum Role { kWeights, kGradients };
 
@@ -215,14 +216,6 @@ struct BackwardMainloopSm80 {
     asm volatile("bar.sync %0, %1;" ::"r"(3 + what), "n"(kThreads) : "memory");
   }
 
-  /// A step is one of the tiles of queries that see a key: see GroupWalk. `index` is its place in the walk of its head,
-  /// which is the tile's number, but under a column mask.
-  struct Step {
-    int head;
-    int index;
-    int m_block;
-  };
-
   /// Returns the index of a tile in the workspace, as work.workspace_tile does, but without a register to keep.
   CUTE_DEVICE std::int64_t tile_of(Step step) const {
     const bool ragged = params.ragged_keys.given();
@@ -307,37 +300,9 @@ struct BackwardMainloopSm80 {
   CUTE_DEVICE bool capped() const { return params.scores.map.capped; }
   CUTE_DEVICE bool drops() const { return kKnowsDropout && params.dropout.active(); }
 
-  // Where sums are in order (deterministic), each warp adds to a part of its own (see SumOfDq), from the last query on;
-  // that order holds even where no dQ is wanted, so that dK and dV are the same. Under a column mask tiles come in the
-  // order of their words.
-  CUTE_DEVICE bool deterministic() const { return kKnowsOrderedDq && params.deterministic; }
-  CUTE_DEVICE bool backwards() const { return deterministic() && !work.masked(); }
-  CUTE_DEVICE bool in_order() const { return deterministic() && params.dq; }
-  CUTE_DEVICE int first_of_head() const { return backwards() ? work.queries.last() : work.queries.first(); }
-  /// Returns the first step, and the one after `step`, of which there has to be one. Under a column mask `ahead` are
-  /// the tiles of the step's head that come after it.
-  CUTE_DEVICE Step first_step(MaskedBlocks& ahead) const {
-    Step step{work.first_head, work.first_tile_of_head, work.first_tile_of_head};
-    if constexpr (kMayMask) {
-      ahead = {work.words};
-      if (work.masked())
-        for (int i = 0; i <= step.index; ++i) step.m_block = ahead.next(params.mask_tables.keys.words);
-    }
-    return step;
-  }
-  CUTE_DEVICE Step next(Step step, MaskedBlocks& ahead) const {
-    step.index = work.queries.next_around(step.index, backwards() ? -1 : 1);
-    const bool new_head = step.index == first_of_head();
-    if (new_head) ++step.head;
-    step.m_block = step.index;
-    if constexpr (kMayMask) {
-      if (work.masked()) {
-        if (new_head) ahead = {work.words};
-        step.m_block = ahead.next(params.mask_tables.keys.words);
-      }
-    }
-    return step;
-  }
+  // Where sums are in order (deterministic), each warp adds to a part of its own (see SumOfDq). The order of steps
+  // holds even where no dQ is wanted, so that dK and dV are the same.
+  CUTE_DEVICE bool in_order() const { return kKnowsOrderedDq && params.deterministic && params.dq; }
 
   CUTE_DEVICE SumOfDq sum_of(Step const& step) const { return SumOfDq(params, tile_of(step), int(threadIdx.x) / 32); }
   CUTE_DEVICE int turn(Step const& step) const { return work.turn(params, step.m_block); }
@@ -435,8 +400,8 @@ struct BackwardMainloopSm80 {
     Tensor sKeys = tile<SmemLayout<kN, kHeadDim>>(weighs() ? shared.k : shared.v);          // (N, head_dim)
     Tensor sScores = tile<SmemLayout<kN, kM>>(weighs() ? shared.weights : shared.dscores);  // (N, M)
 
-    MaskedBlocks tiles_ahead;
-    Step step = first_step(tiles_ahead), before = step;
+    QuerySteps<Work, kKnowsOrderedDq> steps(params, work);
+    Step step = steps.first(), before = step;
     int left = work.steps;
     int stage = 0;
     load_queries(step, stage);
@@ -444,7 +409,7 @@ struct BackwardMainloopSm80 {
     CUTE_NO_UNROLL
     while (true) {
       const bool more = left > 1;
-      const Step ahead = more ? next(step, tiles_ahead) : step;
+      const Step ahead = more ? steps.after(step) : step;
       Element* q = shared.q[stage];
       Element* dout = shared.dout[stage];
       Tensor sQueries = tile<SmemLayout<kM, kHeadDim>>(weighs() ? q : dout);    // (M, head_dim)
