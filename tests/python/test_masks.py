@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashtile import masks
+from flashtile import _mask_kinds, masks
 from flashtile.masks import ColumnMask
 
 random_masks = settings(max_examples=200, deadline=None, derandomize=True)
@@ -338,8 +338,9 @@ def test_flashmask_kinds_are_those_of_its_benchmark():
 
 
 def test_docstrings_draw_what_they_describe():
-    results = doctest.testmod(masks)
-    assert results.failed == 0 and results.attempted > 20
+    results = doctest.testmod(masks), doctest.testmod(_mask_kinds, globs=vars(masks).copy())
+    assert [of_module.failed for of_module in results] == [0, 0]
+    assert sum(of_module.attempted for of_module in results) > 20
 
 
 def test_intervals_are_taken_literally():
