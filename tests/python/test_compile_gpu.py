@@ -5,6 +5,7 @@ import torch
 from cases import BF16, Case
 from compare import assert_bitwise
 from torch._dynamo.utils import counters
+from waiting import host_never_waits
 
 import flashtile
 
@@ -105,9 +106,5 @@ def test_the_host_never_waits():
         torch.autograd.grad(call(*inputs, causal=True).sum(), inputs)
 
     run()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -11,6 +11,7 @@ from cases import BF16, F16, on_devices
 from compare import assert_bitwise, assert_same
 from test_kvcache_errors import misaligned
 from test_kvcache_laws import FIXED, LAWS, assert_close
+from waiting import host_never_waits
 
 import flashtile
 
@@ -26,12 +27,8 @@ def test_misaligned_operands_are_copied(name):
 @pytest.mark.parametrize("case, device", on_devices(LAWS, ["cuda"]))
 def test_the_host_never_waits(case, device):
     given = case.arguments(device)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         flashtile.attention_kvcache(**given, return_lse=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from ragged import Ragged
 from test_backward import differentiable
 from test_varlen import LAWS, assert_close, options_with, part, results
 from test_varlen_errors import arguments, assert_refused
+from waiting import host_never_waits
 
 import flashtile
 
@@ -36,12 +37,8 @@ def test_the_host_never_waits(case, device):
     inputs, options = differentiable(case, device)
     longest = torch.tensor(130, device=device)
     incoming = case.incoming(*flashtile.attention_varlen(*inputs[:3], return_lse=True, **options))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         results(case, inputs, options | dict(max_seqlen_q=longest, max_seqlen_k=longest), incoming)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -246,8 +246,8 @@ struct HiddenBits {
   /// Asks the block whose first column `columns` have, up to the last of `count` that there are, for the warp's rows
   /// from `row` on. What is found of columns behind the last one means nothing.
   CUTE_DEVICE void find(const HiddenRows* columns, int count, int row) {
-    // A block has a column, but the compiler does not know. Without this branch it moves what is done here behind the
-    // wait for the scores that follows, where no matmul hides its time.
+    // Of no columns there is nothing to ask. Where a block always has some, as those in shared memory, the caller says
+    // so by a constant, and the compiler leaves the branch out.
     if (count <= 0) return;
     const auto from = [&](int first) {  // bits of the rows from `first` on; a shift by 32 or more leaves none
       std::uint32_t bits;
@@ -296,7 +296,7 @@ struct HiddenQueries {
   template <class Coord>
   CUTE_DEVICE void find(Coord const& coord, const HiddenRows* hidden, int count, int first_query) {
     using namespace cute;
-    if (count <= 0) return;  // this never is so, but has a purpose: see HiddenBits::find()
+    if (count <= 0) return;  // never so, but a branch: without it the compiler moves all this behind the wait for S
     const int first = first_query + get<1>(coord(0, 0));
     const auto below = [&](int query) { return bits_below(columns_before<kColumnStep>(max(query, 0) - first)); };
     const auto bits_of = [&](Range queries) { return below(queries.end) & ~below(queries.begin); };
