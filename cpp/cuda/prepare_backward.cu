@@ -15,17 +15,15 @@ namespace flashtile {
 namespace {
 
 constexpr int kThreads = 256;
-// So few tiles of dQ are cleared in less time than blocks of keys take to find out which of them stores first.
-constexpr int kFewTiles = 128;
 static_assert(kThreads >= RaggedOrder::kClasses && kThreads >= kMostRowsOfBackwardTile);
 
 struct PrepareParams {
   BackwardParams backward;
   RaggedOrder orders[2];
-  int lists;          // 2 for a ragged batch, 0 for a dense one
-  int tile_n;         // keys of the backward kernel's tiles
-  bool sums_dq;       // blocks of keys add to dQ in the workspace
-  bool first_stores;  // the first block of keys that adds to a tile of dQ stores it instead: see SumOfDq
+  int lists;            // 2 for a ragged batch, 0 for a dense one
+  int tile_n;           // keys of the backward kernel's tiles
+  bool sums_dq;         // blocks of keys add to dQ in the workspace
+  int most_that_store;  // see BackwardPlan
 };
 
 /// Returns the entry of a slot, as Spans::entry_of does, by a whole warp. The lists of tiles cannot say it, as they are
@@ -107,19 +105,40 @@ __device__ void write_row(BackwardParams const& params, std::int64_t row, Finish
   workspace.delta(params.memory)[row] = finished.saw_nothing() ? 0.0f : delta;
 }
 
+/// Returns whether at least so many blocks of keys see a tile of queries that it is to be cleared.
+__device__ bool is_cleared(PrepareParams const& prepare, BackwardParams::QueryTile const& tile) {
+  BackwardParams const& params = prepare.backward;
+  if (prepare.most_that_store < 0) return true;
+  if (!params.columns.given())
+    return tile.keys(params, params.workspace.tile_m, prepare.tile_n).blocks() > prepare.most_that_store;
+  const int blocks = Spans::tiles(tile.sequence.k.used, prepare.tile_n);
+  if (blocks <= prepare.most_that_store) return false;
+  const MaskWords& words = params.mask_tables.keys;
+  const int mask = words.masks == 1 ? 0 : tile.head / params.group;
+  int seen_by = 0;
+  for (int first = 0; first < blocks; first += kThreads) {
+    const int block = first + int(threadIdx.x);
+    seen_by += __syncthreads_count(
+        block < blocks &&
+        words.visits(words.of_tile(params.sequences.k, tile.batch, tile.sequence.k.first, mask, block), tile.m_block));
+  }
+  return seen_by > prepare.most_that_store;
+}
+
 /// Makes a tile of dQ ready for blocks of keys to add to: its state (see SumOfDq), and zeros where all of them add.
 __device__ void begin_dq(PrepareParams const& prepare, BackwardParams::QueryTile const& tile) {
   BackwardParams const& params = prepare.backward;
   BackwardWorkspace const& workspace = params.workspace;
+  const bool first_stores = !is_cleared(prepare, tile);
   if (int(threadIdx.x) < workspace.parts) {
-    int state = prepare.first_stores ? SumOfDq::kNothing : SumOfDq::kThere;
+    int state = first_stores ? SumOfDq::kNothing : SumOfDq::kThere;
     if (params.deterministic) {
       const int first = params.columns.given() ? 0 : tile.keys(params, workspace.tile_m, prepare.tile_n).first();
-      state = prepare.first_stores ? ~first : first;
+      state = first_stores ? ~first : first;
     }
     workspace.state(params.memory)[tile.place * workspace.parts + threadIdx.x] = state;
   }
-  if (prepare.first_stores) return;
+  if (first_stores) return;
   const int size = workspace.tile_m * workspace.head_dim;
   float4* const dq = reinterpret_cast<float4*>(workspace.dq(params.memory) + tile.place * size);
 #pragma unroll 2  // more would be code to fetch
@@ -242,7 +261,7 @@ void prepare_backward(BackwardPlan const& plan, BackwardParams const& params, St
       .lists = problem.ragged ? 2 : 0,
       .tile_n = v.tile_n,
       .sums_dq = params.dq != nullptr && !dq_is_whole(plan),
-      .first_stores = v.arch == Arch::kSm90 && params.workspace.tiles > kFewTiles,
+      .most_that_store = plan.most_that_store,
   };
   const bool is_half = v.dtype == DType::kFloat16;
   (is_half ? launch_prepare<DType::kFloat16> : launch_prepare<DType::kBFloat16>)(prepare, problem.device, stream);

@@ -1,5 +1,6 @@
 // This file makes the plan of a backward: its blocks of keys, how thread blocks take them, and the memory it takes.
 #include <algorithm>
+#include <limits>
 
 #include "cpu/cpu.h"
 #include "flashtile/flashtile.h"
@@ -16,6 +17,23 @@ namespace {
 void plan_on_cpu(BackwardPlan& plan, const DeviceInfo& device) {
   plan.grid = threads_for(plan.tiles, backward_cost(plan.problem), device);
   plan.workspace_bytes = cpu::backward_workspace_bytes(plan.problem, plan.variant, plan.grid);
+}
+
+/// These constants are fitted to runs on an H100 and an H200 (docs/performance.md).
+namespace h100 {
+
+// So few tiles of dQ are cleared in less time than blocks of keys take to find out which of them stores first.
+constexpr int kFewTiles = 128;
+
+}  // namespace h100
+
+/// Returns BackwardPlan::most_that_store. Where a tile is seen by no more blocks of keys than run at a time, most tiles
+/// have their first store at once, as all blocks begin. The first block that comes to a tile later is slower by what
+/// it asks and tells the others; these catch up with it, from tile to tile, and then all wait for it and each other.
+/// To clear such a tile takes little beside what so many blocks add.
+int most_that_store(const Problem& p, const Variant& v, const BackwardWorkspace& workspace, const DeviceInfo& device) {
+  if (v.arch != Arch::kSm90 || workspace.tiles <= h100::kFewTiles) return -1;
+  return p.deterministic ? std::numeric_limits<int>::max() : device.multiprocessors;
 }
 
 void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device) {
@@ -39,6 +57,7 @@ void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device) {
   plan.parts_of_sequence = p.deterministic || v.two_passes() ? 1 : parts_of_sequence(ordered.problem);
   plan.blocks_of_section = blocks_of_section(ordered.problem, v, device);
   plan.workspace_bytes = workspace.bytes();
+  plan.most_that_store = most_that_store(p, v, workspace, device);
   if (p.column_masked()) {
     if (v.arch == Arch::kSm90) plan.grid = std::min(tiles, device.multiprocessors);
     plan.mask_tables_at = (plan.workspace_bytes + 15) / 16 * 16;

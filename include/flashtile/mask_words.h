@@ -32,8 +32,9 @@ FLASHTILE_HOST_DEVICE int lowest_bit_of(std::uint32_t word) {
 
 /// MaskWords say which blocks of keys each tile of queries visits, or which blocks of queries each tile of keys. A tile
 /// has words with a bit for every interior block, and behind them as many with a bit for every edge block: bit b of
-/// word w is block 32 · w + b. A walk takes interior blocks first: they need no test, and all rows see them, so that
-/// the first one gives each row of a forward its reference.
+/// word w is block 32 · w + b. A tile of queries takes interior blocks first (MaskedBlocks): they need no test, and all
+/// rows see them, so that the first one gives each row of a forward its reference. A tile of keys takes them in
+/// ascending order (MaskedBlocksAround).
 struct MaskWords {
   static constexpr int kBlocks = 32;  // of a word
 
@@ -67,11 +68,17 @@ struct MaskWords {
     return data + (std::int64_t(mask) * places + place) * 2 * words;
   }
 
-  /// Returns the walk of a tile by steps, of which each visits a block.
+  /// Returns the walk of a tile by steps, of which each visits a block, interior ones first.
   FLASHTILE_HOST_DEVICE BlockWalk steps(const std::uint32_t* of_tile) const {
     int edges = 0, interiors = 0;
     for (int i = 0; i < words; ++i) interiors += bits_of(of_tile[i]), edges += bits_of(of_tile[words + i]);
     return {{0, interiors + edges}, {0, interiors}};
+  }
+
+  /// Returns whether a tile visits `block`.
+  FLASHTILE_HOST_DEVICE bool visits(const std::uint32_t* of_tile, int block) const {
+    const int word = block / kBlocks;
+    return ((of_tile[word] | of_tile[words + word]) >> (block % kBlocks) & 1) != 0;
   }
 
   /// Returns how many of the blocks before `block` a tile visits.
@@ -147,6 +154,51 @@ struct MaskedBlocks {
     left &= left - 1;
     return MaskWords::kBlocks * (at < count ? at : at - count) + bit;
   }
+};
+
+/// MaskedBlocksAround are the blocks that a tile visits under a column mask where interior ones need not come first: in
+/// ascending order from `start` on, which is one of them, and around. They leave the tile's words, of which there are
+/// `count` of each kind, to the caller, who may be short of registers.
+class MaskedBlocksAround {
+ public:
+  struct Block {
+    int index;
+    bool edge;
+  };
+
+  MaskedBlocksAround() = default;
+  FLASHTILE_HOST_DEVICE MaskedBlocksAround(const std::uint32_t* words, int count, int start)
+      : at_(start / MaskWords::kBlocks) {
+    load(words, count);
+    left_ &= ~0u << (start % MaskWords::kBlocks);
+  }
+
+  /// Returns the first block from `from` on, or around; there has to be one.
+  FLASHTILE_HOST_DEVICE static int first(const std::uint32_t* words, int count, int from) {
+    MaskedBlocksAround blocks(words, count, from);
+    return blocks.next(words, count).index;
+  }
+
+  /// Returns the next block, of which there has to be one.
+  FLASHTILE_HOST_DEVICE Block next(const std::uint32_t* words, int count) {
+    while (left_ == 0) {
+      if (++at_ == count) at_ = 0;
+      load(words, count);
+    }
+    const int bit = lowest_bit_of(left_);
+    left_ &= left_ - 1;
+    return {MaskWords::kBlocks * at_ + bit, (edges_ >> bit & 1) != 0};
+  }
+
+ private:
+  FLASHTILE_HOST_DEVICE void load(const std::uint32_t* words, int count) {
+    edges_ = words[count + at_];
+    left_ = words[at_] | edges_;
+  }
+
+  int at_ = 0;               // which of the words of each kind
+  std::uint32_t left_ = 0;   // of the bits of both
+  std::uint32_t edges_ = 0;  // those of edge blocks
 };
 
 /// Launches the kernels that find them: one for the bounds, and one for the words of each side.

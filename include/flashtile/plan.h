@@ -64,6 +64,9 @@ struct BackwardPlan : Plan {
   int parts_of_sequence = 1;  // of a ragged batch, as the next field: see RaggedOrder
   int blocks_of_section = 0;
   int parts = 1;  // thread blocks that share the queries of a block of keys: see KeyBlock
+  // A tile of dQ that more blocks of keys see than these is cleared before they add to it. Of others the first block
+  // stores (see SumOfDq); with −1 there are no others.
+  int most_that_store = -1;
   BackwardKernel run = nullptr;
 };
 

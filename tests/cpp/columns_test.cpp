@@ -102,7 +102,7 @@ TEST(LastColumns, EndWithTheSequence) {
   }
 }
 
-/// A walk by the words of a tile goes once to each block that they have, last to those at an edge.
+/// A walk by the words of a tile goes once to each block that they have: last to those at an edge, or around.
 TEST(MaskWords, StepsVisitEachBlockOnce) {
   std::mt19937 random(1);
   for (int count = 1; count <= 4; ++count)
@@ -115,7 +115,8 @@ TEST(MaskWords, StepsVisitEachBlockOnce) {
         words[kind * static_cast<std::size_t>(count) + static_cast<std::size_t>(block) / 32] |= 1u << block % 32;
         (kind == 0 ? interiors : edges).push_back(block);
       }
-      const BlockWalk walk = MaskWords{.words = count}.steps(words.data());
+      const MaskWords of_count{.words = count};
+      const BlockWalk walk = of_count.steps(words.data());
       MaskedBlocks blocks{words.data()};
       std::vector<int> visited;
       for (int step = walk.first(); step < walk.end(); step = walk.next(step)) {
@@ -126,8 +127,25 @@ TEST(MaskWords, StepsVisitEachBlockOnce) {
       interiors.insert(interiors.end(), edges.begin(), edges.end());
       ASSERT_EQ(visited, interiors);
       for (int block = 0; block <= 32 * count; ++block)
-        ASSERT_EQ(MaskWords{.words = count}.visited_before(words.data(), block),
+        ASSERT_EQ(of_count.visited_before(words.data(), block),
                   std::ranges::count_if(visited, [&](int other) { return other < block; }));
+      for (int block = 0; block < 32 * count; ++block)
+        ASSERT_EQ(of_count.visits(words.data(), block), std::ranges::find(visited, block) != visited.end());
+
+      // Around, from any block on.
+      std::ranges::sort(visited);
+      for (int from = 0; from < 32 * count && !visited.empty(); ++from) {
+        const auto first = std::ranges::lower_bound(visited, from);
+        std::ranges::rotate(visited, first == visited.end() ? visited.begin() : first);
+        ASSERT_EQ(MaskedBlocksAround::first(words.data(), count, from), visited.front());
+        MaskedBlocksAround around(words.data(), count, visited.front());
+        for (const int block : visited) {
+          const auto [index, edge] = around.next(words.data(), count);
+          ASSERT_EQ(index, block);
+          ASSERT_EQ(edge, std::ranges::find(edges, block) != edges.end());
+        }
+        std::ranges::sort(visited);
+      }
     }
 }
 

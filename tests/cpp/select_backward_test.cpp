@@ -228,6 +228,18 @@ Problem of_heads(const DeviceInfo& device, int batch, int heads_q, int heads_k, 
   return problem;
 }
 
+/// Tiles of dQ are cleared where they are few, or seen by more blocks of keys than run at a time.
+TEST(SelectBackward, FirstBlockStoresDqOfTilesThatFewSee) {
+  const DeviceInfo device = gpu(90, 227);
+  Problem problem = problem_on(device, DType::kBFloat16, 64, 64, 32768);
+  EXPECT_EQ(select_backward(problem, device).most_that_store, device.multiprocessors);
+  EXPECT_EQ(select_backward(problem, gpu(80, 163)).most_that_store, -1);
+  problem.deterministic = true;
+  EXPECT_GT(select_backward(problem, device).most_that_store, problem.seqlen_k);
+  problem.seqlen_q = 128;
+  EXPECT_EQ(select_backward(problem, device).most_that_store, -1);
+}
+
 TEST(SelectBackward, FewBlocksOfKeysHaveSeveralParts) {
   const DeviceInfo device = h100();
   const auto parts = [&](const Problem& problem) { return select_backward(problem, device).parts; };

@@ -429,7 +429,7 @@ struct BackwardMainloopSm80 {
         has_turn = sum_of(step).ready(turn(step));
       }
       if (weighs())
-        form_weights(acc, tScS, step, work.queries.is_edge(step.index), partial, steep, shared.lse_log2[stage]);
+        form_weights(acc, tScS, step, step.edge, partial, steep, shared.lse_log2[stage]);
       else
         form_score_gradients(acc, tScS, shared.delta[stage]);
       if (kStages == 2) {

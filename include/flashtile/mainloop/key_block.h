@@ -30,7 +30,8 @@ enum class ColumnMasks { kNever, kAsAsked, kAlways };
 ///
 /// With kRagged, sequences may be ragged. A kernel that never sees such has their lengths among its parameters. Without
 /// kTurns, all blocks begin with the first or the last tile. Under a column mask, for which kColumns asks, steps go
-/// through the tiles that MaskWords have, from first to last in their order.
+/// through the tiles that MaskWords have. What the mask is like is not known, so each block begins where it meets the
+/// queries of its own keys, as it does under a causal mask, and wraps around, unless it adds in order.
 template <int kM, int kN, bool kRagged, bool kTurns = true, ColumnMasks kColumns = ColumnMasks::kNever>
 struct KeyBlock : GroupWalk {
   static constexpr bool kMayMask = kColumns != ColumnMasks::kNever;
@@ -39,8 +40,13 @@ struct KeyBlock : GroupWalk {
   int first_tile;  // first tile of all heads' queries in the workspace
   struct Nothing {};
   [[no_unique_address]] std::conditional_t<kRagged, Sequence, Nothing> sequence;
-  struct NoWords {};
-  [[no_unique_address]] std::conditional_t<kMayMask, const std::uint32_t*, NoWords> words;
+  /// MaskedTiles are those that see the block under a column mask.
+  struct MaskedTiles {
+    const std::uint32_t* words;
+    int first;  // of the walk over each head
+  };
+  struct AllTiles {};
+  [[no_unique_address]] std::conditional_t<kMayMask, MaskedTiles, AllTiles> masked_tiles;
 
   KeyBlock() = default;
 
@@ -99,7 +105,7 @@ struct KeyBlock : GroupWalk {
   /// Returns whether there is a column mask.
   CUTE_DEVICE bool masked() const {
     if constexpr (kColumns == ColumnMasks::kAsAsked)
-      return words != nullptr;
+      return masked_tiles.words != nullptr;
     else
       return kMayMask;
   }
@@ -127,12 +133,12 @@ struct KeyBlock : GroupWalk {
   template <class Visit>
   CUTE_DEVICE void for_each_tile(BackwardParams const& params, Visit&& visit) const {
     if constexpr (kColumns == ColumnMasks::kAlways) {
-      const int count = params.mask_tables.keys.words;
-      MaskedBlocks blocks{words};
-      for (int i = 0; i < first_tile_of_head; ++i) blocks.next(count);
+      MaskedBlocksAround tiles = tiles_of_head(params);
+      for (int i = 0; i < first_tile_of_head; ++i) next(tiles, params);
       for_each([&](int head, int index) __attribute__((always_inline)) {
-        if (index == 0) blocks = {words};
-        visit(head, blocks.next(count), queries.is_edge(index));
+        if (index == 0) tiles = tiles_of_head(params);
+        const auto tile = next(tiles, params);
+        visit(head, tile.index, tile.edge);
       });
     } else {
       for_each([&](int head, int m_block)
@@ -156,12 +162,20 @@ struct KeyBlock : GroupWalk {
     }
   }
 
+  /// Returns the tiles that see the block, of which there has to be one, under a column mask.
+  CUTE_DEVICE MaskedBlocksAround tiles_of_head(BackwardParams const& params) const {
+    return {masked_tiles.words, params.mask_tables.keys.words, masked_tiles.first};
+  }
+  CUTE_DEVICE MaskedBlocksAround::Block next(MaskedBlocksAround& tiles, BackwardParams const& params) const {
+    return tiles.next(masked_tiles.words, params.mask_tables.keys.words);
+  }
+
   /// Returns the tile of the first step, of which there has to be one, under a column mask.
   CUTE_DEVICE int first_masked_tile(BackwardParams const& params) const {
-    MaskedBlocks blocks{words};
-    int m_block = 0;
-    for (int i = 0; i <= first_tile_of_head; ++i) m_block = blocks.next(params.mask_tables.keys.words);
-    return m_block;
+    if (first_tile_of_head == 0) return masked_tiles.first;
+    MaskedBlocksAround tiles = tiles_of_head(params);
+    for (int i = 0; i < first_tile_of_head; ++i) next(tiles, params);
+    return next(tiles, params).index;
   }
 
  private:
@@ -175,15 +189,23 @@ struct KeyBlock : GroupWalk {
   /// Returns which mask of `all` is that of the KV head.
   CUTE_DEVICE int mask_of(MaskWords const& all) const { return all.masks == 1 ? 0 : kv_head; }
 
+  /// Returns the tile of queries from which on a walk under a column mask begins.
+  CUTE_DEVICE int first_to_ask(BackwardParams const& params) const {
+    if (!kTurns || params.deterministic) return 0;
+    return n_block * kN / kM % max((lengths(params).q + kM - 1) / kM, 1);
+  }
+
   CUTE_DEVICE void find_queries(BackwardParams const& params, int n_blocks) {
     if constexpr (kMayMask) {
       const MaskWords& all = params.mask_tables.keys;
-      words = nullptr;
+      masked_tiles = {};
       if (kColumns == ColumnMasks::kAlways || all.data != nullptr) {
-        words = all.of_tile(params.sequences.k, batch, sequence.k.first, mask_of(all), n_block);
-        queries = all.steps(words);
+        const auto* words = all.of_tile(params.sequences.k, batch, sequence.k.first, mask_of(all), n_block);
+        queries = {all.steps(words).visible, {}};
         start = 0;
         step = 1;
+        masked_tiles = {words, 0};
+        if (!queries.empty()) masked_tiles.first = MaskedBlocksAround::first(words, all.words, first_to_ask(params));
         return take_part(params);
       }
     }

@@ -13,6 +13,7 @@ struct QueryStep {
   int head;
   int index;
   int m_block;
+  bool edge;  // of the mask
 };
 
 /// QuerySteps are those of a KeyBlock. Where sums of dQ are in order (deterministic), which not every kernel knows,
@@ -23,25 +24,25 @@ class QuerySteps {
   CUTE_DEVICE QuerySteps(BackwardParams const& params, Work const& work) : params_(params), work_(work) {}
 
   CUTE_DEVICE QueryStep first() {
-    QueryStep step{work_.first_head, work_.first_tile_of_head, work_.first_tile_of_head};
+    QueryStep step = at(work_.first_head, work_.first_tile_of_head);
     if constexpr (Work::kMayMask) {
-      ahead_ = {work_.words};
-      if (work_.masked())
-        for (int i = 0; i <= step.index; ++i) step.m_block = next_masked();
+      if (work_.masked()) {
+        ahead_ = work_.tiles_of_head(params_);
+        for (int i = 0; i <= step.index; ++i) take_masked(step);
+      }
     }
     return step;
   }
 
   /// Returns the step after `step`, the last one that was returned. There has to be one.
   CUTE_DEVICE QueryStep after(QueryStep step) {
-    step.index = work_.queries.next_around(step.index, backwards() ? -1 : 1);
-    const bool new_head = step.index == (backwards() ? work_.queries.last() : work_.queries.first());
-    if (new_head) ++step.head;
-    step.m_block = step.index;
+    const int index = work_.queries.next_around(step.index, backwards() ? -1 : 1);
+    const bool new_head = index == (backwards() ? work_.queries.last() : work_.queries.first());
+    step = at(step.head + new_head, index);
     if constexpr (Work::kMayMask) {
       if (work_.masked()) {
-        if (new_head) ahead_ = {work_.words};
-        step.m_block = next_masked();
+        if (new_head) ahead_ = work_.tiles_of_head(params_);
+        take_masked(step);
       }
     }
     return step;
@@ -49,11 +50,16 @@ class QuerySteps {
 
  private:
   CUTE_DEVICE bool backwards() const { return kKnowsOrderedDq && params_.deterministic && !work_.masked(); }
-  CUTE_DEVICE int next_masked() { return ahead_.next(params_.mask_tables.keys.words); }
+  CUTE_DEVICE QueryStep at(int head, int index) const { return {head, index, index, work_.queries.is_edge(index)}; }
+  CUTE_DEVICE void take_masked(QueryStep& step) {
+    const auto tile = work_.next(ahead_, params_);
+    step.m_block = tile.index;
+    step.edge = tile.edge;
+  }
 
   BackwardParams const& params_;
   Work const& work_;
-  MaskedBlocks ahead_;  // under a column mask, the tiles of the head that are still to come
+  MaskedBlocksAround ahead_;  // under a column mask, the tiles of the head that are still to come
 };
 
 }  // namespace flashtile

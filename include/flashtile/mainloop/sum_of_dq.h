@@ -17,7 +17,8 @@ namespace flashtile {
 /// see the last: so those that run at a time are a step apart.
 ///
 /// In any order, the first to come stores what others add to, which spares clearing the memory; the others wait while
-/// it does. Where tiles are few they are cleared, as Ampere's all are, whose kernel has a state for sums in order only.
+/// it does. Tiles are cleared where they are few, or where many blocks add to each (see BackwardPlan), and so are all
+/// of Ampere's, whose kernel has a state for sums in order only.
 class SumOfDq {
  public:
   // In order, the state is whose turn comes next, or ~turn if that block shall store, not add. In any order it is one

@@ -110,7 +110,7 @@ class OnePassConsumerSm90 {
   template <class Finish, class StageDq>
   CUTE_DEVICE void run(Blocks const& blocks, Finish&& finish, StageDq&& stage_dq) {
     if constexpr (kLoops) ask_for_steep_rows();
-    blocks.for_each([&](Work const& work, auto release) __attribute__((always_inline)) {
+    blocks.for_each([&](Work work, auto release) __attribute__((always_inline)) {
       release();
       auto tKrdK = Fragments::gradient_of_keys();
       auto tVrdV = Fragments::gradient_of_keys();
@@ -179,10 +179,9 @@ class OnePassConsumerSm90 {
     Tensor weights = recast<std::uint32_t>(tVrP);  // two weights of a row to a word
     const int stage = uniform(at.stage);
     shared.q_barriers.wait_full(at);
-    const int m_block = Mainloop::kMasked ? shared.m_block[at.parity][stage] : index;
+    const auto [m_block, edge] = tile_of(work, index);
     start_matmul(mma_s, tSrK, tSrQ(_, _, _, stage), tSrS, ScaleOut::Zero);
     const int key = work.n_block * kN;
-    const bool edge = work.queries.is_edge(index);
     Hidden hidden;
     if constexpr (Mainloop::kMasked) {
       if (edge)
@@ -234,6 +233,16 @@ class OnePassConsumerSm90 {
     ds_at.advance();
     started = true;
     opening = ScaleOut::One;
+  }
+
+  /// Returns which tile of queries a step has, once Q is there, and whether it is at an edge of the mask.
+  CUTE_DEVICE MaskedBlocksAround::Block tile_of(Work const& work, int index) const {
+    if constexpr (Mainloop::kMasked) {
+      const auto [m_block, edge] = shared.tiles[at.parity][at.stage];
+      return {m_block, uniform(edge) != 0};
+    } else {
+      return {index, work.queries.is_edge(index)};
+    }
   }
 
   /// Turns raw scores into scores, −inf where they do not count.

@@ -26,26 +26,25 @@ struct OnePassProducerSm90 {
   typename Ring<1>::Cursor keys_at{};
 
   CUTE_DEVICE void run(Blocks const& blocks) {
-    blocks.for_each([&](Work const& work, auto release) { load(work, release); });
+    blocks.for_each([&](Work const& work, auto) { load(work); });
   }
 
-  template <class Release>
-  CUTE_DEVICE void load(Work const& work, Release&& release) {
-    if (work.empty()) return release();
+  CUTE_DEVICE void load(Work const& work) {
+    if (work.empty()) return ask_for_next();
     int left = work.steps;
-    // The next block may be handed out early enough before this one's end for its tiles to be in flight by then.
-    const int release_at = min(left, Mainloop::kStepsAhead);
+    // The next block is asked for early enough before this one's end for its tiles to be in flight by then.
+    const int ask_at = min(left, Mainloop::kStepsAhead);
     const auto load_keys = [&](auto columns, CUtensorMap const& map, Ring<1>& ring, Element* to) {
       std::uint64_t* barrier = ring.fill(keys_at, [] { return sizeof(SharedStorage::k); });
       load_tile<kN, kHeadDim, columns>(map, barrier, to, work.k_rows(params.backward), work.n_block * kN, work.kv_head);
     };
     bool first = true;
-    work.for_each_tile(params.backward, [&](int head, int m_block, bool) {
+    work.for_each_tile(params.backward, [&](int head, int m_block, bool edge) {
       const auto load_queries = [&](CUtensorMap const& map, std::uint64_t* barrier, Element* to) {
         load_tile<kM, kHeadDim, kColumns>(map, barrier, to, work.q_rows(params.backward), m_block * kM, head);
       };
       std::uint64_t* barrier = shared.q_barriers.fill(at, [&] {
-        if constexpr (Mainloop::kMasked) shared.m_block[at.parity][at.stage] = m_block;
+        if constexpr (Mainloop::kMasked) shared.tiles[at.parity][at.stage] = {m_block, edge};
         return sizeof(SharedStorage::q[0]);
       });
       load_queries(params.q, barrier, shared.q[at.stage]);
@@ -63,9 +62,14 @@ struct OnePassProducerSm90 {
           shared.statistics[at.stage], work.workspace_tile(params.backward, head, m_block) * kM, 0);
       first = false;
       at.advance();
-      if (left-- == release_at) release();
+      if (left-- == ask_at) ask_for_next();
     });
     if (Mainloop::kLoops) keys_at.advance();
+  }
+
+ private:
+  CUTE_DEVICE void ask_for_next() {
+    if constexpr (Mainloop::kRagged) shared.next_asked.arrive();
   }
 };
 

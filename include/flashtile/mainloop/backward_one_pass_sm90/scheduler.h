@@ -11,6 +11,7 @@ namespace flashtile {
 template <class Mainloop>
 struct OnePassSchedulerSm90 {
   using SharedStorage = typename Mainloop::SharedStorage;
+  using Work = typename Mainloop::Work;
 
   BackwardOnePassParams const& params;
   SharedStorage& shared;
@@ -18,19 +19,24 @@ struct OnePassSchedulerSm90 {
   CUTE_DEVICE void run() {
     const bool in_order = params.backward.deterministic;
     const auto take = [&] { return (in_order ? 0 : int(gridDim.x)) + atomicAdd(params.backward.taken, 1); };
-    Ring<1>::Cursor at{};
+    Ring<2>::Cursor at{};
     int index = blockIdx.x;
     bool taken = !in_order;
-    for (bool more = true; more; at.advance()) {
+    for (unsigned asked = 0;; asked ^= 1) {
+      Work& work = shared.work[at.stage];
+      bool more = false;
       shared.work_barriers.fill(at, [&] {
         if (!taken) index = take();
-        more = shared.more = index < params.blocks && shared.work.find(params.backward, index);
+        more = shared.more[at.stage] = index < params.blocks && work.find(params.backward, index);
         return 0;
       });
+      if (!more) return;
       // No other thread block can have what is taken, so it is taken late. But a block that is soon done should not
       // wait for the counter's answer.
-      taken = more && shared.work.steps <= Mainloop::kStepsAhead;
+      taken = work.steps <= Mainloop::kStepsAhead;
       if (taken) index = take();
+      shared.next_asked.wait(asked);
+      at.advance();
     }
   }
 };
@@ -52,7 +58,7 @@ struct OnePassBlocksSm90 {
     if constexpr (!Mainloop::kLoops) only = Work(params.backward, blockIdx.x);
   }
 
-  /// Calls `visit(work, release)` for each, which calls `release()` when this thread block may be given the next block.
+  /// Calls `visit(work, release)` for each. A role but the producer calls `release()` when it has done reading `work`.
   template <class Visit>
   CUTE_DEVICE void for_each(Visit&& visit_and_release) const {
     const auto visit = [&](Work const& work) __attribute__((always_inline)) { visit_and_release(work, [] {}); };
@@ -72,11 +78,10 @@ struct OnePassBlocksSm90 {
       }
     } else {
       CUTE_NO_UNROLL
-      for (Ring<1>::Cursor at{};; at.advance()) {
+      for (Ring<2>::Cursor at{};; at.advance()) {
         shared.work_barriers.wait_full(at);
-        if (!shared.more) return;
-        const Work work = shared.work;
-        visit_and_release(work, [&] { shared.work_barriers.release_by_thread(at); });
+        if (!shared.more[at.stage]) return;
+        visit_and_release(shared.work[at.stage], [&] { shared.work_barriers.release_by_thread(at); });
       }
     }
   }

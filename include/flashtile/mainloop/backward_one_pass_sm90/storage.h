@@ -126,14 +126,16 @@ struct BackwardOnePassSm90 {
     alignas(1024) Element ds[2][kM * kN];
     alignas(1024) float dq[kWarpgroups][kPartOfQ];  // whole ones are staged here rounded, as Element
     alignas(128) float statistics[kStages][2][kM];  // lse_log2, delta; they come and go with dO
-    // This is the next block, where blocks are handed out: the producer, the writers and all consumers wait for it, and
-    // the scheduler waits for all of them to be done with the one before.
-    Work work;
-    bool more;  // false if no block is left
+    // These are this block and the next one, in turn, where blocks are handed out: the producer, the writers and all
+    // consumers wait for one; the scheduler waits until the producer asks for the next, and until the others have done
+    // reading the last but one.
+    Work work[2];
+    bool more[2];  // false if no block is left
     // Under a column mask these are the tiles of queries in the stages, of this round and of the one before, which the
     // writers still add to.
-    int m_block[2][kMasked ? kStages : 1];
-    Ring<1> work_barriers;
+    MaskedBlocksAround::Block tiles[2][kMasked ? kStages : 1];
+    Ring<2> work_barriers;
+    cutlass::arch::ClusterBarrier next_asked;
     // Consumers wait for tiles that the producer has TMA load; it waits for all their warps to have read a stage.
     Ring<1> k_barriers, v_barriers;
     Ring<kStages> q_barriers, dout_barriers;
@@ -146,7 +148,8 @@ struct BackwardOnePassSm90 {
 
     /// One thread calls it before any other touches the barriers.
     CUTE_DEVICE void init_barriers() {
-      work_barriers.init(1 + kWarpgroups + 128 * kWarpgroups);  // the producer, writers, and consumers
+      work_barriers.init(kWarpgroups + 128 * kWarpgroups);  // writers and consumers
+      next_asked.init(1);
       k_barriers.init(4 * kWarpgroups);
       v_barriers.init(4 * kWarpgroups);
       q_barriers.init(4 * kWarpgroups);

@@ -27,12 +27,11 @@ struct OnePassWriterSm90 {
     const bool wanted = params.backward.dq != nullptr;
     if (!Mainloop::kRagged && !wanted) return;
     blocks.for_each([&](Work const& work, auto release) {
-      release();  // the scheduler waits for the writers, too
-      if (!wanted) return;
       if constexpr (Mainloop::kWhole)
         store(work);
-      else
+      else if (wanted)
         add(work);
+      release();  // the scheduler waits for the writers, too
     });
   }
 
@@ -67,7 +66,7 @@ struct OnePassWriterSm90 {
         // Consumers form dQ of a tile when they have begun with the next one: so the producer has written that.
         at.advance();
         keep_order();
-        m_block = shared.m_block[at.parity][at.stage];
+        m_block = shared.tiles[at.parity][at.stage].index;
       });
     } else {
       work.for_each([&](int head, int m_block) __attribute__((always_inline)) { add(work, head, m_block); });
