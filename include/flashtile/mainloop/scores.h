@@ -236,12 +236,14 @@ struct ScoreTile {
 };
 
 /// HiddenBits are what a column mask hides of the 16 rows of a warp in a block of kColumns columns. A lane asks two
-/// neighbouring columns of every 64, and keeps 16 bits for each: asked for each element, a tile would take more than
-/// twice the instructions. This can be done before there are scores.
+/// neighbouring columns of every 64, for all rows: asked for each element, a tile would take more than twice the
+/// instructions. Then lanes exchange bits, and each has those of its own scores, 32 of every 64 columns: bit
+/// 16 · i + 8 · r + c is that of row r of its two, and of column i of its two among the c-th eight. All this can be done
+/// before there are scores.
 template <int kColumns>
 struct HiddenBits {
-  static constexpr int kRows = 16, kAtOnce = 64;
-  std::uint32_t own[(kColumns + kAtOnce - 1) / kAtOnce] = {};
+  static constexpr int kRows = 16, kAtOnce = 64, kChunks = (kColumns + kAtOnce - 1) / kAtOnce;
+  std::uint32_t bits[kChunks] = {};
 
   /// Asks the block whose first column `columns` have, up to the last of `count` that there are, for the warp's rows
   /// from `row` on. What is found of columns behind the last one means nothing.
@@ -250,35 +252,55 @@ struct HiddenBits {
     // so by a constant, and the compiler leaves the branch out.
     if (count <= 0) return;
     const auto from = [&](int first) {  // bits of the rows from `first` on; a shift by 32 or more leaves none
-      std::uint32_t bits;
-      asm("shl.b32 %0, %1, %2;" : "=r"(bits) : "r"(~0u), "r"(max(first, row) - row));
-      return bits;
+      std::uint32_t rows;
+      asm("shl.b32 %0, %1, %2;" : "=r"(rows) : "r"(~0u), "r"(max(first, row) - row));
+      return rows;
     };
     const auto bits_of = [&](Range rows) { return from(rows.begin) & ~from(rows.end); };
     CUTE_UNROLL
-    for (int chunk = 0; chunk < kColumns; chunk += kAtOnce) {
-      const int column = chunk + 2 * int(threadIdx.x % 32);
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const int column = kAtOnce * chunk + 2 * int(threadIdx.x % 32);
       const HiddenRows left = columns[min(column, count - 1)], right = columns[min(column + 1, count - 1)];
-      own[chunk / kAtOnce] = ((bits_of(left.first) | bits_of(left.second)) & 0xffff) |
-                             (bits_of(right.first) | bits_of(right.second)) << kRows;
+      bits[chunk] = ((bits_of(left.first) | bits_of(left.second)) & 0xffff) |
+                    (bits_of(right.first) | bits_of(right.second)) << kRows;
     }
+    exchange();
   }
 
-  /// Hides them from a thread's scores, two columns of every eight in each of two rows. Lanes exchange what they know.
+  /// Hides them from a thread's scores, two columns of every eight in each of two rows.
   template <class Scores>
   CUTE_DEVICE void hide(Scores& scores) const {
     using namespace cute;
     static_assert(size<0>(decltype(scores.layout()){}) == 2 && 4 * size<1>(decltype(scores.layout()){}) == kColumns);
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        CUTE_UNROLL
+        for (int column = 0; column < kColumns; column += 8) {
+          const int c = column % kAtOnce / 8;
+          if (bits[column / kAtOnce] & (1u << (16 * i + 8 * r + c))) scores(r, column / 4 + i) = -kInfinity;
+        }
+      }
+    }
+  }
+
+ private:
+  /// Transposes the bits of every eight lanes 4 · c + q, which have columns 8 · c + 2 · q and their neighbours, rows in
+  /// bits 0 to 7 of each byte: lane 4 · g + q gets those of rows g, column c in bit c. In each of three steps two lanes
+  /// exchange half of their bits.
+  CUTE_DEVICE void exchange() {
     const int lane = int(threadIdx.x % 32);
     CUTE_UNROLL
-    for (int column = 0; column < kColumns; column += 8) {
-      const std::uint32_t both =
-          __shfl_sync(0xffffffff, own[column / kAtOnce], column % kAtOnce / 2 + lane % 4) >> lane / 4;
+    for (int by = 4; by > 0; by /= 2) {
+      const std::uint32_t low = by == 4 ? 0x0f0f0f0f : by == 2 ? 0x33333333 : 0x55555555;
+      const bool upper = (lane & (4 * by)) != 0;
+      const std::uint32_t kept = upper ? ~low : low;
+      const int turn = upper ? 32 - by : by;
       CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        CUTE_UNROLL
-        for (int r = 0; r < 2; ++r)
-          if (both & (1u << (kRows * i + 8 * r))) scores(r, column / 4 + i) = -kInfinity;
+      for (std::uint32_t& own : bits) {
+        const std::uint32_t other = __shfl_xor_sync(0xffffffff, own, 4 * by);
+        own = (own & kept) | (__funnelshift_l(other, other, turn) & ~kept);
       }
     }
   }
