@@ -1,6 +1,7 @@
 #include "flashtile/mask_words.h"
 
 #include "flashtile/cuda/launch.h"
+#include "flashtile/scheduler/list_tiles.h"
 
 namespace flashtile {
 namespace {
@@ -106,11 +107,55 @@ __global__ void __launch_bounds__(kThreads) find_mask_words_kernel(const __grid_
   if (lane == 0) of_tile[word] = interiors, of_tile[words.words + word] = edges;
 }
 
+constexpr int kMostOrdered = 1 << 14;  // tiles of an entry; of more the order stays as it is
+
+struct MaskOrderParams {
+  MaskWords words;
+  bool longest_last;
+};
+
+/// Puts the tiles of a batch entry in order, by a thread block: a place is the number of tiles that come before.
+__global__ void __launch_bounds__(kThreads) order_mask_tiles_kernel(const __grid_constant__ MaskOrderParams params) {
+  let_next_kernel_start();
+  const MaskWords& words = params.words;
+  __shared__ alignas(4) unsigned char classes[kMostOrdered];  // of the tiles' work
+  const int tiles = words.places / int(gridDim.x), first = int(blockIdx.x) * tiles;
+  const int padded = (tiles + 3) / 4 * 4;
+  await_kernel_before();  // which finds the words
+  if (tiles > kMostOrdered) {
+    for (int tile = threadIdx.x; tile < tiles; tile += kThreads) words.order[first + tile] = tile;
+    return;
+  }
+  for (int tile = threadIdx.x; tile < padded; tile += kThreads) {
+    int blocks = 0;
+    for (int mask = 0; mask < words.masks && tile < tiles; ++mask)
+      blocks += words.count(words.of_place(first + tile, mask));
+    const int from_longest = class_of(blocks);
+    // Those behind the last tile come after all others.
+    classes[tile] = static_cast<unsigned char>(tile >= tiles         ? 255
+                                               : params.longest_last ? RaggedOrder::kClasses - 1 - from_longest
+                                                                     : from_longest);
+  }
+  __syncthreads();  // all threads wait for the classes
+  const auto* const fours = reinterpret_cast<const unsigned*>(classes);
+  for (int tile = threadIdx.x; tile < tiles; tile += kThreads) {
+    const unsigned own = classes[tile] * 0x01010101u;
+    int before = 0;
+    for (int four = 0; four < padded / 4; ++four) {
+      unsigned come_before = __vcmpltu4(fours[four], own);
+      const int earlier = tile - 4 * four;  // tiles of the four that lie before this one, if more than 0
+      if (earlier > 0) come_before |= __vcmpeq4(fours[four], own) & (earlier < 4 ? (1u << 8 * earlier) - 1 : ~0u);
+      before += __popc(come_before);
+    }
+    words.order[first + before / 8] = tile;
+  }
+}
+
 }  // namespace
 
 void find_mask_tables(const MaskTables& tables, const Variant& variant, const ColumnRanges& columns,
                       const Problem& problem, const Sequences& sequences, Stream stream) {
-  static KernelHandles of_bounds, of_words;
+  static KernelHandles of_bounds, of_words, of_order;
   const auto shape = [](std::int64_t warps, bool early) {
     return LaunchShape{static_cast<int>((warps + kWarps - 1) / kWarps), kThreads, 0, early};
   };
@@ -124,6 +169,9 @@ void find_mask_tables(const MaskTables& tables, const Variant& variant, const Co
     launch(find_mask_words_kernel, of_words, problem.device, shape(warps, variant.arch == Arch::kSm90),
            MaskWordsParams{tables, words, of_keys, width, tables.masks / words.masks, columns, problem.band, sequences},
            stream);
+    if (!words.ordered) continue;
+    const LaunchShape entries{problem.batch, kThreads, 0, variant.arch == Arch::kSm90};
+    launch(order_mask_tiles_kernel, of_order, problem.device, entries, MaskOrderParams{words, !of_keys}, stream);
   }
 }
 

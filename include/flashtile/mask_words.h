@@ -39,25 +39,46 @@ struct MaskWords {
   static constexpr int kBlocks = 32;  // of a word
 
   std::uint32_t* data = nullptr;
-  int words = 0;   // of each of the two kinds
-  int masks = 0;   // heads that have tiles of their own
-  int places = 0;  // tiles of a head in all batch entries; of a ragged batch, slots for them (see Spans)
-  int rows = 1;    // of a tile
+  int* order = nullptr;  // of a batch entry's tiles, by work: see tile_at()
+  int words = 0;         // of each of the two kinds
+  int masks = 0;         // heads that have tiles of their own
+  int places = 0;        // tiles of a head in all batch entries; of a ragged batch, slots for them (see Spans)
+  int rows = 1;          // of a tile
+  bool ordered = false;  // whether there is such an order
 
   /// Those of tiles of queries, for all masks of an entry; none where there is no column mask.
   static MaskWords of_queries(const Problem& p, int tile_m, int tile_n) {
     if (!p.column_masked()) return {};
-    return {nullptr, words_of(p.seqlen_k, tile_n), p.masks_of_entry, static_cast<int>(p.places_q(tile_m)), tile_m};
+    return {.words = words_of(p.seqlen_k, tile_n),
+            .masks = p.masks_of_entry,
+            .places = static_cast<int>(p.places_q(tile_m)),
+            .rows = tile_m,
+            .ordered = !p.ragged};
   }
   /// Those of tiles of keys, which have one walk for the query heads of a group, though these may have masks of their
   /// own: it visits what one of them sees, and an interior block is one that all of them see.
   static MaskWords of_keys(const Problem& p, int tile_m, int tile_n) {
     if (!p.column_masked()) return {};
-    return {nullptr, words_of(p.seqlen_q, tile_m), p.masks_of_entry < p.heads_k ? p.masks_of_entry : p.heads_k,
-            static_cast<int>(p.places_k(tile_n)), tile_n};
+    return {.words = words_of(p.seqlen_q, tile_m),
+            .masks = p.masks_of_entry < p.heads_k ? p.masks_of_entry : p.heads_k,
+            .places = static_cast<int>(p.places_k(tile_n)),
+            .rows = tile_n,
+            .ordered = !p.ragged && !p.deterministic};
   }
 
-  std::int64_t bytes() const { return std::int64_t{8} * words * masks * places; }
+  std::int64_t bytes() const { return std::int64_t{8} * words * masks * places + (ordered ? 4 * places : 0); }
+  /// Becomes the same at an address.
+  void place(void* at) {
+    data = static_cast<std::uint32_t*>(at);
+    if (ordered) order = reinterpret_cast<int*>(data + std::int64_t{2} * words * masks * places);
+  }
+
+  /// Returns, of an entry's `tiles` tiles, which one comes where under a causal mask that of `rank` would. The longest
+  /// ones come first, so that thread blocks end together: a tile of queries is the last under such a mask, a tile of
+  /// keys the first. Of a ragged batch, tiles stay where they are, and where dQ is summed in order, those of keys.
+  FLASHTILE_HOST_DEVICE int tile_at(int batch, int rank, int tiles) const {
+    return order == nullptr ? rank : order[batch * tiles + rank];
+  }
 
   /// Returns the words of the tile `block` of a batch entry, whose rows begin at `first_row`.
   FLASHTILE_HOST_DEVICE std::uint32_t* of_tile(Spans const& spans, int batch, int first_row, int mask,
@@ -71,25 +92,48 @@ struct MaskWords {
   /// Returns the walk of a tile by steps, of which each visits a block, interior ones first.
   FLASHTILE_HOST_DEVICE BlockWalk steps(const std::uint32_t* of_tile) const {
     int edges = 0, interiors = 0;
+    FLASHTILE_NO_UNROLL
     for (int i = 0; i < words; ++i) interiors += bits_of(of_tile[i]), edges += bits_of(of_tile[words + i]);
     return {{0, interiors + edges}, {0, interiors}};
   }
 
+  /// Returns a bit for each of the blocks from kBlocks · `word` on that a tile visits.
+  FLASHTILE_HOST_DEVICE std::uint32_t visited(const std::uint32_t* of_tile, int word) const {
+    return of_tile[word] | of_tile[words + word];
+  }
   /// Returns whether a tile visits `block`.
   FLASHTILE_HOST_DEVICE bool visits(const std::uint32_t* of_tile, int block) const {
-    const int word = block / kBlocks;
-    return ((of_tile[word] | of_tile[words + word]) >> (block % kBlocks) & 1) != 0;
+    return (visited(of_tile, block / kBlocks) >> (block % kBlocks) & 1) != 0;
+  }
+  /// Returns how many blocks a tile visits.
+  FLASHTILE_HOST_DEVICE int count(const std::uint32_t* of_tile) const {
+    int blocks = 0;
+    FLASHTILE_NO_UNROLL
+    for (int word = 0; word < words; ++word) blocks += bits_of(visited(of_tile, word));
+    return blocks;
+  }
+  /// Returns the first block that a tile visits from `from` on, or around; there has to be one.
+  FLASHTILE_HOST_DEVICE int first_around(const std::uint32_t* of_tile, int from) const {
+    int word = from / kBlocks;
+    std::uint32_t left = visited(of_tile, word) & ~0u << (from % kBlocks);
+    FLASHTILE_NO_UNROLL
+    while (left == 0) {
+      if (++word == words) word = 0;
+      left = visited(of_tile, word);
+    }
+    return kBlocks * word + lowest_bit_of(left);
   }
 
   /// Returns how many of the blocks before `block` a tile visits.
   FLASHTILE_HOST_DEVICE int visited_before(const std::uint32_t* of_tile, int block) const {
-    int visited = 0;
+    int blocks = 0;
+    FLASHTILE_NO_UNROLL
     for (int i = 0; i * kBlocks < block; ++i) {
       const int left = block - i * kBlocks;
       const std::uint32_t before = left < kBlocks ? (1u << left) - 1 : ~0u;
-      visited += bits_of((of_tile[i] | of_tile[words + i]) & before);
+      blocks += bits_of(visited(of_tile, i) & before);
     }
-    return visited;
+    return blocks;
   }
 
  private:
@@ -116,7 +160,10 @@ struct MaskTables {
     MaskTables tables(p, v);
     tables.keys = MaskWords::of_keys(p, queries_of_step(v), v.tile_n);
     if (v.two_passes() || p.deterministic) tables.queries = MaskWords::of_queries(p, v.tile_m, v.tile_n);
-    if (!v.two_passes()) tables.queries.masks = tables.queries.masks > 0 ? tables.keys.masks : 0;
+    if (!v.two_passes()) {
+      tables.queries.masks = tables.queries.masks > 0 ? tables.keys.masks : 0;
+      tables.queries.ordered = false;
+    }
     return tables.placed(at);
   }
 
@@ -135,8 +182,8 @@ struct MaskTables {
     if (masks == 0) return tables;
     char* const begin = static_cast<char*>(at);
     tables.bounds = reinterpret_cast<HiddenBounds*>(begin);
-    tables.keys.data = reinterpret_cast<std::uint32_t*>(begin + bounds_bytes());
-    tables.queries.data = reinterpret_cast<std::uint32_t*>(begin + bounds_bytes() + keys.bytes());
+    if (keys.words > 0) tables.keys.place(begin + bounds_bytes());
+    if (queries.words > 0) tables.queries.place(begin + bounds_bytes() + keys.bytes());
     return tables;
   }
 };
@@ -173,14 +220,9 @@ class MaskedBlocksAround {
     left_ &= ~0u << (start % MaskWords::kBlocks);
   }
 
-  /// Returns the first block from `from` on, or around; there has to be one.
-  FLASHTILE_HOST_DEVICE static int first(const std::uint32_t* words, int count, int from) {
-    MaskedBlocksAround blocks(words, count, from);
-    return blocks.next(words, count).index;
-  }
-
   /// Returns the next block, of which there has to be one.
   FLASHTILE_HOST_DEVICE Block next(const std::uint32_t* words, int count) {
+    FLASHTILE_NO_UNROLL
     while (left_ == 0) {
       if (++at_ == count) at_ = 0;
       load(words, count);
@@ -201,7 +243,7 @@ class MaskedBlocksAround {
   std::uint32_t edges_ = 0;  // those of edge blocks
 };
 
-/// Launches the kernels that find them: one for the bounds, and one for the words of each side.
+/// Launches the kernels that find them: one for the bounds, and for each side one for the words and one for the order.
 void find_mask_tables(const MaskTables& tables, const Variant& variant, const ColumnRanges& columns,
                       const Problem& problem, const Sequences& sequences, Stream stream);
 

@@ -129,6 +129,7 @@ TEST(MaskWords, StepsVisitEachBlockOnce) {
       for (int block = 0; block <= 32 * count; ++block)
         ASSERT_EQ(of_count.visited_before(words.data(), block),
                   std::ranges::count_if(visited, [&](int other) { return other < block; }));
+      ASSERT_EQ(of_count.count(words.data()), std::ssize(visited));
       for (int block = 0; block < 32 * count; ++block)
         ASSERT_EQ(of_count.visits(words.data(), block), std::ranges::find(visited, block) != visited.end());
 
@@ -137,7 +138,7 @@ TEST(MaskWords, StepsVisitEachBlockOnce) {
       for (int from = 0; from < 32 * count && !visited.empty(); ++from) {
         const auto first = std::ranges::lower_bound(visited, from);
         std::ranges::rotate(visited, first == visited.end() ? visited.begin() : first);
-        ASSERT_EQ(MaskedBlocksAround::first(words.data(), count, from), visited.front());
+        ASSERT_EQ(of_count.first_around(words.data(), from), visited.front());
         MaskedBlocksAround around(words.data(), count, visited.front());
         for (const int block : visited) {
           const auto [index, edge] = around.next(words.data(), count);

@@ -89,7 +89,13 @@ struct BackwardTwoPassSm90 {
         const auto found = BlockOfSection::at(unsigned(place), heads, backward.m_blocks, params.heads_at_once);
         place = found.head * backward.m_blocks + found.rank;
       }
-      return backward.find_query_tile(place, tile);
+      if (!backward.find_query_tile(place, tile)) return false;
+      if constexpr (kMasked) {
+        const int rank = tile.m_block;
+        tile.m_block = backward.mask_tables.queries.tile_at(tile.batch, rank, backward.m_blocks);
+        tile.place += tile.m_block - rank;
+      }
+      return true;
     };
     in_order(
         [&] {

@@ -106,7 +106,10 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) forward_sm80(const __
   const auto find_tile = [&] {
     unsigned index;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
-    return params.find_tile(index, tile, sequence);
+    if (!params.find_tile(index, tile, sequence)) return false;
+    if constexpr (Source::kMayMask)
+      tile.m_block = params.mask_tables.queries.tile_at(tile.batch, tile.m_block, params.scheduler.m_blocks);
+    return true;
   };
   if (!find_tile()) return;
   const int first_row = tile.m_block * Mainloop::kM;

@@ -183,6 +183,7 @@ struct KeyBlock : GroupWalk {
     batch = tile.batch;
     kv_head = tile.kv_head;
     n_block = tile.n_block;
+    if constexpr (kMayMask) n_block = params.mask_tables.keys.tile_at(batch, n_block, params.n_blocks);
     if constexpr (kRagged) sequence = tile.sequence;
   }
 
@@ -201,11 +202,11 @@ struct KeyBlock : GroupWalk {
       masked_tiles = {};
       if (kColumns == ColumnMasks::kAlways || all.data != nullptr) {
         const auto* words = all.of_tile(params.sequences.k, batch, sequence.k.first, mask_of(all), n_block);
-        queries = {all.steps(words).visible, {}};
+        queries = {{0, all.count(words)}, {}};
         start = 0;
         step = 1;
         masked_tiles = {words, 0};
-        if (!queries.empty()) masked_tiles.first = MaskedBlocksAround::first(words, all.words, first_to_ask(params));
+        if (!queries.empty()) masked_tiles.first = all.first_around(words, first_to_ask(params));
         return take_part(params);
       }
     }

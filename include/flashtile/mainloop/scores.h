@@ -238,8 +238,8 @@ struct ScoreTile {
 /// HiddenBits are what a column mask hides of the 16 rows of a warp in a block of kColumns columns. A lane asks two
 /// neighbouring columns of every 64, for all rows: asked for each element, a tile would take more than twice the
 /// instructions. Then lanes exchange bits, and each has those of its own scores, 32 of every 64 columns: bit
-/// 16 · i + 8 · r + c is that of row r of its two, and of column i of its two among the c-th eight. All this can be done
-/// before there are scores.
+/// 16 · i + 8 · r + c is that of row r of its two, and of column i of its two among the c-th eight. All this can be
+/// done before there are scores.
 template <int kColumns>
 struct HiddenBits {
   static constexpr int kRows = 16, kAtOnce = 64, kChunks = (kColumns + kAtOnce - 1) / kAtOnce;

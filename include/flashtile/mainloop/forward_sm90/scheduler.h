@@ -153,6 +153,7 @@ struct ForwardSchedulerSm90 {
         [&](unsigned index, TileCoord& tile) {
           if (index >= tiles) return false;
           tile = params.order.tile(index);
+          tile.m_block = params.forward.mask_tables.queries.tile_at(tile.batch, tile.m_block, params.order.m_blocks);
           return true;
         },
         [&](TileCoord, auto side) { return whole.*side; }, [&] { params.taken.begin(params.taken.found()); },
