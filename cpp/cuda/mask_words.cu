@@ -107,39 +107,66 @@ __global__ void __launch_bounds__(kThreads) find_mask_words_kernel(const __grid_
   if (lane == 0) of_tile[word] = interiors, of_tile[words.words + word] = edges;
 }
 
-constexpr int kMostOrdered = 1 << 14;  // tiles of an entry; of more the order stays as it is
-
 struct MaskOrderParams {
   MaskWords words;
-  bool longest_last;
+  MaskOrder order;
+  TilesAtOnce at_once;
 };
 
-/// Puts the tiles of a batch entry in order, by a thread block: a place is the number of tiles that come before.
+constexpr int kMostOrdered = 1 << 14;  // tiles of an entry; of more the order stays as it is
+// Sections come in parts where the longest tile takes so much of the time that a section takes: what would be left of
+// it when all other tiles of the last section are done then costs more than what is loaded again for each part. It is
+// fitted to runs on an H100 (docs/performance.md).
+constexpr float kLong = 0.85f;
+
+/// Returns how many blocks the tile at a place visits, for all masks together.
+__device__ int work_of(MaskWords const& words, int place) {
+  int blocks = 0;
+  for (int mask = 0; mask < words.masks; ++mask) blocks += words.count(words.of_place(place, mask));
+  return blocks;
+}
+
+/// Says whether sections come in parts. All threads of a block call it.
+__device__ bool come_in_parts(MaskOrderParams const& params, int entries) {
+  __shared__ int longest, sum;
+  if (threadIdx.x == 0) longest = sum = 0;
+  __syncthreads();
+  for (int place = threadIdx.x; place < params.words.places; place += kThreads) {
+    const int blocks = work_of(params.words, place);
+    atomicMax(&longest, blocks);
+    atomicAdd(&sum, blocks);
+  }
+  __syncthreads();  // all threads wait for the sum
+  const float of_section = float(params.at_once.heads) * float(sum) / float(entries * params.at_once.thread_blocks);
+  return of_section > 0 && float(longest) > kLong * of_section;
+}
+
+/// Puts the tiles of a batch entry in order, by a thread block: a place is the number of tiles that come before, which
+/// are shorter, or lie before and are as long.
 __global__ void __launch_bounds__(kThreads) order_mask_tiles_kernel(const __grid_constant__ MaskOrderParams params) {
   let_next_kernel_start();
+  __shared__ alignas(4) unsigned char lengths[kMostOrdered];  // eight to an octave
   const MaskWords& words = params.words;
-  __shared__ alignas(4) unsigned char classes[kMostOrdered];  // of the tiles' work
-  const int tiles = words.places / int(gridDim.x), first = int(blockIdx.x) * tiles;
-  const int padded = (tiles + 3) / 4 * 4;
+  const int entries = int(gridDim.x), tiles = words.places / entries, first = int(blockIdx.x) * tiles;
+  int* const order = params.order.at + 1 + first;
   await_kernel_before();  // which finds the words
+  if (blockIdx.x == 0) {
+    const bool in_parts = come_in_parts(params, entries);
+    if (threadIdx.x == 0) *params.order.at = in_parts;
+  }
   if (tiles > kMostOrdered) {
-    for (int tile = threadIdx.x; tile < tiles; tile += kThreads) words.order[first + tile] = tile;
+    for (int tile = threadIdx.x; tile < tiles; tile += kThreads) order[tile] = tile;
     return;
   }
+  const int padded = (tiles + 3) / 4 * 4;
   for (int tile = threadIdx.x; tile < padded; tile += kThreads) {
-    int blocks = 0;
-    for (int mask = 0; mask < words.masks && tile < tiles; ++mask)
-      blocks += words.count(words.of_place(first + tile, mask));
-    const int from_longest = class_of(blocks);
-    // Those behind the last tile come after all others.
-    classes[tile] = static_cast<unsigned char>(tile >= tiles         ? 255
-                                               : params.longest_last ? RaggedOrder::kClasses - 1 - from_longest
-                                                                     : from_longest);
+    constexpr int kLast = RaggedOrder::kClasses - 1;  // what is behind the last tile comes after all of them
+    lengths[tile] = static_cast<unsigned char>(tile < tiles ? kLast - class_of(work_of(words, first + tile)) : kLast);
   }
-  __syncthreads();  // all threads wait for the classes
-  const auto* const fours = reinterpret_cast<const unsigned*>(classes);
+  __syncthreads();  // all threads wait for the lengths
+  const auto* const fours = reinterpret_cast<const unsigned*>(lengths);
   for (int tile = threadIdx.x; tile < tiles; tile += kThreads) {
-    const unsigned own = classes[tile] * 0x01010101u;
+    const unsigned own = lengths[tile] * 0x01010101u;
     int before = 0;
     for (int four = 0; four < padded / 4; ++four) {
       unsigned come_before = __vcmpltu4(fours[four], own);
@@ -147,14 +174,14 @@ __global__ void __launch_bounds__(kThreads) order_mask_tiles_kernel(const __grid
       if (earlier > 0) come_before |= __vcmpeq4(fours[four], own) & (earlier < 4 ? (1u << 8 * earlier) - 1 : ~0u);
       before += __popc(come_before);
     }
-    words.order[first + before / 8] = tile;
+    order[before / 8] = tile;
   }
 }
 
 }  // namespace
 
 void find_mask_tables(const MaskTables& tables, const Variant& variant, const ColumnRanges& columns,
-                      const Problem& problem, const Sequences& sequences, Stream stream) {
+                      const Problem& problem, const Sequences& sequences, TilesAtOnce at_once, Stream stream) {
   static KernelHandles of_bounds, of_words, of_order;
   const auto shape = [](std::int64_t warps, bool early) {
     return LaunchShape{static_cast<int>((warps + kWarps - 1) / kWarps), kThreads, 0, early};
@@ -169,10 +196,11 @@ void find_mask_tables(const MaskTables& tables, const Variant& variant, const Co
     launch(find_mask_words_kernel, of_words, problem.device, shape(warps, variant.arch == Arch::kSm90),
            MaskWordsParams{tables, words, of_keys, width, tables.masks / words.masks, columns, problem.band, sequences},
            stream);
-    if (!words.ordered) continue;
-    const LaunchShape entries{problem.batch, kThreads, 0, variant.arch == Arch::kSm90};
-    launch(order_mask_tiles_kernel, of_order, problem.device, entries, MaskOrderParams{words, !of_keys}, stream);
   }
+  if (!tables.ordered || tables.queries.places == 0) return;
+  launch(order_mask_tiles_kernel, of_order, problem.device,
+         LaunchShape{problem.batch, kThreads, 0, variant.arch == Arch::kSm90},
+         MaskOrderParams{tables.queries, tables.order, at_once}, stream);
 }
 
 }  // namespace flashtile

@@ -75,7 +75,6 @@ __device__ __forceinline__ void join_gradients(BackwardParams const& params, Gra
   const bool there = params.find_key_tile(index, tile);
   await_kernel_before();
   if (!there) return;
-  tile.n_block = params.mask_tables.keys.tile_at(tile.batch, tile.n_block, params.n_blocks);  // as KeyBlock has it
 
   const int of_team = kJoinThreads / join.teams, team = threadIdx.x / of_team;
   const int vector = slice * of_team + threadIdx.x % of_team;

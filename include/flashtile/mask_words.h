@@ -39,46 +39,25 @@ struct MaskWords {
   static constexpr int kBlocks = 32;  // of a word
 
   std::uint32_t* data = nullptr;
-  int* order = nullptr;  // of a batch entry's tiles, by work: see tile_at()
-  int words = 0;         // of each of the two kinds
-  int masks = 0;         // heads that have tiles of their own
-  int places = 0;        // tiles of a head in all batch entries; of a ragged batch, slots for them (see Spans)
-  int rows = 1;          // of a tile
-  bool ordered = false;  // whether there is such an order
+  int words = 0;   // of each of the two kinds
+  int masks = 0;   // heads that have tiles of their own
+  int places = 0;  // tiles of a head in all batch entries; of a ragged batch, slots for them (see Spans)
+  int rows = 1;    // of a tile
 
   /// Those of tiles of queries, for all masks of an entry; none where there is no column mask.
   static MaskWords of_queries(const Problem& p, int tile_m, int tile_n) {
     if (!p.column_masked()) return {};
-    return {.words = words_of(p.seqlen_k, tile_n),
-            .masks = p.masks_of_entry,
-            .places = static_cast<int>(p.places_q(tile_m)),
-            .rows = tile_m,
-            .ordered = !p.ragged};
+    return {nullptr, words_of(p.seqlen_k, tile_n), p.masks_of_entry, static_cast<int>(p.places_q(tile_m)), tile_m};
   }
   /// Those of tiles of keys, which have one walk for the query heads of a group, though these may have masks of their
   /// own: it visits what one of them sees, and an interior block is one that all of them see.
   static MaskWords of_keys(const Problem& p, int tile_m, int tile_n) {
     if (!p.column_masked()) return {};
-    return {.words = words_of(p.seqlen_q, tile_m),
-            .masks = p.masks_of_entry < p.heads_k ? p.masks_of_entry : p.heads_k,
-            .places = static_cast<int>(p.places_k(tile_n)),
-            .rows = tile_n,
-            .ordered = !p.ragged && !p.deterministic};
+    return {nullptr, words_of(p.seqlen_q, tile_m), p.masks_of_entry < p.heads_k ? p.masks_of_entry : p.heads_k,
+            static_cast<int>(p.places_k(tile_n)), tile_n};
   }
 
-  std::int64_t bytes() const { return std::int64_t{8} * words * masks * places + (ordered ? 4 * places : 0); }
-  /// Becomes the same at an address.
-  void place(void* at) {
-    data = static_cast<std::uint32_t*>(at);
-    if (ordered) order = reinterpret_cast<int*>(data + std::int64_t{2} * words * masks * places);
-  }
-
-  /// Returns, of an entry's `tiles` tiles, which one comes where under a causal mask that of `rank` would. The longest
-  /// ones come first, so that thread blocks end together: a tile of queries is the last under such a mask, a tile of
-  /// keys the first. Of a ragged batch, tiles stay where they are, and where dQ is summed in order, those of keys.
-  FLASHTILE_HOST_DEVICE int tile_at(int batch, int rank, int tiles) const {
-    return order == nullptr ? rank : order[batch * tiles + rank];
-  }
+  std::int64_t bytes() const { return std::int64_t{8} * words * masks * places; }
 
   /// Returns the words of the tile `block` of a batch entry, whose rows begin at `first_row`.
   FLASHTILE_HOST_DEVICE std::uint32_t* of_tile(Spans const& spans, int batch, int first_row, int mask,
@@ -140,10 +119,30 @@ struct MaskWords {
   static int words_of(int columns, int tile) { return Spans::tiles(Spans::tiles(columns, tile), kBlocks); }
 };
 
+/// MaskOrder is the order in which a forward takes the tiles of queries of a dense batch under a column mask: by their
+/// work, which only the GPU knows, the longest first, so that thread blocks end together.
+struct MaskOrder {
+  int* at = nullptr;  // whether sections come in parts (see BlockOfSection); then each batch entry's tiles
+
+  /// Returns, of an entry's `tiles` tiles, the one that comes where under a causal mask that of `rank` would, whose
+  /// last tile is the longest.
+  FLASHTILE_HOST_DEVICE int tile(int batch, int rank, int tiles) const { return at[1 + batch * tiles + rank]; }
+  FLASHTILE_HOST_DEVICE bool in_parts() const { return at[0] != 0; }
+};
+
+/// These are the heads whose tiles are interleaved, and the thread blocks that take tiles, which there may be.
+struct TilesAtOnce {
+  int heads = 0;
+  int thread_blocks = 1;
+};
+
 /// MaskTables are what the kernels ahead of an attention find of a column mask, in the workspace: the words of tiles of
-/// keys, of tiles of queries, or of both, and before them the HiddenBounds of each block of keys.
+/// keys, of tiles of queries, or of both, before them the HiddenBounds of each block of keys, and for a dense forward
+/// the order of its tiles behind them.
 struct MaskTables {
   MaskWords keys, queries;
+  MaskOrder order;
+  bool ordered = false;
   HiddenBounds* bounds = nullptr;  // (masks of an entry, places)
   int masks = 0;
   int places = 0;  // as MaskWords have it
@@ -152,6 +151,7 @@ struct MaskTables {
   static MaskTables of_forward(const Problem& p, const Variant& v, void* at) {
     MaskTables tables(p, v);
     tables.queries = MaskWords::of_queries(p, v.tile_m, v.tile_n);
+    tables.ordered = p.column_masked() && !p.ragged;
     return tables.placed(at);
   }
   /// Returns those of both passes of a backward, or of the only one, which is over blocks of keys. Where that one sums
@@ -160,14 +160,13 @@ struct MaskTables {
     MaskTables tables(p, v);
     tables.keys = MaskWords::of_keys(p, queries_of_step(v), v.tile_n);
     if (v.two_passes() || p.deterministic) tables.queries = MaskWords::of_queries(p, v.tile_m, v.tile_n);
-    if (!v.two_passes()) {
-      tables.queries.masks = tables.queries.masks > 0 ? tables.keys.masks : 0;
-      tables.queries.ordered = false;
-    }
+    if (!v.two_passes()) tables.queries.masks = tables.queries.masks > 0 ? tables.keys.masks : 0;
     return tables.placed(at);
   }
 
-  std::int64_t bytes() const { return bounds_bytes() + keys.bytes() + queries.bytes(); }
+  std::int64_t bytes() const {
+    return bounds_bytes() + keys.bytes() + queries.bytes() + (ordered ? 4 * (1 + std::int64_t{queries.places}) : 0);
+  }
 
  private:
   MaskTables(const Problem& p, const Variant& v) {
@@ -182,8 +181,9 @@ struct MaskTables {
     if (masks == 0) return tables;
     char* const begin = static_cast<char*>(at);
     tables.bounds = reinterpret_cast<HiddenBounds*>(begin);
-    if (keys.words > 0) tables.keys.place(begin + bounds_bytes());
-    if (queries.words > 0) tables.queries.place(begin + bounds_bytes() + keys.bytes());
+    tables.keys.data = reinterpret_cast<std::uint32_t*>(begin + bounds_bytes());
+    tables.queries.data = reinterpret_cast<std::uint32_t*>(begin + bounds_bytes() + keys.bytes());
+    if (ordered) tables.order.at = reinterpret_cast<int*>(begin + bounds_bytes() + keys.bytes() + queries.bytes());
     return tables;
   }
 };
@@ -243,8 +243,8 @@ class MaskedBlocksAround {
   std::uint32_t edges_ = 0;  // those of edge blocks
 };
 
-/// Launches the kernels that find them: one for the bounds, and for each side one for the words and one for the order.
+/// Launches the kernels that find them: one for the bounds, one for the words of each side, and one for the order.
 void find_mask_tables(const MaskTables& tables, const Variant& variant, const ColumnRanges& columns,
-                      const Problem& problem, const Sequences& sequences, Stream stream);
+                      const Problem& problem, const Sequences& sequences, TilesAtOnce at_once, Stream stream);
 
 }  // namespace flashtile

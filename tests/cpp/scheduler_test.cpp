@@ -61,6 +61,22 @@ TEST(BlockOfSection, HasEachBlockOnceRankByRank) {
   }
 }
 
+// Under a column mask, so do the dense batches.
+TEST(BlockOfSection, InPartsHasEachBlockOnceAndTheLastRanksAtTheEnd) {
+  for (const int heads : {1, 3, 8})
+    for (const int blocks : {1, 2, 7, 64, 129})
+      for (const int heads_at_once : {1, 2, 3, 8}) {
+        std::set<std::pair<int, int>> seen;
+        for (int index = 0; index < heads * blocks; ++index) {
+          const auto block = BlockOfSection::in_parts(static_cast<unsigned>(index), heads, blocks, heads_at_once);
+          ASSERT_TRUE(0 <= block.head && block.head < heads);
+          ASSERT_TRUE(0 <= block.rank && block.rank < blocks);
+          ASSERT_TRUE(seen.emplace(block.head, block.rank).second) << "block " << index << " again";
+          ASSERT_EQ(block.rank < blocks - blocks / 3, index < heads * (blocks - blocks / 3));
+        }
+      }
+}
+
 TEST(SingleTileScheduler, ReachesTheLastTileOfTheLargestGrid) {
   constexpr unsigned kTiles = (1u << 31) - 1;  // select refuses more
   const SingleTileScheduler scheduler{.heads = 1, .m_blocks = 1};

@@ -61,13 +61,14 @@ TEST(SelectMasked, MappedScoresAndSinksTakeRowsThatKnowMore) {
   }
 }
 
+// Beside them it has bounds of each block of keys, and of a dense forward the order of its tiles.
 TEST(SelectMasked, TheWorkspaceHoldsTwoBitsForEachTileAndBlock) {
   const DeviceInfo device = gpu(90, 227);
   const Problem problem = masked(device, 128, 128, 8192);
   const ForwardPlan plan = select_forward(problem, device);
   const int tiles = 2 * 8192 / plan.variant.tile_m, blocks = 8192 / plan.variant.tile_n;
   EXPECT_EQ(plan.mask_tables_at, 16);
-  EXPECT_EQ(plan.workspace_bytes, 16 + 2 * (tiles * (2 * 4 * (blocks / 32)) + 2 * blocks * 32));
+  EXPECT_EQ(plan.workspace_bytes, 16 + 2 * (tiles * (2 * 4 * (blocks / 32)) + 2 * blocks * 32) + 4 * (1 + tiles));
   EXPECT_LT(plan.workspace_bytes, 2 * 8192 * 16);  // less than the mask itself has
   Problem without = problem;
   without.masks_of_entry = 0;

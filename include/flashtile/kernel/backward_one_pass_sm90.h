@@ -209,7 +209,8 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   };
   const int tiles = static_cast<int>(workspace.tiles);
   if (plan.problem.column_masked())
-    find_mask_tables(backward.mask_tables, plan.variant, backward.columns, plan.problem, backward.sequences, stream);
+    find_mask_tables(backward.mask_tables, plan.variant, backward.columns, plan.problem, backward.sequences, {},
+                     stream);
   prepare_backward(plan, backward, stream);
   const auto launch_main = [&](auto kernel, KernelHandles& handles) {
     launch(kernel, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory, true}, params, stream);

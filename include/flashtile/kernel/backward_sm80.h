@@ -113,7 +113,7 @@ void launch_backward_sm80(const BackwardPlan& plan, const BackwardTensors& tenso
   const int threads = Mainloop::kThreads;
   const bool early = can_start_early<Row>(device);
   if (plan.problem.column_masked())
-    find_mask_tables(params.mask_tables, plan.variant, params.columns, plan.problem, params.sequences, stream);
+    find_mask_tables(params.mask_tables, plan.variant, params.columns, plan.problem, params.sequences, {}, stream);
   prepare_backward(plan, params, stream);
   launch(backward_sm80<Row>, main, device, {plan.grid, threads, plan.shared_memory, early}, params, stream);
   join_gradients(plan, params, stream);

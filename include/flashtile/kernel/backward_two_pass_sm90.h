@@ -89,13 +89,7 @@ struct BackwardTwoPassSm90 {
         const auto found = BlockOfSection::at(unsigned(place), heads, backward.m_blocks, params.heads_at_once);
         place = found.head * backward.m_blocks + found.rank;
       }
-      if (!backward.find_query_tile(place, tile)) return false;
-      if constexpr (kMasked) {
-        const int rank = tile.m_block;
-        tile.m_block = backward.mask_tables.queries.tile_at(tile.batch, rank, backward.m_blocks);
-        tile.place += tile.m_block - rank;
-      }
-      return true;
+      return backward.find_query_tile(place, tile);
     };
     in_order(
         [&] {
@@ -277,7 +271,8 @@ void launch_backward_two_pass_sm90(const BackwardPlan& plan, const BackwardTenso
       .heads_at_once = query_heads_at_once(plan.problem, plan.heads_at_once),
   };
   if (plan.problem.column_masked())
-    find_mask_tables(backward.mask_tables, plan.variant, backward.columns, plan.problem, backward.sequences, stream);
+    find_mask_tables(backward.mask_tables, plan.variant, backward.columns, plan.problem, backward.sequences, {},
+                     stream);
   prepare_backward(plan, backward, stream);
   const LaunchShape shape = {std::min(plan.grid, params.key_blocks + params.query_tiles), Row::kVariant.threads(),
                              plan.shared_memory, true};

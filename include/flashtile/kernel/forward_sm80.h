@@ -107,8 +107,10 @@ __global__ void __launch_bounds__(Row::kVariant.threads()) forward_sm80(const __
     unsigned index;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
     if (!params.find_tile(index, tile, sequence)) return false;
-    if constexpr (Source::kMayMask)
-      tile.m_block = params.mask_tables.queries.tile_at(tile.batch, tile.m_block, params.scheduler.m_blocks);
+    if constexpr (Source::kMayMask) {
+      const MaskOrder& order = params.mask_tables.order;
+      if (order.at != nullptr) tile.m_block = order.tile(tile.batch, tile.m_block, params.scheduler.m_blocks);
+    }
     return true;
   };
   if (!find_tile()) return;
@@ -151,7 +153,7 @@ void launch_forward_sm80(const ForwardPlan& plan, const ForwardTensors& tensors,
   const ForwardParams params = ForwardParams::of(plan, tensors, memory);
   const LaunchShape shape{plan.grid, plan.threads(), plan.shared_memory};
   if (plan.problem.column_masked())
-    find_mask_tables(params.mask_tables, plan.variant, params.columns, plan.problem, params.sequences, stream);
+    find_mask_tables(params.mask_tables, plan.variant, params.columns, plan.problem, params.sequences, {}, stream);
   if (plan.lists) order_tiles(params.sequences, params.ragged, plan.problem.device, stream);
   if constexpr (Row::kVariant.may_double_warps()) {
     using Doubled = WithDoubledWarps<Row>;

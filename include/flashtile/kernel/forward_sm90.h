@@ -154,7 +154,9 @@ void launch_forward_sm90(const ForwardPlan& plan, const Params& params, Stream s
   if constexpr (Row::kVariant.may_mask() && kKeys == Keys::kInRows) {
     if (plan.problem.column_masked()) {
       ForwardParams const& forward = params.forward;
-      find_mask_tables(forward.mask_tables, plan.variant, forward.columns, plan.problem, forward.sequences, stream);
+      const TilesAtOnce at_once{params.scheduler.heads_at_once, plan.grid};
+      find_mask_tables(forward.mask_tables, plan.variant, forward.columns, plan.problem, forward.sequences, at_once,
+                       stream);
       constexpr Maps kMaps = Row::kVariant.maps_masked() ? Maps::kAsAsked : Maps::kNever;
       return launch(forward_sm90<Row, Keys::kInRowsMasked, kMaps>, masked, device, shape, params, stream);
     }

@@ -183,7 +183,6 @@ struct KeyBlock : GroupWalk {
     batch = tile.batch;
     kv_head = tile.kv_head;
     n_block = tile.n_block;
-    if constexpr (kMayMask) n_block = params.mask_tables.keys.tile_at(batch, n_block, params.n_blocks);
     if constexpr (kRagged) sequence = tile.sequence;
   }
 

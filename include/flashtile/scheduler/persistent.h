@@ -51,6 +51,13 @@ struct PersistentScheduler {
     const int sections_after = (batch_heads - 1) / heads_at_once - found.section;
     return {batch, found.head - batch * heads, sections_after % 2 == 0 ? m_blocks - 1 - found.rank : found.rank};
   }
+
+  /// Returns the tile of an index where sections come in parts.
+  FLASHTILE_HOST_DEVICE TileCoord tile_in_parts(unsigned index) const {
+    const BlockOfSection found = BlockOfSection::in_parts(index, batch_heads, m_blocks, heads_at_once);
+    const int batch = found.head / heads;
+    return {batch, found.head - batch * heads, m_blocks - 1 - found.rank};
+  }
 };
 
 }  // namespace flashtile

@@ -23,6 +23,25 @@ struct BlockOfSection {
     const int rank = here == 1 ? within : int(unsigned(within) / unsigned(here));
     return {int(section), first + within - rank * here, rank};
   }
+
+  /// Returns the same where sections come several times, each time with a part of their ranks: two thirds, a half of
+  /// the rest, and so on. So the blocks of the last ranks, which have little work, come at the end for all heads. With
+  /// one part a long block of the last section would outlast all others.
+  FLASHTILE_HOST_DEVICE static BlockOfSection in_parts(unsigned index, int heads, int blocks, int heads_at_once) {
+    int first = 0, end = blocks - blocks / 3;
+    FLASHTILE_NO_UNROLL
+    for (int part = 1; part < kParts && index >= unsigned(heads) * unsigned(end - first); ++part) {
+      index -= unsigned(heads) * unsigned(end - first);
+      first = end;
+      end = part + 1 < kParts ? blocks - (blocks / 3 >> part) : blocks;
+    }
+    BlockOfSection found = at(index, heads, end - first, heads_at_once);
+    found.rank += first;
+    return found;
+  }
+
+ private:
+  static constexpr int kParts = 4;
 };
 
 }  // namespace flashtile

@@ -148,12 +148,14 @@ struct ForwardSchedulerSm90 {
   /// Hands out the tiles of a dense batch under a column mask, which differ in work as only the GPU knows.
   CUTE_DEVICE void hand_out_masked() {
     const unsigned tiles = params.scheduler.tiles();
+    const MaskOrder order = params.forward.mask_tables.order;
+    const bool in_parts = tiles > 0 && order.in_parts();
     const Sequence whole = whole_sequence();
     hand_out_ragged(
         [&](unsigned index, TileCoord& tile) {
           if (index >= tiles) return false;
-          tile = params.order.tile(index);
-          tile.m_block = params.forward.mask_tables.queries.tile_at(tile.batch, tile.m_block, params.order.m_blocks);
+          tile = in_parts ? params.scheduler.tile_in_parts(index) : params.order.tile(index);
+          tile.m_block = order.tile(tile.batch, tile.m_block, params.scheduler.m_blocks);
           return true;
         },
         [&](TileCoord, auto side) { return whole.*side; }, [&] { params.taken.begin(params.taken.found()); },
