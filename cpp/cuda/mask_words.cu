@@ -114,10 +114,10 @@ struct MaskOrderParams {
 };
 
 constexpr int kMostOrdered = 1 << 14;  // tiles of an entry; of more the order stays as it is
-// Sections come in parts where the longest tile takes so much of the time that a section takes: what would be left of
-// it when all other tiles of the last section are done then costs more than what is loaded again for each part. It is
-// fitted to runs on an H100 (docs/performance.md).
-constexpr float kLong = 0.85f;
+// Sections come in parts where the longest tile takes so many times as long as a section, and as the mean tile.
+// Else what would be left of it when all other tiles of the last section are done costs less than what is loaded again
+// for each part. These are fitted to runs on an H100 (docs/performance.md).
+constexpr float kOfSection = 1.5f, kOfMean = 1.5f;
 
 /// Returns how many blocks the tile at a place visits, for all masks together.
 __device__ int work_of(MaskWords const& words, int place) {
@@ -128,17 +128,19 @@ __device__ int work_of(MaskWords const& words, int place) {
 
 /// Says whether sections come in parts. All threads of a block call it.
 __device__ bool come_in_parts(MaskOrderParams const& params, int entries) {
-  __shared__ int longest, sum;
-  if (threadIdx.x == 0) longest = sum = 0;
+  __shared__ int longest;
+  __shared__ float sum;
+  if (threadIdx.x == 0) longest = 0, sum = 0;
   __syncthreads();
   for (int place = threadIdx.x; place < params.words.places; place += kThreads) {
     const int blocks = work_of(params.words, place);
     atomicMax(&longest, blocks);
-    atomicAdd(&sum, blocks);
+    atomicAdd(&sum, float(blocks));
   }
   __syncthreads();  // all threads wait for the sum
-  const float of_section = float(params.at_once.heads) * float(sum) / float(entries * params.at_once.thread_blocks);
-  return of_section > 0 && float(longest) > kLong * of_section;
+  const float of_section = float(params.at_once.heads) * sum / float(entries * params.at_once.thread_blocks);
+  const float mean = sum / float(params.words.places);
+  return of_section > 0 && float(longest) > fmaxf(kOfSection * of_section, kOfMean * mean);
 }
 
 /// Puts the tiles of a batch entry in order, by a thread block: a place is the number of tiles that come before, which
