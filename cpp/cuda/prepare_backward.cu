@@ -105,7 +105,8 @@ __device__ void write_row(BackwardParams const& params, std::int64_t row, Finish
   workspace.delta(params.memory)[row] = finished.saw_nothing() ? 0.0f : delta;
 }
 
-/// Returns whether at least so many blocks of keys see a tile of queries that it is to be cleared.
+/// Returns whether so many blocks of keys see a tile of queries that it is to be cleared. All threads of a block call
+/// it.
 __device__ bool is_cleared(PrepareParams const& prepare, BackwardParams::QueryTile const& tile) {
   BackwardParams const& params = prepare.backward;
   if (prepare.most_that_store < 0) return true;
@@ -115,12 +116,14 @@ __device__ bool is_cleared(PrepareParams const& prepare, BackwardParams::QueryTi
   if (blocks <= prepare.most_that_store) return false;
   const MaskWords& words = params.mask_tables.keys;
   const int mask = words.masks == 1 ? 0 : tile.head / params.group;
+  // Tables that break the rules may speak of more blocks than there are words for.
+  const int first_place = params.sequences.k.first_place(tile.batch, tile.sequence.k.first, prepare.tile_n);
+  const int end = min(first_place + blocks, words.places);
+  if (first_place < 0 || tile.m_block >= MaskWords::kBlocks * words.words) return false;
   int seen_by = 0;
-  for (int first = 0; first < blocks; first += kThreads) {
-    const int block = first + int(threadIdx.x);
-    seen_by += __syncthreads_count(
-        block < blocks &&
-        words.visits(words.of_tile(params.sequences.k, tile.batch, tile.sequence.k.first, mask, block), tile.m_block));
+  for (int first = first_place; first < end; first += kThreads) {
+    const int place = first + int(threadIdx.x);
+    seen_by += __syncthreads_count(place < end && words.visits(words.of_place(place, mask), tile.m_block));
   }
   return seen_by > prepare.most_that_store;
 }
