@@ -114,9 +114,10 @@ struct MaskOrderParams {
 };
 
 constexpr int kMostOrdered = 1 << 14;  // tiles of an entry; of more the order stays as it is
-// Sections come in parts where the longest tile takes so many times as long as a section, and as the mean tile.
-// Else what would be left of it when all other tiles of the last section are done costs less than what is loaded again
-// for each part. These are fitted to runs on an H100 (docs/performance.md).
+// Sections come in parts where the longest tile takes so many times as long as a section, and as the mean tile. Else
+// what would be left of it when all other tiles of the last section are done costs less than what is loaded again for
+// each part. The host does not know the work of tiles, so this is chosen here and not in select. The numbers are fitted
+// to runs on an H100 (docs/performance.md).
 constexpr float kOfSection = 1.5f, kOfMean = 1.5f;
 
 /// Returns how many blocks the tile at a place visits, for all masks together.

@@ -19,7 +19,7 @@ void plan_on_cpu(BackwardPlan& plan, const DeviceInfo& device) {
   plan.workspace_bytes = cpu::backward_workspace_bytes(plan.problem, plan.variant, plan.grid);
 }
 
-/// These constants are fitted to runs on an H100 and an H200 (docs/performance.md).
+/// This constant and the rule for long sequences are fitted to runs on an H100 (docs/performance.md).
 namespace h100 {
 
 // So few tiles of dQ are cleared in less time than blocks of keys take to find out which of them stores first.

@@ -124,13 +124,13 @@ struct MaskWords {
 struct MaskOrder {
   int* at = nullptr;  // whether sections come in parts (see BlockOfSection); then each batch entry's tiles
 
-  /// Returns, of an entry's `tiles` tiles, the one that comes where under a causal mask that of `rank` would, whose
-  /// last tile is the longest.
+  /// Returns which of an entry's `tiles` tiles takes the place that tile `rank` has under a causal mask. The last place
+  /// has the longest tile.
   FLASHTILE_HOST_DEVICE int tile(int batch, int rank, int tiles) const { return at[1 + batch * tiles + rank]; }
   FLASHTILE_HOST_DEVICE bool in_parts() const { return at[0] != 0; }
 };
 
-/// These are the heads whose tiles are interleaved, and the thread blocks that take tiles, which there may be.
+/// These are the heads of a section, and the thread blocks that take its tiles; no heads where there are no sections.
 struct TilesAtOnce {
   int heads = 0;
   int thread_blocks = 1;
@@ -142,7 +142,7 @@ struct TilesAtOnce {
 struct MaskTables {
   MaskWords keys, queries;
   MaskOrder order;
-  bool ordered = false;
+  bool ordered = false;            // whether there is an order
   HiddenBounds* bounds = nullptr;  // (masks of an entry, places)
   int masks = 0;
   int places = 0;  // as MaskWords have it
