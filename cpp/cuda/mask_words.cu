@@ -133,11 +133,17 @@ __device__ bool come_in_parts(MaskOrderParams const& params, int entries) {
   __shared__ float sum;
   if (threadIdx.x == 0) longest = 0, sum = 0;
   __syncthreads();
+  int own_longest = 0;
+  unsigned own_sum = 0;
   for (int place = threadIdx.x; place < params.words.places; place += kThreads) {
     const int blocks = work_of(params.words, place);
-    atomicMax(&longest, blocks);
-    atomicAdd(&sum, float(blocks));
+    own_longest = max(own_longest, blocks);
+    own_sum += unsigned(blocks);
   }
+  // A lane for each warp, as threads that add to the same place of shared memory wait for each other.
+  own_longest = __reduce_max_sync(0xffffffff, own_longest);
+  own_sum = __reduce_add_sync(0xffffffff, own_sum);
+  if (threadIdx.x % 32 == 0) atomicMax(&longest, own_longest), atomicAdd(&sum, float(own_sum));
   __syncthreads();  // all threads wait for the sum
   const float of_section = float(params.at_once.heads) * sum / float(entries * params.at_once.thread_blocks);
   const float mean = sum / float(params.words.places);
