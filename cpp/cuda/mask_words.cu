@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads) find_mask_words_kernel(const __grid_
   const int batch = spans.entry_of(place, words.rows);
   const Sequence sequence = params.sequences.at(batch);
   const Lengths lengths = sequence.lengths();
-  const Span &own = params.of_keys ? sequence.k : sequence.q, &others = params.of_keys ? sequence.q : sequence.k;
+  const Span own = params.of_keys ? sequence.k : sequence.q, others = params.of_keys ? sequence.q : sequence.k;
   const auto range = [](int block, int size, int end) { return Range{block * size, min((block + 1) * size, end)}; };
   const Range tile = range(place - spans.first_place(batch, own.first, words.rows), words.rows, own.used);
   const auto range_of_lane = [&](int lane) {
@@ -83,17 +83,17 @@ __global__ void __launch_bounds__(kThreads) find_mask_words_kernel(const __grid_
   await_kernel_before();  // which finds the bounds
   SeenColumn seen;
   for (int m = mask * params.joined; m < (mask + 1) * params.joined; ++m) {
-    BlockKind kind = BlockKind::kSkip;
+    KindByBounds found{BlockKind::kSkip, true};
     if (there)
-      kind = kind_by_bounds(params.tables.bounds[std::int64_t(m) * params.tables.places + block_of_keys],
-                            keys_of(block), queries_of(block), params.band, lengths);
-    SeenColumn of_mask{kind == BlockKind::kInterior, kind == BlockKind::kSkip};
+      found = kind_by_bounds(params.tables.bounds[std::int64_t(m) * params.tables.places + block_of_keys],
+                             keys_of(block), queries_of(block), params.band, lengths);
+    SeenColumn of_mask{found.kind != BlockKind::kSkip, found.kind != BlockKind::kInterior};
     const HiddenRows* const columns = params.columns.of_mask(batch, m, sequence.k);
-    for (unsigned open = __ballot_sync(0xffffffff, kind == BlockKind::kEdge); open != 0; open &= open - 1) {
+    for (unsigned open = __ballot_sync(0xffffffff, !found.certain); open != 0; open &= open - 1) {
       const int asking = lowest_bit_of(open);
       const Range asked = range_of_lane(asking);
-      const SeenColumn found = ask(columns, keys_of(asked), queries_of(asked), params.band, lengths);
-      if (lane == asking) of_mask = found;
+      const SeenColumn seen = ask(columns, keys_of(asked), queries_of(asked), params.band, lengths);
+      if (lane == asking) of_mask = seen;
     }
     seen = seen | of_mask;
   }

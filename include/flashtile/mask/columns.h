@@ -30,18 +30,13 @@ struct alignas(16) HiddenRows {
     if (first.contains(row)) row = first.end;
     return row >= rows.end;
   }
-  FLASHTILE_HOST_DEVICE bool hides_any(Range rows) const { return meet(first, rows) || meet(second, rows); }
-
- private:
-  FLASHTILE_HOST_DEVICE static bool meet(Range a, Range b) {
-    return (a.begin > b.begin ? a.begin : b.begin) < (a.end < b.end ? a.end : b.end);
-  }
+  FLASHTILE_HOST_DEVICE bool hides_any(Range rows) const { return first.meets(rows) || second.meets(rows); }
 };
 static_assert(sizeof(HiddenRows) == 16);
 
 /// HiddenBounds bound the HiddenRows of some columns: the least and the most begin and end of each of their ranges.
-/// They say of most tiles whether they see these columns, without a question to each. An empty range has no rows to
-/// begin before any end, so it bounds as one that begins behind all rows and ends before them.
+/// They say of most tiles what these see of the columns, without a question to each. An empty range counts as one that
+/// begins behind all rows, and its end does not count.
 struct alignas(16) HiddenBounds {
   struct Ends {
     int least, most;
@@ -50,17 +45,37 @@ struct alignas(16) HiddenBounds {
       least = end < least ? end : least;
       most = end > most ? end : most;
     }
+    FLASHTILE_HOST_DEVICE bool alike() const { return least == most; }
   };
   struct Ranges {
     Ends begin{kMost, kLeast}, end{kMost, kLeast};
 
     FLASHTILE_HOST_DEVICE void add(Range range) {
       begin.add(range.empty() ? kMost : range.begin);
-      end.add(range.empty() ? kLeast : range.end);
+      if (!range.empty()) end.add(range.end);
     }
+    FLASHTILE_HOST_DEVICE bool empty() const { return begin.least == kMost; }
     /// Returns whether every range holds all of these rows, and whether none holds one, as far as the bounds say.
     FLASHTILE_HOST_DEVICE bool hide_all(Range rows) const { return begin.most <= rows.begin && end.least >= rows.end; }
     FLASHTILE_HOST_DEVICE bool hide_none(Range rows) const { return begin.least >= rows.end || end.most <= rows.begin; }
+    /// Returns whether one of the ranges holds one of these rows, as far as the bounds say: the range that begins first
+    /// holds all rows up to the least end, if there are such, and the one that ends last those from the last begin on.
+    FLASHTILE_HOST_DEVICE bool hide_some(Range rows) const {
+      if (empty()) return false;
+      const Range from_first{begin.least, end.least > begin.least ? end.least : begin.least + 1};
+      const Range to_last{begin.most < end.most ? begin.most : end.most - 1, end.most};
+      return from_first.meets(rows) || to_last.meets(rows);
+    }
+    /// Returns whether one of these rows is in no range, and outside one of the `others`, as far as the bounds say: it
+    /// is outside the one of them that begins last if it comes before that, or the one that ends first if behind that.
+    FLASHTILE_HOST_DEVICE bool show_some(Range rows, const Ranges& others) const {
+      const Range before{kLeast, begin.least}, behind{end.most, kMost};
+      const Range before_other{kLeast, others.begin.most}, behind_other{others.end.least, kMost};
+      return before.meets(rows & before_other) || before.meets(rows & behind_other) ||
+             behind.meets(rows & before_other) || behind.meets(rows & behind_other);
+    }
+    FLASHTILE_HOST_DEVICE bool alike() const { return begin.alike() && (end.alike() || empty()); }
+    FLASHTILE_HOST_DEVICE Range any() const { return {begin.least, end.most}; }
   };
   static constexpr int kLeast = -0x7fffffff - 1, kMost = 0x7fffffff;
   Ranges first, second;
@@ -104,8 +119,7 @@ struct SeenColumn {
 
   FLASHTILE_HOST_DEVICE static SeenColumn of(const HiddenRows& hidden, int column, Range rows, Band band, Lengths n) {
     const Range inside = band.transposed().columns(column, n.transposed());
-    const Range seen{inside.begin > rows.begin ? inside.begin : rows.begin,
-                     inside.end < rows.end ? inside.end : rows.end};
+    const Range seen = inside & rows;
     if (seen.empty()) return {false, true};
     return {!hidden.hides_all(seen), seen != rows || hidden.hides_any(rows)};
   }
@@ -141,17 +155,28 @@ FLASHTILE_HOST_DEVICE BlockKind kind_of_block(const HiddenRows* columns, Range b
   return seen.kind();
 }
 
-/// Returns what the bounds of a block of columns say of its kind for `rows`. A block at an edge is one whose columns
-/// have to be asked: it may be of any kind.
-FLASHTILE_HOST_DEVICE BlockKind kind_by_bounds(const HiddenBounds& bounds, Range block, Range rows, Band band,
-                                               Lengths n) {
+/// KindByBounds is what bounds say of a block's kind: if it is not certain, the block's columns have to be asked.
+struct KindByBounds {
+  BlockKind kind = BlockKind::kEdge;
+  bool certain = false;
+};
+
+/// Returns what the bounds of a block of columns say of its kind for `rows`, which are not empty.
+FLASHTILE_HOST_DEVICE KindByBounds kind_by_bounds(const HiddenBounds& bounds, Range block, Range rows, Band band,
+                                                  Lengths n) {
   // Both ends of what a row sees of the band grow with the row.
   const Range first = band.columns(rows.begin, n), last = band.columns(rows.end - 1, n);
   const bool outside = last.end <= block.begin || first.begin >= block.end;
-  if (outside || bounds.first.hide_all(rows) || bounds.second.hide_all(rows)) return BlockKind::kSkip;
-  const bool inside = last.begin <= block.begin && first.end >= block.end;
-  const bool none = bounds.first.hide_none(rows) && bounds.second.hide_none(rows);
-  return inside && none ? BlockKind::kInterior : BlockKind::kEdge;
+  const auto& [one, other] = bounds;
+  if (outside || one.hide_all(rows) || other.hide_all(rows)) return {BlockKind::kSkip, true};
+  if (last.begin > block.begin || first.end < block.end) return {};
+  if (one.hide_none(rows) && other.hide_none(rows)) return {BlockKind::kInterior, true};
+  if (one.alike() && other.alike()) {
+    const HiddenRows each{one.any(), other.any()};
+    return {SeenColumn{!each.hides_all(rows), each.hides_any(rows)}.kind(), true};
+  }
+  const bool hidden = one.hide_some(rows) || other.hide_some(rows);
+  return {BlockKind::kEdge, hidden && (one.show_some(rows, other) || other.show_some(rows, one))};
 }
 
 }  // namespace flashtile
