@@ -2,15 +2,14 @@
 #pragma once
 
 #include "flashtile/scheduler/ragged.h"
+#include "flashtile/scheduler/sections.h"
 
 namespace flashtile {
 
-/// Returns the `part`-th of the parts of a sequence's blocks, which go from the most work to the least: the upper two
-/// thirds, the upper half of the rest, and so on; or, where the first blocks have the most work, the lower.
+/// Returns the `part`-th of the parts of a sequence's blocks, the last of which has the most work, or else the first.
 __device__ inline Range blocks_of_part(int blocks, int part, int parts, bool last_first) {
-  const auto end_of = [&](int part) { return part == 0 ? blocks : part == parts ? 0 : blocks / 3 >> (part - 1); };
-  const int begin = end_of(part + 1), end = end_of(part);
-  return last_first ? Range{begin, end} : Range{blocks - end, blocks - begin};
+  const Range ranks = ranks_of_part(blocks, part, parts);
+  return last_first ? Range{blocks - ranks.end, blocks - ranks.begin} : ranks;
 }
 
 /// Returns how many rows of the other side a block sees: keys of queries, or queries of keys.

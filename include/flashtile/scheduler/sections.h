@@ -2,8 +2,16 @@
 #pragma once
 
 #include "flashtile/macros.h"
+#include "flashtile/range.h"
 
 namespace flashtile {
+
+/// Returns the ranks of the `part`-th of the parts of some blocks, whose ranks go from the most work to the least: two
+/// thirds, the first half of the rest, and so on.
+FLASHTILE_HOST_DEVICE Range ranks_of_part(int blocks, int part, int parts) {
+  const auto left = [&](int taken) { return taken == 0 ? blocks : taken == parts ? 0 : blocks / 3 >> (taken - 1); };
+  return {blocks - left(part), blocks - left(part + 1)};
+}
 
 /// A section is `heads_at_once` heads, few enough for what they share to stay in the L2 cache; the last section may
 /// have fewer. Their blocks are interleaved: first comes the block of rank 0 of each head, then that of rank 1, and so
@@ -24,19 +32,19 @@ struct BlockOfSection {
     return {int(section), first + within - rank * here, rank};
   }
 
-  /// Returns the same where sections come several times, each time with a part of their ranks: two thirds, a half of
-  /// the rest, and so on. So the blocks of the last ranks, which have little work, come at the end for all heads. With
-  /// one part a long block of the last section would outlast all others.
+  /// Returns the same where sections come several times, each time with a part of their ranks. So the blocks of the
+  /// last ranks, which have little work, come at the end for all heads. With one part a long block of the last section
+  /// would outlast all others.
   FLASHTILE_HOST_DEVICE static BlockOfSection in_parts(unsigned index, int heads, int blocks, int heads_at_once) {
-    int first = 0, end = blocks - blocks / 3;
+    Range ranks = ranks_of_part(blocks, 0, kParts);
+    const auto blocks_of_heads = [&] { return unsigned(heads) * unsigned(ranks.end - ranks.begin); };
     FLASHTILE_NO_UNROLL
-    for (int part = 1; part < kParts && index >= unsigned(heads) * unsigned(end - first); ++part) {
-      index -= unsigned(heads) * unsigned(end - first);
-      first = end;
-      end = part + 1 < kParts ? blocks - (blocks / 3 >> part) : blocks;
+    for (int part = 1; part < kParts && index >= blocks_of_heads(); ++part) {
+      index -= blocks_of_heads();
+      ranks = ranks_of_part(blocks, part, kParts);
     }
-    BlockOfSection found = at(index, heads, end - first, heads_at_once);
-    found.rank += first;
+    BlockOfSection found = at(index, heads, ranks.end - ranks.begin, heads_at_once);
+    found.rank += ranks.begin;
     return found;
   }
 
