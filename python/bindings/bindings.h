@@ -14,6 +14,7 @@ void bind_options(nb::module_& module);    // options.cpp
 void bind_attention(nb::module_& module);  // attention.cpp
 void bind_kvcache(nb::module_& module);    // kvcache.cpp
 void bind_explain(nb::module_& module);    // explain.cpp
+void bind_quantize(nb::module_& module);   // quantize.cpp
 void bind_info(nb::module_& module);       // info.cpp
 
 }  // namespace flashtile::bindings

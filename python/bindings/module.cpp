@@ -7,5 +7,6 @@ NB_MODULE(_C, module) {
   flashtile::bindings::bind_attention(module);
   flashtile::bindings::bind_kvcache(module);
   flashtile::bindings::bind_explain(module);
+  flashtile::bindings::bind_quantize(module);
   flashtile::bindings::bind_info(module);
 }

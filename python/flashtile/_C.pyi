@@ -53,6 +53,16 @@ def described(object: object) -> str: ...  # for messages: in one line, of 80 ch
 def check_options(function: str, options: _Options) -> None: ...  # raises what the call would
 def check_cache_options(function: str, options: _CacheOptions) -> None: ...
 
+def quantize(
+    function: str,
+    x: Tensor,
+    numbers: Tensor,  # four of them in an int32
+    descale: Tensor,
+    block: int,
+    rotates: bool,
+    signs: tuple[int, ...],
+) -> None: ...
+
 # device: None for that of the tensors. Returns None where no kernel was called.
 def explain(function: Callable[..., object], device: str | None, *args: Any, **kwargs: Any) -> str | None: ...
 def info() -> dict[str, Any]: ...
