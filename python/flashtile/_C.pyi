@@ -52,7 +52,6 @@ def kvcache(
 def described(object: object) -> str: ...  # for messages: in one line, of 80 characters or so
 def check_options(function: str, options: _Options) -> None: ...  # raises what the call would
 def check_cache_options(function: str, options: _CacheOptions) -> None: ...
-
 def quantize(
     function: str,
     x: Tensor,
