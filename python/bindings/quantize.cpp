@@ -4,6 +4,7 @@
 #include <nanobind/stl/array.h>
 
 #include "bindings.h"
+#include "call.h"
 #include "tensor.h"
 
 namespace flashtile::bindings {
@@ -17,6 +18,7 @@ void quantize_into(const char* function, nb::handle x, nb::handle numbers, nb::h
                                   .block = block,
                                   .rotates = rotates,
                                   .signs = signs};
+  device_for(function, quantization.x.device);  // which says what to do about a build without CUDA
   const Stream stream = current_stream(x, quantization.x.device);
   const nb::gil_scoped_release no_gil;
   quantize(function, quantization, stream);
