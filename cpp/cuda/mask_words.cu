@@ -92,8 +92,8 @@ __global__ void __launch_bounds__(kThreads) find_mask_words_kernel(const __grid_
     for (unsigned open = __ballot_sync(0xffffffff, !found.certain); open != 0; open &= open - 1) {
       const int asking = lowest_bit_of(open);
       const Range asked = range_of_lane(asking);
-      const SeenColumn seen = ask(columns, keys_of(asked), queries_of(asked), params.band, lengths);
-      if (lane == asking) of_mask = seen;
+      const SeenColumn answer = ask(columns, keys_of(asked), queries_of(asked), params.band, lengths);
+      if (lane == asking) of_mask = answer;
     }
     seen = seen | of_mask;
   }

@@ -75,7 +75,7 @@ struct alignas(16) HiddenBounds {
              behind.meets(rows & before_other) || behind.meets(rows & behind_other);
     }
     FLASHTILE_HOST_DEVICE bool alike() const { return begin.alike() && (end.alike() || empty()); }
-    FLASHTILE_HOST_DEVICE Range any() const { return {begin.least, end.most}; }
+    FLASHTILE_HOST_DEVICE Range any() const { return {begin.least, end.most}; }  // each, where all are alike
   };
   static constexpr int kLeast = -0x7fffffff - 1, kMost = 0x7fffffff;
   Ranges first, second;
