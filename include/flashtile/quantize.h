@@ -15,12 +15,10 @@ using Signs = std::array<std::uint64_t, 4>;  // of 64 elements each
 /// Quantization is one call. A block is `block` neighbouring rows of a head of a batch entry; the last one may be
 /// shorter. An element is its e4m3 number times the descale of its block.
 struct Quantization {
-  static constexpr int kBlocks[] = {64, 128};  // that `block` may be
-
   TensorView x;        // (B, S, H, D), float16 or bfloat16
   TensorView numbers;  // four of them in an int32 (B, S, H, D / 4), contiguous
   TensorView descale;  // (B, H, ceil(S / block)) float32, contiguous
-  int block = 128;
+  int block = 128;     // or 64
   // Signs change and rows are multiplied with a Hadamard matrix, which is orthogonal, or else nothing happens. The
   // matrix has a side of the largest power of two that divides D, and neighbouring elements are multiplied together.
   bool rotates = false;

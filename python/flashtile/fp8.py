@@ -54,7 +54,8 @@ def quantize(q: Tensor, k: Tensor, v: Tensor, *, block: int = 128, rotate: bool 
         block: 64 or 128 rows.
         rotate: whether to rotate q and k. H is the Hadamard matrix of side p, the largest power of two that divides D;
             where p < D, it multiplies each p neighbouring elements by themselves. Rotary embeddings come before that.
-        seed: of the signs, 1 or -1 for each of D elements. Queries meet keys that were rotated with the same seed.
+        seed: of the signs, 1 or -1 for each of D elements: an integer of 64 bits. Queries meet keys
+            that were rotated with the same seed.
 
     Returns:
         Quantized(q, k, v, q_descale, k_descale, v_descale): contiguous numbers, float8_e4m3fn, of the given shapes, and
