@@ -213,7 +213,7 @@ _backwards = {}  # by operator: the one that computes its gradients
 _library = torch.library.Library("flashtile", "DEF")
 
 
-def _define(name, arguments, results, kernel, new_results, *tags):
+def define(name, arguments, results, kernel, new_results, *tags):
     """The kernel wants the last dimension contiguous, as it is in eager mode; a tag keeps compilers from others."""
     tags = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag, *tags)
     _library.define(f"{name}({arguments}) -> {results}", tags=tags)
@@ -227,8 +227,8 @@ def _define_attention(name, options, *tags):
     """An operator that autograd takes apart into one for each direction, so that no compiled call pays for autograd
     again."""
     inputs = f"Tensor q, Tensor k, Tensor v, {options}"
-    forward = _define(f"{name}_forward", inputs, _RESULTS_AND_STATE, _forward, _new_results_and_state, *tags)
-    backward = _define(f"{name}_backward", f"{_INCOMING}, {options}", _GRADIENTS, _backward, _new_gradients, *tags)
+    forward = define(f"{name}_forward", inputs, _RESULTS_AND_STATE, _forward, _new_results_and_state, *tags)
+    backward = define(f"{name}_backward", f"{_INCOMING}, {options}", _GRADIENTS, _backward, _new_gradients, *tags)
     formula = _differentiated_by(_differentiable(backward, _save_nothing, _refuse_twice))
     _library.define(f"{name}({inputs}) -> {_RESULTS_AND_STATE}", tags=(torch.Tag.pt2_compliant_tag,))
     differentiable = _differentiable(forward, _save, formula)
@@ -244,7 +244,7 @@ def _define_attention(name, options, *tags):
 
 
 def _define_cache(name, arguments, kernel, flops, written=()):
-    call = _define(name, arguments, _RESULTS, kernel, _new_cache_results)
+    call = define(name, arguments, _RESULTS, kernel, _new_cache_results)
     torch.library.register_vmap(call, _one_by_one(call, _FUNCTION, written), lib=_library)
     count_flops(call, flops)
     return call

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._core import DTYPES, is_compiling, readable, require_tensors
-from ._ops import _define
+from ._core import DTYPES, WIDEST, is_compiling, readable, require_tensors
+from ._ops import define
 
 __all__ = ["BLOCKS", "Quantized", "dequantize", "quantize"]
 
@@ -54,13 +54,13 @@ def quantize(q: Tensor, k: Tensor, v: Tensor, *, block: int = 128, rotate: bool 
         block: 64 or 128 rows.
         rotate: whether to rotate q and k. H is the Hadamard matrix of side p, the largest power of two that divides D;
             where p < D, it multiplies each p neighbouring elements by themselves. Rotary embeddings come before that.
-        seed: of the signs, 1 or -1 for each of D elements: an integer of 64 bits. Queries meet keys
-            that were rotated with the same seed.
+        seed: of the signs, 1 or -1 for each of D elements: an integer of 64 bits. Queries meet keys that
+            were rotated with the same seed.
 
     Returns:
         Quantized(q, k, v, q_descale, k_descale, v_descale): contiguous numbers, float8_e4m3fn, of the given shapes, and
         for each block its descale, float32: (B, H_q, ceil(S_q / block)) for q, (B, H_k, ceil(S_k / block)) for k and v.
-        The same bits on every device.
+        The same bits on every device, but for the sign of NaN.
 
         A block of zeros has descale 0. NaN stays NaN and an infinite element becomes NaN, with a rotation each time
         with the p elements around it; neither counts for the descale. There are no gradients.
@@ -100,7 +100,7 @@ def dequantize(x: Tensor, descale: Tensor) -> Tensor:
         descale: (B, H, ceil(S / block)), float32. The number of blocks says how long they are.
 
     Raises:
-        ValueError: descale does not fit x for any block of 64 or 128 rows.
+        ValueError: x has another shape, or descale does not fit it for any block of 64 or 128 rows.
 
     Example:
         >>> import torch
@@ -110,12 +110,13 @@ def dequantize(x: Tensor, descale: Tensor) -> Tensor:
         >>> torch.equal(fp8.dequantize(x.q, x.q_descale), ones)
         True
     """
-    batch, rows, heads, _ = x.shape
-    fitting = [block for block in BLOCKS if descale.shape == (batch, heads, math.ceil(rows / block))]
+    if x.dim() != 4:
+        raise ValueError(f"dequantize: x has shape {tuple(x.shape)}, expected (B, S, H, D)")
+    fitting = [block for block in BLOCKS if descale.shape == _shape_of_descale(x, block)]
     if not fitting:
-        expected = " or ".join(str((batch, heads, math.ceil(rows / block))) for block in BLOCKS)
+        expected = " or ".join(str(_shape_of_descale(x, block)) for block in BLOCKS)
         raise ValueError(f"dequantize: descale has shape {tuple(descale.shape)}, expected {expected}")
-    of_rows = descale.repeat_interleave(fitting[-1], dim=-1)[..., :rows]  # (B, H, S)
+    of_rows = descale.repeat_interleave(fitting[-1], dim=-1)[..., : x.shape[1]]  # (B, H, S)
     return x.float() * of_rows.transpose(1, 2)[..., None]
 
 
@@ -130,9 +131,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block: int) -> None:
             raise TypeError(f"{_FUNCTION}: {name} has dtype {x.dtype} on {x.device}, expected {expected}")
         if (x.dtype, x.device) != (q.dtype, q.device):
             raise ValueError(f"{_FUNCTION}: {name} is {x.dtype} on {x.device}, expected {q.dtype} on {q.device}, as q")
-        if x.shape[-1] % 8 or not 8 <= x.shape[-1] <= 256:
+        if x.shape[-1] % 8 or not 8 <= x.shape[-1] <= WIDEST:
             raise NotImplementedError(
-                f"{_FUNCTION}: {name} has head dimension {x.shape[-1]}, expected a multiple of 8 up to 256"
+                f"{_FUNCTION}: {name} has head dimension {x.shape[-1]}, expected a multiple of 8 up to {WIDEST}"
             )
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(f"{_FUNCTION}: k has shape {tuple(k.shape)}, expected B and D of q, {tuple(q.shape)}")
@@ -142,10 +143,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block: int) -> None:
         raise ValueError(f"{_FUNCTION}: block is {block!r}, expected {' or '.join(map(str, BLOCKS))}")
 
 
-def _new_results(x: Tensor, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
+def _shape_of_descale(x: Tensor, block: int) -> tuple[int, int, int]:
     batch, rows, heads, _ = x.shape
-    blocks = (rows + block - 1) // block
-    return x.new_empty(x.shape, dtype=_E4M3), x.new_empty((batch, heads, blocks), dtype=torch.float32)
+    return batch, heads, (rows + block - 1) // block
+
+
+def _new_results(x: Tensor, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=_E4M3), x.new_empty(_shape_of_descale(x, block), dtype=torch.float32)
 
 
 def _quantize(x: Tensor, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
@@ -154,7 +158,7 @@ def _quantize(x: Tensor, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
         return _by_torch(x, block, seed)
     batch, rows, heads, head_dim = x.shape
     four = x.new_empty((batch, rows, heads, head_dim // 4), dtype=torch.int32)  # DLPack knows no e4m3
-    descale = x.new_empty((batch, heads, -(-rows // block)), dtype=torch.float32)
+    descale = x.new_empty(_shape_of_descale(x, block), dtype=torch.float32)
     rest = (four, descale, block, seed is not None, _signs(seed))
     try:
         _C.quantize(_FUNCTION, x, *rest)
@@ -165,7 +169,7 @@ def _quantize(x: Tensor, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
 
 def _by_torch(x: Tensor, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
     """The same by operators of PyTorch: what the kernel computes, in its order, so to the same bits."""
-    batch, rows, heads, head_dim = x.shape
+    (batch, heads, blocks), rows, head_dim = _shape_of_descale(x, block), x.shape[1], x.shape[3]
     x, side = x.float(), 1
     if seed is not None:
         signs = torch.tensor([word >> bit & 1 for word in _signs(seed) for bit in range(_WORD)][:head_dim])
@@ -175,8 +179,7 @@ def _by_torch(x: Tensor, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
             a, b = x.unflatten(-1, (head_dim // (2 * bit), 2, bit)).unbind(-2)
             x = torch.stack((a + b, a - b), -2).flatten(-3)
             bit *= 2
-    x = torch.where(x.isinf(), math.nan, x)
-    blocks = -(-rows // block)
+    x = torch.where(x.isfinite(), x, math.nan)
     of_blocks = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, blocks * block - rows)).unflatten(1, (blocks, block))
     largest = (
         torch.where(of_blocks.isnan(), 0.0, of_blocks.abs()).amax((2, 4))
@@ -192,7 +195,7 @@ def _by_torch(x: Tensor, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
 
 def _signs(seed: int | None) -> tuple[int, ...]:
     """A bit for each element of a row, in words of 64: SplitMix64 (Steele et al. 2014) from the seed on."""
-    return tuple(_mixed((seed or 0) + 0x9E3779B97F4A7C15 * (i + 1)) for i in range(256 // _WORD))
+    return tuple(_mixed((seed or 0) + 0x9E3779B97F4A7C15 * (i + 1)) for i in range(WIDEST // _WORD))
 
 
 def _mixed(x: int) -> int:
@@ -202,4 +205,4 @@ def _mixed(x: int) -> int:
     return x ^ x >> 31
 
 
-_define("quantize", "Tensor x, int block, int? seed", "(Tensor numbers, Tensor descale)", _quantize, _new_results)
+define("quantize", "Tensor x, int block, int? seed", "(Tensor numbers, Tensor descale)", _quantize, _new_results)
