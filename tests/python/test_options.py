@@ -227,8 +227,9 @@ def test_refused(name, option):
 
 
 def test_every_argument_has_values_that_are_refused():
+    of_fp8 = {"q_descale", "k_descale", "v_descale", "out_dtype"}  # see test_attention_fp8.py
     for name, (function, _) in CALLS.items():
-        assert REFUSED[name].keys() == inspect.signature(function).parameters.keys(), name
+        assert REFUSED[name].keys() == inspect.signature(function).parameters.keys() - of_fp8, name
 
 
 @pytest.mark.parametrize(
