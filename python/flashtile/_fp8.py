@@ -11,25 +11,13 @@ import math
 import torch
 from torch import is_grad_enabled
 
-from . import _C
-from ._arguments import of_attention, to_attention
-from ._core import as_float32, is_compiling, readable_options, refuse_nested, require_tensors, under_functorch
-from ._flops import count_flops, forward_flops
-from ._ops import EAGER, RESULTS, define
-from ._options import (
-    DENSE_ARGUMENTS,
-    DENSE_COUNT,
-    DROPOUT_P,
-    RAGGED_ARGUMENTS,
-    SEED,
-    SEED_ARGUMENT,
-    SEQUENCES,
-    SINKS,
-    replaced,
-)
+from ._autograd import attend
+from ._core import require_tensors
+from ._options import SEQUENCES, SINKS
 
 E4M3 = torch.float8_e4m3fn
 BLOCKS = (64, 128)
+_DESCALES = ("q_descale", "k_descale", "v_descale")
 _OUT_DTYPES = {"cpu": (torch.bfloat16, torch.float16, torch.float32), "cuda": (torch.bfloat16, torch.float16)}
 
 
@@ -46,22 +34,15 @@ def is_fp8(q, descales, out_dtype):
 
 
 def attend_fp8(function, q, k, v, descales, out_dtype, options, return_lse):
-    """What `_autograd.attend` returns, of e4m3 numbers."""
-    if return_lse is not False and return_lse is not True:
-        raise TypeError(f"{function}: return_lse is {_C.described(return_lse)}, expected True or False")
+    """What `attend` returns, of e4m3 numbers."""
     out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
     _check(function, q, k, v, descales, out_dtype, options)
-    options = replaced(options, SINKS, as_float32(options[SINKS]))
-    if options[DROPOUT_P] and options[SEED] is None:
-        seed = torch.randint(2**63 - 1, (), device="cpu")
-        options = replaced(options, SEED, seed if is_compiling() else int(seed))
-    if is_compiling() or under_functorch():
-        given = of_attention(function, q, options)
-        kind = len(given) > DENSE_COUNT, given[SEED_ARGUMENT] is not None
-        out, lse = _operators[kind](q, k, v, *descales, out_dtype, *given)
-        return (out, lse) if return_lse else out
-    out, lse = _forward(q, k, v, descales, out_dtype, options, return_lse)
-    return (out, lse) if return_lse else out
+    sequences = options[SEQUENCES]
+    begins = (None,) * 3 if sequences is None else (sequences[0], sequences[1], sequences[1])
+    computed = torch.float32 if q.device.type == "cpu" else out_dtype
+    numbers = (dequantized(*given).to(computed) for given in zip((q, k, v), descales, begins, strict=True))
+    found = attend(function, *numbers, options, return_lse)
+    return (found[0].to(out_dtype), found[1]) if return_lse else found.to(out_dtype)
 
 
 def dequantized(x, descale, sequences=None):
@@ -71,7 +52,8 @@ def dequantized(x, descale, sequences=None):
         return x.float()  # in the latter case the module says what is wrong
     descale = torch.where(descale >= 0, descale, math.nan)
     rows, heads = x.shape[-3:-1]
-    descale = descale.repeat_interleave(heads // max(descale.shape[1], 1), 1) if descale.shape[1] != heads else descale
+    if descale.shape[1] != heads:  # it is that of KV heads
+        descale = descale.repeat_interleave(heads // max(descale.shape[1], 1), 1)
     if sequences is not None:
         row = torch.arange(rows, device=x.device, dtype=sequences.dtype)
         sequence = torch.bucketize(row, sequences[1:], right=True).clamp_max(max(descale.shape[0] - 1, 0))
@@ -85,28 +67,32 @@ def dequantized(x, descale, sequences=None):
 
 
 def _check(function, q, k, v, descales, out_dtype, options):
+    """Checks what `attend` will not see: e4m3 numbers and their descales."""
     require_tensors(function, q=q, k=k, v=v)
-    refuse_nested(function, q=q, k=k, v=v)
-    names = ("q_descale", "k_descale", "v_descale")
+    given = {name: x for name, x in zip(_DESCALES, descales, strict=True) if x is not None}
     if q.dtype is not E4M3:
-        name = next((name for name, x in zip(names, descales, strict=True) if x is not None), "out_dtype")
-        raise TypeError(f"{function}: q has dtype {q.dtype}, expected {E4M3}, as {name} is given")
+        raise TypeError(
+            f"{function}: q has dtype {q.dtype}, expected {E4M3}, as {next(iter(given), 'out_dtype')} is given"
+        )
     for name, x in dict(k=k, v=v).items():
         if x.dtype is not E4M3:
             raise TypeError(f"{function}: {name} has dtype {x.dtype}, expected {E4M3}, as q")
     expected = _OUT_DTYPES["cpu" if q.device.type == "cpu" else "cuda"]
     if out_dtype not in expected:
         raise TypeError(f"{function}: out_dtype is {out_dtype}, expected {' or '.join(map(str, expected))}")
+    require_tensors(function, **given)
+    for name, x in given.items():
+        if x.dtype != torch.float32:
+            raise TypeError(f"{function}: {name} has dtype {x.dtype}, expected torch.float32")
+        if x.device != q.device:
+            raise ValueError(f"{function}: {name} is on {x.device}, expected {q.device}, as q")
     sequences = options[SEQUENCES]
     if sequences is not None:
         require_tensors(function, cu_seqlens_q=sequences[0], cu_seqlens_k=sequences[1])
-    batch = q.shape[:1] if sequences is None else (sequences[0].numel() - 1,)
-    ragged = sequences is not None
-    legal = all(x.dim() == (3 if ragged else 4) for x in (q, k, v))  # otherwise the module says what is wrong
-    for name, of, x in zip(names, (q, k, v), descales, strict=True):
-        if x is not None:
-            require_tensors(function, **{name: x})
-            _check_descale(function, name, x, of, k, batch, ragged, legal)
+    if all(x.dim() == (4 if sequences is None else 3) for x in (q, k, v)):  # otherwise the module says what is wrong
+        batch = q.shape[0] if sequences is None else sequences[0].numel() - 1
+        for name, x in given.items():
+            _check_shape(function, name, x, q if name == "q_descale" else k, k, batch, sequences is not None)
     if is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v, options[SINKS], *descales)):
         raise NotImplementedError(
             f"{function}: a gradient is asked for, expected none of {E4M3} numbers; nearest supported: "
@@ -114,68 +100,14 @@ def _check(function, q, k, v, descales, out_dtype, options):
         )
 
 
-def _check_descale(function, name, descale, of, k, batch, ragged, legal):
-    if descale.dtype != torch.float32:
-        raise TypeError(f"{function}: {name} has dtype {descale.dtype}, expected torch.float32")
-    if descale.device != of.device:
-        raise ValueError(f"{function}: {name} is on {descale.device}, expected {of.device}, as q")
-    if not legal:
-        return
+def _check_shape(function, name, descale, of, k, batch, ragged):
     rows, heads = of.shape[-3:-1]
-    counts = {-(-rows // block) for block in BLOCKS}
-    fits = (
-        descale.dim() in ((2,) if ragged else (2, 3))
-        and descale.shape[:1] == batch
-        and descale.shape[1] in (heads, k.shape[-2])
-        and (descale.dim() == 2 or descale.shape[2] in counts)
-    )
-    if not fits:
-        blocks = "" if ragged else f" or (B, H, {' or '.join(map(str, sorted(counts)))}), for blocks of 64 or 128 rows"
-        all_heads = " or ".join(map(str, dict.fromkeys((heads, k.shape[-2]))))
+    of_heads = dict.fromkeys((heads, k.shape[-2]))
+    counts = sorted({-(-rows // block) for block in BLOCKS})
+    shapes = [(batch, h, *blocks) for h in of_heads for blocks in ((), *([] if ragged else [(n,) for n in counts]))]
+    if tuple(descale.shape) not in shapes:
+        blocks = "" if ragged else f" or (B, H, {' or '.join(map(str, counts))}), for blocks of 64 or 128 rows"
         raise ValueError(
-            f"{function}: {name} has shape {tuple(descale.shape)}, expected (B, H){blocks}, where B is {batch[0]} and "
-            f"H {all_heads}"
+            f"{function}: {name} has shape {tuple(descale.shape)}, expected (B, H){blocks}, where B is {batch} and H "
+            f"{' or '.join(map(str, of_heads))}"
         )
-
-
-def _forward(q, k, v, descales, out_dtype, options, return_lse):
-    sequences = options[SEQUENCES]
-    begins = (None,) * 3 if sequences is None else (sequences[0], sequences[1], sequences[1])
-    computed = torch.float32 if q.device.type == "cpu" else out_dtype
-    q, k, v = (dequantized(*given).to(computed) for given in zip((q, k, v), descales, begins, strict=True))
-    options = readable_options(options)
-    out, lse = _C.forward_with_lse(q, k, v, options) if return_lse else (_C.forward(q, k, v, options), None)
-    return out.to(out_dtype), lse
-
-
-def _new_results(q, k, v, out_dtype):
-    *batch, rows, heads, _ = q.shape if q.dim() > 2 else (0, 0, 0)
-    out = q.new_empty((*batch, rows, heads, v.shape[-1]), dtype=out_dtype)
-    return out, q.new_empty((*batch, heads, rows), dtype=torch.float32)
-
-
-def _kernel(q, k, v, q_descale, k_descale, v_descale, out_dtype, *options):
-    return _forward(q, k, v, (q_descale, k_descale, v_descale), out_dtype, to_attention(*options), True)
-
-
-def _fake(q, k, v, q_descale, k_descale, v_descale, out_dtype, *options):
-    return _new_results(q, k, v, out_dtype)
-
-
-def _flops(q, k, v, q_descale, k_descale, v_descale, out_dtype, *options):
-    return forward_flops(q, k, v, *options)
-
-
-def _define(name, options, *tags):
-    inputs = "Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale"
-    call = define(name, f"{inputs}, ScalarType out_dtype, {options}", RESULTS, _kernel, _fake, *tags)
-    count_flops(call, _flops)
-    return call
-
-
-_operators = {  # by whether sequences are ragged, and whether there is a seed
-    (False, False): _define("attention_fp8", DENSE_ARGUMENTS),
-    (False, True): _define("attention_fp8_dropout", DENSE_ARGUMENTS, *EAGER),
-    (True, False): _define("attention_varlen_fp8", RAGGED_ARGUMENTS),
-    (True, True): _define("attention_varlen_fp8_dropout", RAGGED_ARGUMENTS, *EAGER),
-}

@@ -176,8 +176,8 @@ def attention_varlen(
         deterministic: whether the gradients must be the same bits in every run. By default what
             torch.are_deterministic_algorithms_enabled() says when backward runs.
         q_descale: of q, k and v of dtype float8_e4m3fn, which need not all have one: what their numbers have to be
-            multiplied with, float32, of any strides, at least 0: (B, H_q) or (B, H_k) for each
-            sequence and head. See docs/fp8.md, and :func:`flashtile.fp8.quantize`, which makes them.
+            multiplied with, float32, of any strides, at least 0: (B, H_q) or (B, H_k), for each sequence and head. See
+            docs/fp8.md.
         k_descale: (B, H_k).
         v_descale: likewise.
         out_dtype: the dtype of out, where q, k and v are float8_e4m3fn: bfloat16 (the default) or float16, on the CPU

@@ -13,7 +13,7 @@ from flashtile.masks import ColumnMask
 
 GPU = pytest.mark.gpu
 E4M3 = torch.float8_e4m3fn
-TOLERANCE = 0.02  # of numbers in 16 bits
+TOLERANCE = {"cpu": 0.004, "cuda": 0.02}  # what bfloat16 leaves of out, and on a GPU of the numbers too
 
 
 def normal(*shape, seed=0):
@@ -83,7 +83,7 @@ def test_close_to_float64(options, widths, device):
         out, lse = flashtile.attention(x.q, x.k, x.v, **descales(x), return_lse=True, **options)
         expected, expected_lse = exact(x, **options)
         assert out.dtype is BF16 and out.shape == expected.shape
-        assert distance(out, expected) < TOLERANCE, rows
+        assert distance(out, expected) < TOLERANCE[device], rows
         assert torch.allclose(lse.double(), expected_lse, rtol=1e-5, atol=0.1 if device == "cuda" else 1e-5), rows
 
 
@@ -98,7 +98,7 @@ def test_blocks_and_dtypes_of_out(out_dtype, block, device):
         return
     out = flashtile.attention(x.q, x.k, x.v, out_dtype=out_dtype, causal=True, **descales(x))
     assert out.dtype is out_dtype
-    assert distance(out, exact(x, causal=True)[0]) < TOLERANCE
+    assert distance(out, exact(x, causal=True)[0]) < TOLERANCE[device]
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
@@ -136,7 +136,7 @@ def test_descales_of_v_that_are_far_apart(power, device):
     out = flashtile.attention(x.q, x.k, x.v, **descales(x))
     expected, _ = exact(x)
     for half in (slice(0, 100), slice(100, 200)):
-        assert distance(out[:, half], expected[:, half]) < TOLERANCE
+        assert distance(out[:, half], expected[:, half]) < TOLERANCE[device]
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
@@ -145,9 +145,9 @@ def test_unusual_descales(device):
     rows of their tile."""
     x = quantized(device, rows=(420, 420))
     zero = x._replace(v_descale=torch.where(torch.arange(4, device=device) == 1, 0.0, x.v_descale))
-    assert distance(flashtile.attention(zero.q, zero.k, zero.v, **descales(zero)), exact(zero)[0]) < TOLERANCE
+    assert distance(flashtile.attention(zero.q, zero.k, zero.v, **descales(zero)), exact(zero)[0]) < TOLERANCE[device]
     zero = x._replace(k_descale=torch.zeros_like(x.k_descale))
-    assert distance(flashtile.attention(zero.q, zero.k, zero.v, **descales(zero)), exact(zero)[0]) < TOLERANCE
+    assert distance(flashtile.attention(zero.q, zero.k, zero.v, **descales(zero)), exact(zero)[0]) < TOLERANCE[device]
     for value in (math.nan, -1.0):
         for name in ("k_descale", "v_descale"):
             wrong = getattr(x, name).clone()
@@ -165,7 +165,7 @@ def test_nan_numbers_and_rows_that_see_nothing(device):
     x = quantized(device, rows=(300, 200))
     out, lse = flashtile.attention(x.q, x.k, x.v, **descales(x), causal=True, return_lse=True)
     assert (out[:, :100] == 0).all() and (lse[:, :, :100] == -math.inf).all()
-    assert distance(out, exact(x, causal=True)[0]) < TOLERANCE
+    assert distance(out, exact(x, causal=True)[0]) < TOLERANCE[device]
     v = x.v.float()
     v[:, 150, 0, 3] = math.nan
     out = flashtile.attention(x.q, x.k, v.to(E4M3), **descales(x), causal=True)
@@ -205,10 +205,10 @@ def test_column_masks_and_dropout(device):
     x = quantized(device, rows=(300, 300))
     mask = ColumnMask.causal_document([100, 200]).to(device)
     out = flashtile.attention(x.q, x.k, x.v, **descales(x), mask=mask)
-    assert distance(out, exact(x, mask=mask.to_dense())[0]) < TOLERANCE
+    assert distance(out, exact(x, mask=mask.to_dense())[0]) < TOLERANCE[device]
     options = dict(dropout_p=0.5, seed=7)
     out = flashtile.attention(x.q, x.k, x.v, **descales(x), **options)
-    assert distance(out, exact(x, **options)[0]) < TOLERANCE
+    assert distance(out, exact(x, **options)[0]) < TOLERANCE[device]
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
@@ -233,7 +233,7 @@ def test_any_strides(layout, device):
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
-@pytest.mark.parametrize("width, bars", [(128, (1.1e-2, 2.5e-2)), (256, (1e-2, 2.5e-2))])
+@pytest.mark.parametrize("width, bars", [(128, (9.1e-3, 1.5e-2)), (256, (6.5e-3, 1.2e-2))])
 def test_accuracy_on_outliers(width, bars, device):
     """FlashAttention-3's distribution, against attention of the numbers before they were rounded."""
     q, k, v = operands(device, batch=1, rows=(1024, 1024), heads=(2, 2), widths=(width, width), of=with_outliers)
@@ -247,8 +247,7 @@ def test_accuracy_on_outliers(width, bars, device):
         *plain, out_dtype=F16, **{n: d.expand(1, 2) for n, d in zip(names, of_all, strict=True)}
     )
     errors = [float((y.double() - expected).square().mean().sqrt()) for y in (out, rough)]
-    # At 4,096 rows weights average over four times as many, so that these bars are twice those of the paper's table.
-    assert errors[0] < 2 * bars[0] and errors[1] < 2 * bars[1] and errors[0] < errors[1], errors
+    assert errors[0] < bars[0] and errors[1] < bars[1] and errors[0] < errors[1], errors
 
 
 @GPU
