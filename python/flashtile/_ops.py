@@ -29,7 +29,7 @@ from ._options import (
 _CACHE_TABLES = "Tensor cache_seqlens, Tensor? block_table, Tensor? cache_batch_idx, Tensor? leftpad"
 _CACHE_REST = f"Tensor? rotary_cos, Tensor? rotary_sin, {_CACHE_TABLES}, Tensor? cu_seqlens_q, {CACHE_ARGUMENTS}"
 _FUNCTION = "attention_kvcache"  # to which the operators of caches belong
-_RESULTS = "(Tensor out, Tensor lse)"
+RESULTS = "(Tensor out, Tensor lse)"
 _RESULTS_AND_STATE = "(Tensor out, Tensor lse, Tensor state)"
 _INCOMING = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor state, bool[4] needed"
 _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
@@ -244,19 +244,19 @@ def _define_attention(name, options, *tags):
 
 
 def _define_cache(name, arguments, kernel, flops, written=()):
-    call = define(name, arguments, _RESULTS, kernel, _new_cache_results)
+    call = define(name, arguments, RESULTS, kernel, _new_cache_results)
     torch.library.register_vmap(call, _one_by_one(call, _FUNCTION, written), lib=_library)
     count_flops(call, flops)
     return call
 
 
 # A CUDA graph would keep the seed of its capture.
-_EAGER = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+EAGER = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 _attentions = {  # by whether sequences are ragged, and whether there is a seed
     (False, False): _define_attention("attention", DENSE_ARGUMENTS),
-    (False, True): _define_attention("attention_dropout", DENSE_ARGUMENTS, *_EAGER),
+    (False, True): _define_attention("attention_dropout", DENSE_ARGUMENTS, *EAGER),
     (True, False): _define_attention("attention_varlen", RAGGED_ARGUMENTS),
-    (True, True): _define_attention("attention_varlen_dropout", RAGGED_ARGUMENTS, *_EAGER),
+    (True, True): _define_attention("attention_varlen_dropout", RAGGED_ARGUMENTS, *EAGER),
 }
 _attention_kvcache = _define_cache(
     "attention_kvcache", f"Tensor q, Tensor k_cache, Tensor v_cache, {_CACHE_REST}", _kvcache, kvcache_flops

@@ -2,9 +2,10 @@
 
 from typing import Literal, overload
 
-from torch import Tensor
+from torch import Tensor, dtype
 
 from ._autograd import attend
+from ._fp8 import attend_fp8, is_fp8
 from ._misnamed import hides_misnamed, refuse_misnamed
 from .masks import ColumnMask, ranges_of
 
@@ -27,6 +28,10 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | None = None,
     deterministic: bool | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: dtype | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -45,6 +50,10 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | None = None,
     deterministic: bool | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: dtype | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -63,6 +72,10 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | None = None,
     deterministic: bool | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: dtype | None = None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @hides_misnamed
@@ -83,6 +96,10 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | None = None,
     deterministic: bool | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: dtype | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale · q kᵀ + mask) v``, without storing the scores.
@@ -100,7 +117,8 @@ def attention(
     right. Masks intersect.
 
     Args:
-        q: (B, S_q, H_q, D). float16 or bfloat16; on the CPU also float32. D is a multiple of 8, at most 256.
+        q: (B, S_q, H_q, D). float16 or bfloat16; on the CPU also float32; or float8_e4m3fn, which gets no gradient. D
+            is a multiple of 8, at most 256.
         k: (B, S_k, H_k, D), of q's dtype and device. H_q is a multiple of H_k.
         v: (B, S_k, H_k, D_v). D_v obeys the rule for D and may differ from it.
             q, k and v take any strides with a contiguous last dimension. CUDA kernels read 16 bytes at a time: an
@@ -124,11 +142,20 @@ def attention(
             so torch.manual_seed and activation checkpointing repeat it; in a captured CUDA graph it is fixed.
         deterministic: whether the gradients must be the same bits in every run. By default what
             torch.are_deterministic_algorithms_enabled() says when backward runs.
+        q_descale: of q, k and v of dtype float8_e4m3fn, which need not all have one: what their numbers have to be
+            multiplied with, float32, of any strides, at least 0: (B, H_q) or (B, H_k) for each head, or (B, H_q or H_k,
+            ceil(S_q / block)) for each block of 64 or 128 of its rows. See docs/fp8.md, and
+            :func:`flashtile.fp8.quantize`, which makes them.
+        k_descale: (B, H_k) or (B, H_k, ceil(S_k / block)).
+        v_descale: likewise.
+        out_dtype: the dtype of out, where q, k and v are float8_e4m3fn: bfloat16 (the default) or float16, on the CPU
+            also float32.
         return_lse: also return lse.
 
     Returns:
-        out, (B, S_q, H_q, D_v), contiguous, of q's dtype; with ``return_lse`` the pair (out, lse), where lse is the
-        natural logarithm, float32, (B, H_q, S_q). Both are differentiable with respect to q, k, v and sinks, once.
+        out, (B, S_q, H_q, D_v), contiguous, of q's dtype or out_dtype; with ``return_lse`` the pair (out, lse), where
+        lse is the natural logarithm, float32, (B, H_q, S_q). Both are differentiable with respect to q, k, v and sinks,
+        once.
         Sums and softmax statistics are float32. On CUDA the parts of dq add up in no fixed order unless
         ``deterministic``, so its last bits may differ from run to run (on Hopper, where D or D_v is above 128, only if
         few queries see many keys); everything else repeats to the bit. A row that sees no column has out = 0, lse =
@@ -163,4 +190,7 @@ def attention(
         refuse_misnamed("attention", attn_mask)
     columns = ranges_of("attention", mask, q)
     options = (alibi_slopes, sinks, columns, causal, window, scale, softcap, dropout_p, seed, deterministic, None)
+    descales = q_descale, k_descale, v_descale
+    if is_fp8(q, descales, out_dtype):
+        return attend_fp8("attention", q, k, v, descales, out_dtype, options, return_lse)
     return attend("attention", q, k, v, options, return_lse)

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from . import _C
 from ._core import DTYPES, WIDEST, is_compiling, readable, require_tensors
+from ._fp8 import BLOCKS, E4M3, dequantized
 from ._ops import define
 
 __all__ = ["BLOCKS", "Quantized", "dequantize", "quantize"]
 
-BLOCKS = (64, 128)
 _FUNCTION = "quantize"
-_E4M3 = torch.float8_e4m3fn
-_LARGEST = torch.finfo(_E4M3).max
+_LARGEST = torch.finfo(E4M3).max
 _LEAST = 2.0**-126  # descale, so that its inverse is finite
 _WORD = 64  # bits
 
@@ -112,12 +111,10 @@ def dequantize(x: Tensor, descale: Tensor) -> Tensor:
     """
     if x.dim() != 4:
         raise ValueError(f"dequantize: x has shape {tuple(x.shape)}, expected (B, S, H, D)")
-    fitting = [block for block in BLOCKS if descale.shape == _shape_of_descale(x, block)]
-    if not fitting:
+    if all(descale.shape != _shape_of_descale(x, block) for block in BLOCKS):
         expected = " or ".join(str(_shape_of_descale(x, block)) for block in BLOCKS)
         raise ValueError(f"dequantize: descale has shape {tuple(descale.shape)}, expected {expected}")
-    of_rows = descale.repeat_interleave(fitting[-1], dim=-1)[..., : x.shape[1]]  # (B, H, S)
-    return x.float() * of_rows.transpose(1, 2)[..., None]
+    return dequantized(x, descale)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, block: int) -> None:
@@ -149,7 +146,7 @@ def _shape_of_descale(x: Tensor, block: int) -> tuple[int, int, int]:
 
 
 def _new_results(x: Tensor, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=_E4M3), x.new_empty(_shape_of_descale(x, block), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=E4M3), x.new_empty(_shape_of_descale(x, block), dtype=torch.float32)
 
 
 def _quantize(x: Tensor, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
@@ -164,7 +161,7 @@ def _quantize(x: Tensor, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
         _C.quantize(_FUNCTION, x, *rest)
     except _C.Unreadable:
         _C.quantize(_FUNCTION, readable(x), *rest)
-    return four.view(_E4M3), descale
+    return four.view(E4M3), descale
 
 
 def _by_torch(x: Tensor, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
@@ -188,7 +185,7 @@ def _by_torch(x: Tensor, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
     )
     descale = torch.where(largest == 0, 0.0, (largest / _LARGEST).clamp_min(_LEAST))
     scale = torch.where(largest == 0, 0.0, 1 / descale)[:, :, None, :, None]
-    numbers = (of_blocks * scale).flatten(1, 2)[:, :rows].to(_E4M3)
+    numbers = (of_blocks * scale).flatten(1, 2)[:, :rows].to(E4M3)
     of_rotation = torch.tensor(side, dtype=torch.float32).sqrt().reciprocal()
     return numbers.contiguous(), (descale * of_rotation).transpose(1, 2).contiguous()
 

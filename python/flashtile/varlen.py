@@ -4,11 +4,12 @@ import operator
 from typing import Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, dtype
 
 from . import _C
 from ._autograd import attend
 from ._core import is_compiling
+from ._fp8 import attend_fp8, is_fp8
 from ._misnamed import hides_misnamed, refuse_misnamed
 from .attention import Window
 from .masks import ColumnMask, ranges_of
@@ -38,6 +39,10 @@ def attention_varlen(
     dropout_p: float = 0.0,
     seed: int | None = None,
     deterministic: bool | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: dtype | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -62,6 +67,10 @@ def attention_varlen(
     dropout_p: float = 0.0,
     seed: int | None = None,
     deterministic: bool | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: dtype | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -86,6 +95,10 @@ def attention_varlen(
     dropout_p: float = 0.0,
     seed: int | None = None,
     deterministic: bool | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: dtype | None = None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @hides_misnamed
@@ -112,6 +125,10 @@ def attention_varlen(
     dropout_p: float = 0.0,
     seed: int | None = None,
     deterministic: bool | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: dtype | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of a ragged batch: B sequences of any lengths, one behind the other, without padding.
@@ -125,7 +142,8 @@ def attention_varlen(
     to the bit on the CPU. So masks are aligned at the bottom right of each sequence: its last query meets its last key.
 
     Args:
-        q: (T_q, H_q, D). float16 or bfloat16; on the CPU also float32. D is a multiple of 8, at most 256.
+        q: (T_q, H_q, D). float16 or bfloat16; on the CPU also float32; or float8_e4m3fn, which gets no gradient. D is a
+            multiple of 8, at most 256.
         k: (T_k, H_k, D), of q's dtype and device. H_q is a multiple of H_k.
         v: (T_k, H_k, D_v). D_v obeys the rule for D and may differ from it.
             q, k and v take any strides with a contiguous last dimension. CUDA kernels read 16 bytes at a time: an
@@ -157,11 +175,18 @@ def attention_varlen(
             sequences and i, j count within one, and the seed alone. By default drawn from PyTorch's CPU generator.
         deterministic: whether the gradients must be the same bits in every run. By default what
             torch.are_deterministic_algorithms_enabled() says when backward runs.
+        q_descale: of q, k and v of dtype float8_e4m3fn, which need not all have one: what their numbers have to be
+            multiplied with, float32, of any strides, at least 0: (B, H_q) or (B, H_k) for each
+            sequence and head. See docs/fp8.md, and :func:`flashtile.fp8.quantize`, which makes them.
+        k_descale: (B, H_k).
+        v_descale: likewise.
+        out_dtype: the dtype of out, where q, k and v are float8_e4m3fn: bfloat16 (the default) or float16, on the CPU
+            also float32.
         return_lse: also return lse.
 
     Returns:
-        out, (T_q, H_q, D_v), contiguous, of q's dtype; with ``return_lse`` the pair (out, lse), where lse is the
-        natural logarithm, float32, (H_q, T_q). Both are differentiable with respect to q, k, v and sinks, once.
+        out, (T_q, H_q, D_v), contiguous, of q's dtype or out_dtype; with ``return_lse`` the pair (out, lse), where lse
+        is the natural logarithm, float32, (H_q, T_q). Both are differentiable with respect to q, k, v and sinks, once.
         A row that sees no column has out = 0, lse = -inf (or the sink) and gradients 0. Rows that do not count, and
         rows behind the last sequence, are never looked at, whatever they hold: out = 0, lse = -inf, gradients 0.
 
@@ -200,6 +225,9 @@ def attention_varlen(
     sequences = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     columns = ranges_of("attention_varlen", mask, q, ragged=True)
     options = (alibi_slopes, sinks, columns, causal, window, scale, softcap, dropout_p, seed, deterministic, sequences)
+    descales = q_descale, k_descale, v_descale
+    if is_fp8(q, descales, out_dtype):
+        return attend_fp8("attention_varlen", q, k, v, descales, out_dtype, options, return_lse)
     return attend("attention_varlen", q, k, v, options, return_lse)
 
 
