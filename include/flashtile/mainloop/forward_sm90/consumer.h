@@ -386,9 +386,9 @@ class ForwardConsumerSm90 {
   template <bool kMayBeEdge>
   CUTE_DEVICE void look_at(int step) {
     if constexpr (Mainloop::kScaled) {
-      const auto of_block = shared.scaled.descales[k_at.stage];
+      const auto of_block = shared.few.descales[k_at.stage];
       if (step == walk.first())
-        descaled.begin(work().q_descales[warpgroup], of_block, softmax, params.forward.scores.map.unit_log2, maps);
+        descaled.begin(work().more.q_descales[warpgroup], of_block, softmax, params.forward.scores.map.unit_log2, maps);
       descaled.take(of_block, maps);
     }
     if constexpr (Mainloop::kMasked) {

@@ -69,7 +69,7 @@ struct ForwardProducerSm90 {
   CUTE_DEVICE void load_columns(Work const& work, int key) {
     const int bytes = min(Mainloop::kN, work.sequence.k.used - key) * int(sizeof(HiddenRows));
     std::uint64_t* barrier = shared.columns_barriers.fill(columns_at, [&] { return bytes; });
-    cute::SM90_BULK_COPY_G2S::copy(work.masked.columns + key, barrier, shared.columns[columns_at.stage], bytes);
+    cute::SM90_BULK_COPY_G2S::copy(work.more.columns + key, barrier, shared.columns[columns_at.stage], bytes);
     columns_at.advance();
   }
 
@@ -100,7 +100,7 @@ struct ForwardProducerSm90 {
                                                                           work.k_rows, v_key, work.kv_head);
       };
       if constexpr (Mainloop::kScaled)
-        load(shared.scaled.barriers, shared.rows.v);
+        load(shared.few.barriers, shared.rows_of_v);
       else
         load(shared.v_barriers, shared.v);
     };
@@ -119,7 +119,7 @@ struct ForwardProducerSm90 {
       // them otherwise in the whole kernel, and consumers of D64 have 59 instructions between two matmuls, not 50.
       const auto walk = [&] { return work.keys.walk(); };
       MaskedBlocks blocks;
-      if constexpr (Mainloop::kMasked) blocks.words = work.masked.words;
+      if constexpr (Mainloop::kMasked) blocks.words = work.more.words;
       CUTE_NO_UNROLL
       for (int n_block = walk().first(); n_block < walk().end(); n_block = walk().next(n_block)) {
         // The key is known before the wait for a stage: behind it, D96 lost 1 %.
@@ -133,7 +133,7 @@ struct ForwardProducerSm90 {
         if constexpr (Mainloop::kScaled) scales = descales(work, key);
         std::uint64_t* barrier = shared.k_barriers.fill(at, [&] {
           if constexpr (Mainloop::kMasked) shared.first_key[at.stage] = key;
-          if constexpr (Mainloop::kScaled) shared.scaled.descales[at.stage] = scales;
+          if constexpr (Mainloop::kScaled) shared.few.descales[at.stage] = scales;
           return sizeof(SharedStorage::k[0]);
         });
         load_tile<Mainloop::kN, Mainloop::kHeadDim, Mainloop::kColumns>(params.k, barrier, shared.k[at.stage],

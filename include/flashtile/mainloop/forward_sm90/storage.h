@@ -150,10 +150,13 @@ struct ForwardMainloopSm90 {
       const std::uint32_t* words;  // the blocks of keys that the tile visits, one in each step (see MaskWords)
       const HiddenRows* columns;   // of the first key of the sequence
     };
-    struct NoColumns {};
-    [[no_unique_address]] std::conditional_t<kMasked, ByColumns, NoColumns> masked;
-    struct NoDescales {};
-    [[no_unique_address]] std::conditional_t<kScaled, cute::array<float, kWarpgroups>, NoDescales> q_descales;
+    struct ByDescales {
+      float q_descales[kWarpgroups];
+    };
+    struct Plain {};
+    // There is no further member that may be empty: behind several of them nvcc 13.0 laid out code for the GPU
+    // otherwise than sizeof and offsetof say.
+    [[no_unique_address]] std::conditional_t<kMasked, ByColumns, std::conditional_t<kScaled, ByDescales, Plain>> more;
   };
   /// These are the descales of the rows of a block, of which kRowsOfDescale share one.
   static constexpr int kRowsOfDescale = kN % 64 == 0 ? 64 : 32, kDescales = kN / kRowsOfDescale;
@@ -166,26 +169,26 @@ struct ForwardMainloopSm90 {
   static constexpr int kWorks = 4;
   static constexpr int kBlocksAhead = kStages + 3;
 
-  struct SharedStorage {
+  struct Tiles {
     alignas(1024) Element q[kStagesQ][kM * kHeadDim];
     alignas(1024) Element k[kStages][kN * kHeadDim];
     alignas(1024) Element v[kStages][kN * kHeadDimV];
-    // Of 8 bits V comes here, and a warp transposes it into `v`.
-    struct Rows {
-      alignas(1024) Element v[kStages][kN * kHeadDimV];
-    };
-    struct Nothing {};
-    [[no_unique_address]] std::conditional_t<kScaled, Rows, Nothing> rows;
+  };
+  /// Of 8 bits V comes to `rows_of_v`, and warps transpose it into `v`.
+  struct ScaledTiles : Tiles {
+    alignas(1024) Element rows_of_v[kStages][kN * kHeadDimV];
+  };
+  struct SharedStorage : std::conditional_t<kScaled, ScaledTiles, Tiles> {
     alignas(1024) OutElement staging[kStagingWarps][kStagingPerWarp];
-    struct Scaled {
-      Ring<kStages> barriers;           // of these rows
-      BlockDescales descales[kStages];  // of the block whose K is in a stage
-    };
-    struct NotScaled {};
-    [[no_unique_address]] std::conditional_t<kScaled, Scaled, NotScaled> scaled;
     Work work[kWorks];
     struct NoSequences {};
-    [[no_unique_address]] std::conditional_t<kMasked, NoSequences, FewSequences> few;
+    // This is of 8 bits: the barriers of the rows of V, and the descales of the block whose K is in a stage.
+    struct ScaledSequences : FewSequences {
+      Ring<kStages> barriers;
+      BlockDescales descales[kStages];
+    };
+    [[no_unique_address]] std::conditional_t<kMasked, NoSequences,
+                                             std::conditional_t<kScaled, ScaledSequences, FewSequences>> few;
     // Under a column mask these are the first key of the block whose K is in a stage, and the columns of a block at an
     // edge. All consumers wait for the columns, and the producer for their warps.
     int first_key[kMasked ? kStages : 1];
@@ -199,7 +202,8 @@ struct ForwardMainloopSm90 {
     /// Some threads call it before Q is loaded, whose idle rows are not (see HeadPacking): NaN among what they hold
     /// would have the weights of each block computed twice.
     CUTE_DEVICE void clear_q(int thread, int threads) {
-      for (int i = thread; i < int(sizeof(q) / sizeof(uint4)); i += threads) reinterpret_cast<uint4*>(q)[i] = {};
+      for (int i = thread; i < int(sizeof(this->q) / sizeof(uint4)); i += threads)
+        reinterpret_cast<uint4*>(this->q)[i] = {};
       cutlass::arch::fence_view_async_shared();  // matmuls and TMA come to it by another way
     }
 
@@ -211,7 +215,7 @@ struct ForwardMainloopSm90 {
       for (auto& barriers : q_barriers) barriers.init(kKeepQ ? 128 : 4);
       k_barriers.init(4 * kWarpgroups);
       v_barriers.init(4 * kWarpgroups, kScaled ? kTransposers : 1);
-      if constexpr (kScaled) scaled.barriers.init(kTransposers);
+      if constexpr (kScaled) few.barriers.init(kTransposers);
       if constexpr (kMasked) columns_barriers.init(4 * kWarpgroups);
       cutlass::arch::fence_barrier_init();
     }

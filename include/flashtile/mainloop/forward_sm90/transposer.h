@@ -33,7 +33,7 @@ struct ValueTransposerSm90 {
   CUTE_DEVICE void run() {
     typename Ring<Mainloop::kWorks>::Cursor work_at{};
     typename Ring<Mainloop::kStages>::Cursor at{};
-    auto& loaded = shared.scaled.barriers;
+    auto& loaded = shared.few.barriers;
     CUTE_NO_UNROLL
     for (;; work_at.advance()) {
       shared.work_barriers.wait_full(work_at);
@@ -43,7 +43,7 @@ struct ValueTransposerSm90 {
       for (int n_block = walk().first(); n_block < walk().end(); n_block = walk().next(n_block)) {
         loaded.wait_full(at);
         shared.v_barriers.empty[at.stage].wait(at.parity ^ 1);
-        transpose(shared.rows.v[at.stage], shared.v[at.stage]);
+        transpose(shared.rows_of_v[at.stage], shared.v[at.stage]);
         cutlass::arch::fence_view_async_shared();  // matmuls read it by another way
         loaded.release_by_warp(at);
         if (lane == 0) shared.v_barriers.full[at.stage].arrive();
