@@ -150,7 +150,33 @@ void check_state(const char* function, const TensorView& state, const Problem& p
 
 void check_out(const char* function, const char* name, const TensorView& out, const TensorView& q, const Problem& p) {
   const Operand operand{function, name, names_of(p).out, out};
-  has_rows(operand, p, p.seqlen_q, p.heads_q, p.head_dim_v).is_matrix_like(q);
+  has_rows(operand, p, p.seqlen_q, p.heads_q, p.head_dim_v);
+  p.fp8 ? operand.has_dtype(p.out_dtype).lies_like(q) : operand.is_matrix_like(q);
+}
+
+void check_descale(const char* function, const char* name, const TensorView& descale, Size rows, int heads,
+                   const Problem& p) {
+  const bool of_q = heads == p.heads_q, in_blocks = descale.rank == 3;
+  const Operand operand{function, name,
+                        of_q ? (in_blocks ? "(B, H_q or H_k, ceil(S_q / block))" : "(B, H_q or H_k)")
+                             : (in_blocks ? "(B, H_k, ceil(S_k / block))" : "(B, H_k)"),
+                        descale};
+  operand.has_rank(in_blocks ? 3 : 2).has_dtype(DType::kFloat32).is_on(p.device);
+  const auto blocks = [&](Size block) { return (rows + block - 1) / block; };
+  const auto& shape = descale.shape;
+  const bool fits = shape[0] == p.batch && (shape[1] == heads || shape[1] == p.heads_k) &&
+                    (!in_blocks || (!p.ragged && (shape[2] == blocks(64) || shape[2] == blocks(128))));
+  if (!fits)
+    operand.refuse_shape(std::string(operand.sizes) + " with B = " + std::to_string(p.batch) +
+                         (of_q ? ", H_q = " + std::to_string(p.heads_q) : "") + ", H_k = " + std::to_string(p.heads_k) +
+                         (p.ragged ? ", and no blocks of ragged sequences"
+                                   : ", S = " + std::to_string(rows) + " and blocks of 64 or 128 rows"));
+}
+
+void check_descales(const char* function, const ForwardTensors& t, const Problem& p) {
+  if (t.q_descale.given()) check_descale(function, "q_descale", t.q_descale, p.seqlen_q, p.heads_q, p);
+  if (t.k_descale.given()) check_descale(function, "k_descale", t.k_descale, p.seqlen_k, p.heads_k, p);
+  if (t.v_descale.given()) check_descale(function, "v_descale", t.v_descale, p.seqlen_k, p.heads_k, p);
 }
 
 Problem check_forward(const char* function, const ForwardTensors& t, const Options& options) {
@@ -164,7 +190,9 @@ Problem check_forward(const char* function, const ForwardTensors& t, const Optio
   q.has_rank(rows + 3);
   k.has_rank(rows + 3);
   v.has_rank(rows + 3);
-  check_floating(q);
+  problem.fp8 = options.fp8;
+  problem.out_dtype = options.fp8 ? options.out_dtype : t.q.dtype;
+  if (!options.fp8) check_floating(q);
 
   const Size seqlen_q = t.q.shape[rows], seqlen_k = t.k.shape[rows];
   const Size heads_q = t.q.shape[rows + 1], heads_k = t.k.shape[rows + 1];
@@ -198,6 +226,7 @@ Problem check_forward(const char* function, const ForwardTensors& t, const Optio
   if (t.alibi_slopes.given()) check_alibi_slopes(function, t.alibi_slopes, problem);
   if (t.sinks.given()) check_per_head(function, "sinks", t.sinks, problem);
   if (t.mask.given()) check_mask(function, t.mask, problem);
+  check_descales(function, t, problem);
   if (t.out.given()) check_out(function, "out", t.out, t.q, problem);
   if (t.lse.given()) check_lse(function, "lse", t.lse, problem);
   if (t.state.given()) check_state(function, t.state, problem);

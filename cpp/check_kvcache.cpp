@@ -286,7 +286,7 @@ KvcacheProblem check_kvcache(const char* function, const KvcacheTensors& t, cons
   p.heads_k = static_cast<int>(heads_k);
   p.head_dim = static_cast<int>(t.q.shape[rows + 2]);
   p.head_dim_v = static_cast<int>(t.v_cache.shape[3]);
-  p.dtype = t.q.dtype;
+  p.dtype = p.out_dtype = t.q.dtype;
   p.device = t.q.device;
 
   check_cache(k, {function, "block_table", "(B, pages of a sequence)", t.block_table},

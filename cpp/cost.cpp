@@ -49,7 +49,8 @@ Cost forward_cost(const Problem& p) {
   const Elements n(p);
   const double pairs = all_pairs(p);
   return {.flops = 2 * pairs * (p.head_dim + p.head_dim_v),
-          .bytes = (n.q + n.k + n.v + n.out) * bytes_of(p.dtype) + n.rows * bytes_of(DType::kFloat32)};
+          .bytes = (n.q + n.k + n.v) * bytes_of(p.dtype) + n.out * bytes_of(p.fp8 ? p.out_dtype : p.dtype) +
+                   n.rows * bytes_of(DType::kFloat32)};
 }
 
 Cost backward_cost(const Problem& p) {

@@ -86,8 +86,10 @@ struct Operand {
   }
 
   /// Checks what q, k, v, the output and their gradients have in common.
-  const Operand& is_matrix_like(const TensorView& q) const {
-    return has_dtype(q.dtype, ", as q").is_on(q.device).has_contiguous_last_dimension().is_aligned();
+  const Operand& is_matrix_like(const TensorView& q) const { return has_dtype(q.dtype, ", as q").lies_like(q); }
+  /// Checks all of that but the dtype.
+  const Operand& lies_like(const TensorView& q) const {
+    return is_on(q.device).has_contiguous_last_dimension().is_aligned();
   }
 };
 

@@ -105,7 +105,7 @@ void use_instruction_set(InstructionSet set) {
 }
 
 const Kernels& kernels(const Problem& problem) {
-  const DType dtype = problem.dtype;
+  const DType dtype = problem.fp8 ? DType::kE4M3 : problem.dtype;  // e4m3 numbers come as float32, see Problem
 #if defined(__x86_64__)
   switch (instruction_set()) {
     case InstructionSet::kBaseline: break;

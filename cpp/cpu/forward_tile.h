@@ -42,8 +42,13 @@ inline Vec make_finite(float* scores, Range keys, int stride) {
   return top;
 }
 
-/// Does RowState::rebase and computes the tile's P^T, for kVectors registers of queries from `column` on.
-template <Product kProduct, int kVectors>
+/// Weights are multiplied with this before they are rounded to e4m3, which loses precision below 2^-6. So are those of
+/// Hopper's kernel (see DescaledWeights).
+constexpr float kFactorOfE4m3 = 2;
+
+/// Does RowState::rebase and computes the tile's P^T, for kVectors registers of queries from `column` on. With kToE4m3
+/// it rounds weights to e4m3, after it has summed them.
+template <Product kProduct, int kVectors, bool kToE4m3 = false>
 void online_softmax(const ForwardBlock& block, const Tile& tile, int column) {
   const ForwardBuffers& to = block.buffers;
   const int stride = block.sizes.tile_m;
@@ -73,8 +78,9 @@ void online_softmax(const ForwardBlock& block, const Tile& tile, int column) {
   }
   const auto probability = [&](int key, int j, Vec& total) {
     const int at = key * stride + j * kLanes;
-    const Vec p = exp2(load(scores + at) - reference[j], unit_log2);
+    Vec p = exp2(load(scores + at) - reference[j], unit_log2);
     total += p;
+    if constexpr (kToE4m3) p = round_to_e4m3(p * kFactorOfE4m3) * (1 / kFactorOfE4m3);
     return tile.dropout == nullptr ? p : p * load(tile.dropout + column + at);
   };
   const auto step = [&](int key, int j, Vec& total) {
@@ -119,7 +125,7 @@ void online_softmax(const ForwardBlock& block, const Tile& tile, int column) {
   }
 }
 
-template <class T>
+template <class T, bool kToE4m3 = false>
 void forward_tile(const ForwardBlock& block, const Tile& tile, HeadRows k, HeadRows v) {
   constexpr Product kProduct = kProductOf<T>;
   const Sizes& sizes = block.sizes;
@@ -145,10 +151,10 @@ void forward_tile(const ForwardBlock& block, const Tile& tile, HeadRows k, HeadR
   if (tile.visible.queries_of_key != nullptr) hide(tile, at.scores, sizes.tile_m);
   int column = 0;
   for (; column + kSoftmaxVectors * kLanes <= block.queries; column += kSoftmaxVectors * kLanes) {
-    online_softmax<kProduct, kSoftmaxVectors>(block, tile, column);
+    online_softmax<kProduct, kSoftmaxVectors, kToE4m3>(block, tile, column);
   }
   for (; column < block.queries; column += kLanes) {
-    online_softmax<kProduct, 1>(block, tile, column);
+    online_softmax<kProduct, 1, kToE4m3>(block, tile, column);
   }
 
   constexpr Order kOrder = kTiles ? Order::kRows : Order::kSteps;

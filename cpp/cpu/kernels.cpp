@@ -7,9 +7,9 @@
 namespace flashtile::cpu {
 namespace {
 
-template <class T>
+template <class T, bool kToE4m3 = false>
 constexpr Kernels kKernels{.forward_begin = forward_begin<T>,
-                           .forward_tile = forward_tile<T>,
+                           .forward_tile = forward_tile<T, kToE4m3>,
                            .forward_end = forward_end<T>,
                            .rotate = rotate<T>,
                            .load_queries = load_queries<T>,
@@ -22,6 +22,7 @@ constexpr Kernels kKernels{.forward_begin = forward_begin<T>,
 
 const Kernels& FLASHTILE_CPU_KERNELS(DType dtype) {
   switch (dtype) {
+    case DType::kE4M3: return kKernels<float, true>;
     case DType::kFloat16: return kKernels<Half>;
     case DType::kBFloat16: return kKernels<BFloat16>;
     default: return kKernels<float>;

@@ -111,6 +111,14 @@ FLASHTILE_INLINE Vec exp2(Vec x, float factor = 1) {
 #endif
 }
 
+/// Rounds x ≥ 0 to the nearest multiple of 2^−3 of its power of two, or of 2^−9, ties to even: up to 448 these are the
+/// numbers of e4m3.
+FLASHTILE_INLINE Vec round_to_e4m3(Vec x) {
+  const Vec power = max_or_second((Vec)((IntVec)x & 0x7f800000), splat(0x1p-6f));
+  const Vec shift = power * 0x1p20f;  // whose last bit is 2^−3 of the power
+  return (x + shift) - shift;
+}
+
 /// Returns tanh within 2 ulp.
 FLASHTILE_INLINE Vec tanh(Vec x) {
   const Vec y = abs(x);

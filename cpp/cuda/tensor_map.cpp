@@ -48,12 +48,14 @@ CUtensorMap encode(const Key& key, const TensorView& t) {
                                static_cast<std::uint32_t>(key.packing.heads),
                                static_cast<std::uint32_t>(key.packing.queries_of(key.rows)), 1, 1};
   const std::uint32_t element_strides[] = {1, 1, 1, 1, 1};
+  const CUtensorMapDataType type = key.dtype == DType::kE4M3      ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                   : key.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                                  : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   CUtensorMap map;
   call_driver("cuTensorMapEncodeTiled", t.device.index, [&] {
-    return encoder()(
-        &map, key.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5,
-        t.data, shape.data(), strides.data(), box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle_of(key.columns_per_box * size), CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return encoder()(&map, type, 5, t.data, shape.data(), strides.data(), box, element_strides,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(key.columns_per_box * size),
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   });
   return map;
 }

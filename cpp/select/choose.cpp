@@ -37,7 +37,7 @@ constexpr int kNarrowHead = 64;   // up to this a second thread block on a multi
 }  // namespace
 
 bool has_few_keys(const Problem& p, const DeviceInfo& device) {
-  if (p.device.type != DeviceType::kCuda || device.compute_capability != 90 || p.ragged || p.column_masked())
+  if (p.device.type != DeviceType::kCuda || device.compute_capability != 90 || p.ragged || p.column_masked() || p.fp8)
     return false;
   if (p.wider_head_dim() > h200::kWidestHead || p.seqlen_k > h200::kMostKeys) return false;
   const std::int64_t tiles = dense_tiles(p, h200::kRows), wave = device.multiprocessors;

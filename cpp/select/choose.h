@@ -65,11 +65,12 @@ template <class Row>
                     ", expected at most " + std::to_string(widest) + " (less where shared memory is short)");
 }
 
-/// Returns whether a row is wide enough for a problem and knows the features that it asks for.
+/// Returns whether a row is of a problem's dtype, wide enough for it and knows the features that it asks for.
 template <class Row>
 bool serves(const Row& row, const Problem& p) {
   const Variant& v = row.variant;
-  return v.head_dim >= p.head_dim && v.head_dim_v >= p.head_dim_v && v.knows(features_of(p, Row::kKind, v));
+  return v.dtype == p.dtype && v.head_dim >= p.head_dim && v.head_dim_v >= p.head_dim_v &&
+         v.knows(features_of(p, Row::kKind, v));
 }
 
 /// Returns the architecture whose kernels a GPU runs. Hopper has its own for head dimensions up to the widest of
@@ -105,7 +106,7 @@ Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<c
   double least = 0;
   for (const Row& row : rows) {
     const Variant& v = row.variant;
-    if (v.arch != arch || v.dtype != problem.dtype || !serves(row, problem) || !suits(row)) continue;
+    if (v.arch != arch || !serves(row, problem) || !suits(row)) continue;
     if (best.row && (v.head_dim != best.row->variant.head_dim || v.head_dim_v != best.row->variant.head_dim_v)) break;
     if (shared_memory_of(Row::kKind, v) > device.max_shared_memory) {
       best.why = kSmallerTile;

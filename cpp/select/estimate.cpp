@@ -109,11 +109,11 @@ double time_of_tiles(const Variant& v, const Problem& p, HeadPacking packing, in
 /// so they have to leave fewer tiles than others. Where scores are mapped there are none: whether a block is mapped and
 /// weighed in one pass depends on all rows of a warp, and with it a row's last bits, so that two packs which share a
 /// head might store different ones. It packs none where int cannot count the rows of so long a sequence, nor where
-/// heads have ALiBi slopes, since a tile has one slope, nor with dropout, whose random words are indexed by the rows of
-/// a head.
+/// heads have ALiBi slopes, since a tile has one slope, nor of e4m3 numbers, which have descales, nor with dropout,
+/// whose random words are indexed by the rows of a head.
 HeadPacking packing_of_fewest_tiles(const Variant& v, const Problem& p) {
   HeadPacking found;
-  if (p.seqlen_q >= 1 << 25 || p.alibi || p.dropout.active() || p.column_masked()) return found;
+  if (p.seqlen_q >= 1 << 25 || p.alibi || p.dropout.active() || p.column_masked() || p.fp8) return found;
   const bool mapped = p.score_map().maps();
   std::int64_t fewest = std::numeric_limits<std::int64_t>::max();
   for (const bool share : {false, true}) {

@@ -24,6 +24,9 @@ struct Options {
   double dropout_p = 0;                      // 0: none
   std::uint64_t seed = 0;                    // seed of dropout's random numbers
   std::optional<bool> deterministic;         // whether a backward gives the same bits in every run; unset: false
+  // These two are of calls with numbers of 8 bits, and no caller's options: see Problem.
+  bool fp8 = false;
+  DType out_dtype = DType::kOther;
 
   /// Calls `visit` with the name and the value of each option. The bindings read options by this, so the order is that
   /// in which Python hands them over (_options.py).
@@ -67,6 +70,12 @@ struct ForwardTensors {
   TensorView seqused_q;     // (B), int32, contiguous: how many rows of a sequence count
   TensorView seqused_k;     // (B), int32, contiguous
 
+  // Of e4m3 numbers these are the factors of blocks of 64 or 128 rows, or of all rows of a head where they have no last
+  // dimension; those of q may be for each KV head. All are optional, float32, of any strides.
+  TensorView q_descale;  // (B, H_q or H_k, ceil(S_q / block)) or (B, H_q or H_k)
+  TensorView k_descale;  // (B, H_k, ceil(S_k / block)) or (B, H_k)
+  TensorView v_descale;  // likewise
+
   /// Returns the same tensors, with a batch dimension of one entry where the batch is ragged: kernels know one kind of
   /// shape.
   ForwardTensors with_batch() const;
@@ -106,6 +115,10 @@ struct Problem {
   bool sinks = false;
   Dropout dropout;
   bool deterministic = false;  // whether a backward gives the same bits in every run
+  // Whether q, k and v are e4m3 numbers, and weights are rounded to such; on a CPU q, k and v are float32, which have
+  // been multiplied with their descales. `out_dtype` is the dtype of out, which is that of q in all other calls.
+  bool fp8 = false;
+  DType out_dtype = DType::kOther;
 
   Lengths lengths() const { return {seqlen_q, seqlen_k}; }
   Mask mask() const { return {band}; }

@@ -8,7 +8,7 @@
 
 namespace flashtile {
 
-enum class DType : std::uint8_t { kFloat32, kFloat16, kBFloat16, kInt32, kOther };
+enum class DType : std::uint8_t { kFloat32, kFloat16, kBFloat16, kE4M3, kInt32, kOther };
 enum class DeviceType : std::uint8_t { kCpu, kCuda, kOther };
 
 struct Device {
@@ -21,7 +21,7 @@ struct Device {
 using Stream = void*;
 
 constexpr int bytes_of(DType dtype) {
-  return dtype == DType::kFloat32 || dtype == DType::kInt32 ? 4 : 2;
+  return dtype == DType::kFloat32 || dtype == DType::kInt32 ? 4 : dtype == DType::kE4M3 ? 1 : 2;
 }
 
 constexpr const char* name_of(DType dtype) {
@@ -29,6 +29,7 @@ constexpr const char* name_of(DType dtype) {
     case DType::kFloat32: return "float32";
     case DType::kFloat16: return "float16";
     case DType::kBFloat16: return "bfloat16";
+    case DType::kE4M3: return "float8_e4m3fn";
     case DType::kInt32: return "int32";
     case DType::kOther: break;
   }

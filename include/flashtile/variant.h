@@ -47,6 +47,8 @@ struct Variant {
 
   constexpr int threads() const { return warps * 32; }
   constexpr bool knows(Features some) const { return includes(features, some); }
+  /// Returns whether Q, K and V are of 8 bits, and with them the weights that P·V takes.
+  constexpr bool fp8() const { return dtype == DType::kE4M3; }
   /// Returns whether a forward kernel for Ampere exists with twice the warps, too, of 16 rows each instead of 32. They
   /// hide latencies where no multiprocessor has a second thread block that would; elsewhere they read keys twice as
   /// often from shared memory.
@@ -64,12 +66,14 @@ struct Variant {
   constexpr bool one_pass() const { return arch == Arch::kSm90 && !two_passes(); }
   /// Returns whether a forward kernel for Hopper may divide the keys of a tile among thread blocks. One row of each
   /// width does, that with the smaller tile; sinks need no row of their own then (see join_parts.h).
-  constexpr bool may_split() const { return arch == Arch::kSm90 && tile_m == 128 && features == Features::kNone; }
+  constexpr bool may_split() const {
+    return arch == Arch::kSm90 && tile_m == 128 && features == Features::kNone && !fp8();
+  }
   /// Returns whether a CUDA forward kernel takes column masks. One row of most widths does for Hopper, and on all GPUs
   /// those that know dropout. Heads of other widths take a wider row: each kernel more is half a minute of a build.
   constexpr bool may_mask() const {
     if (arch == Arch::kSm80) return maps_masked();
-    return arch == Arch::kSm90 && has_usual_width() &&
+    return arch == Arch::kSm90 && has_usual_width() && !fp8() &&
            (maps_masked() || (features == Features::kNone && tile_m == (head_dim > 64 ? 128 : 192)));
   }
   /// Returns whether it maps scores (see ScoreMap) under a column mask. Others would jump over that code at each edge.
@@ -95,7 +99,8 @@ struct Variant {
 /// This is the shared memory of Hopper's forward kernel. It has two tiles of Q where they fit, so that the next one is
 /// loaded while the last is still in use. Where that fits too, the output is staged for TMA to store it, which takes
 /// fewer instructions than to store it from registers: those of the first epilogue come from memory, all at once. Under
-/// a column mask there are 16 bytes for each column of a block at an edge, of two such blocks where they fit.
+/// a column mask there are 16 bytes for each column of a block at an edge, of two such blocks where they fit. Each tile
+/// of V of 8 bits is there a second time, transposed: matmuls take bytes in no other way.
 struct ForwardMemorySm90 {
   int stages_q = 1;
   bool staged = false;
@@ -107,9 +112,10 @@ struct ForwardMemorySm90 {
     constexpr int kLimit = 227 * 1024;  // shared memory that a thread block may have
     constexpr int kBarriers = 3072;     // barriers, and what the scheduler warp tells the others of each tile
     const int q = bytes_of(v.dtype) * v.tile_m * v.head_dim;
-    const int out = bytes_of(v.dtype) * v.tile_m * v.head_dim_v;
+    const int out = 2 * v.tile_m * v.head_dim_v;
+    const int columns_of_stage = v.head_dim + v.head_dim_v * (v.fp8() ? 2 : 1);
     ForwardMemorySm90 memory;
-    memory.bytes = kBarriers + q + bytes_of(v.dtype) * v.stages / 2 * v.tile_n * (v.head_dim + v.head_dim_v);
+    memory.bytes = kBarriers + q + bytes_of(v.dtype) * v.stages / 2 * v.tile_n * columns_of_stage;
     if (memory.bytes + q <= kLimit) memory.stages_q = 2, memory.bytes += q;
     if (memory.bytes + out <= kLimit) memory.staged = true, memory.bytes += out;
     memory.masked_bytes = memory.bytes;
@@ -170,6 +176,7 @@ inline constexpr Arch sm90 = Arch::kSm90;
 inline constexpr DType f32 = DType::kFloat32;
 inline constexpr DType f16 = DType::kFloat16;
 inline constexpr DType bf16 = DType::kBFloat16;
+inline constexpr DType e4m3 = DType::kE4M3;
 inline constexpr Features plain = Features::kNone;
 inline constexpr Features sinks = Features::kSinks;
 inline constexpr Features dropout = Features::kDropout;

@@ -42,12 +42,17 @@ void view_sequences(const char* function, handle sequences, ForwardTensors& tens
   tensors.seqused_k = optional_view(function, "seqused_k", tables[3], kInts);
 }
 
-Given to_given(const char* function, handle q, handle k, handle v, const nb::tuple& options) {
+TensorView view_of_floats(const char* function, const char* name, handle object) {
+  return tensor_view(function, name, object);
+}
+
+Given to_given(const char* function, handle q, handle k, handle v, const nb::tuple& options,
+               decltype(&view_of_floats) view = view_of_floats) {
   check_count(function, options, kOptionCount, "options");
   Given given;
-  given.tensors.q = tensor_view(function, "q", q);
-  given.tensors.k = tensor_view(function, "k", k);
-  given.tensors.v = tensor_view(function, "v", v);
+  given.tensors.q = view(function, "q", q);
+  given.tensors.k = view(function, "k", k);
+  given.tensors.v = view(function, "v", v);
   given.tensors.alibi_slopes = optional_view(function, "alibi_slopes", option_of(options, kAlibiSlopes));
   given.tensors.sinks = optional_view(function, "sinks", option_of(options, kSinks));
   given.tensors.mask = optional_view(function, "mask", option_of(options, kMask), kInts);
@@ -128,6 +133,38 @@ nb::object saving_forward(handle ctx, handle q, handle k, handle v, const nb::tu
   return results.out;
 }
 
+/// Returns the view of e4m3 numbers, which come as int32, four in one, since the exchange table knows no such dtype.
+TensorView view_of_bytes(const char* function, const char* name, handle object) {
+  TensorView view = tensor_view(function, name, object, kInts);
+  if (view.dtype != DType::kInt32) return view;  // on a CPU numbers are float32
+  view.dtype = DType::kE4M3;
+  for (int i = 0; i < view.rank - 1; ++i) view.strides[i] *= 4;
+  if (view.rank > 0) view.shape[view.rank - 1] *= 4;
+  return view;
+}
+
+/// Computes a forward of e4m3 numbers into `out`, and, unless it is None, `lse`; `descales` are those of q, k and v.
+void forward_fp8(handle q, handle k, handle v, const nb::tuple& descales, const nb::tuple& options, handle out,
+                 handle lse) {
+  const char* const function = names_of(options).forward;
+  check_count(function, descales, 3, "descales");
+  Given given = to_given(function, q, k, v, options, view_of_bytes);
+  ForwardTensors& tensors = given.tensors;
+  tensors.q_descale = optional_view(function, "q_descale", descales[0]);
+  tensors.k_descale = optional_view(function, "k_descale", descales[1]);
+  tensors.v_descale = optional_view(function, "v_descale", descales[2]);
+  tensors.out = tensor_view(function, "out", out);
+  tensors.lse = optional_view(function, "lse", lse);
+  given.options.fp8 = true;
+  given.options.out_dtype = tensors.out.dtype;
+  const ForwardPlan plan = plan_forward(function, tensors, given.options, device_for(function, tensors.q.device));
+  if (explaining()) throw Explained{to_string(plan)};
+  const Stream stream = current_stream(out, plan.problem.device);
+  const Workspace workspace(function, plan, out);
+  const nb::gil_scoped_release no_gil;
+  run_forward(plan, tensors, workspace.get(), stream);
+}
+
 void backward(handle dout, handle dlse, handle q, handle k, handle v, handle out, handle rows, handle dq, handle dk,
               handle dv, handle dsinks, const nb::tuple& options) {
   const char* const function = names_of(options).backward;
@@ -173,6 +210,8 @@ void bind_attention(nb::module_& module) {
     const Results results = forward(q, k, v, options, new_lse, new_state);
     return nb::make_tuple(results.out, results.lse, results.state);
   });
+  module.def("forward_fp8", &forward_fp8, any("q"), any("k"), any("v"), nb::arg("descales"), nb::arg("options"),
+             nb::arg("out"), any("lse"));
   // This is for tests of an older GPU's kernels on a newer one.
   module.def("_limit_compute_capability", &limit_compute_capability, nb::arg("limit"));
   module.def("saving_forward", &saving_forward, nb::arg("ctx"), any("q"), any("k"), any("v"), nb::arg("options"),

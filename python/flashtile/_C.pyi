@@ -32,6 +32,15 @@ def forward_with_state(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tu
 def saving_forward(
     ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, options: _Options, sinks: Tensor | None = None
 ) -> Tensor: ...
+def forward_fp8(
+    q: Tensor,  # on a GPU int32, of four e4m3 numbers each; on a CPU float32, multiplied with their descales
+    k: Tensor,
+    v: Tensor,
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    options: _Options,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None: ...
 def backward(
     dout: Tensor,
     dlse: Tensor | None,

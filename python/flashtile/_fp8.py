@@ -1,7 +1,8 @@
 """Attention of e4m3 numbers, of which `attention` and `attention_varlen` tell users.
 
-No kernel multiplies them as they are yet: they are multiplied with their descales, and attention computes in float32 on
-a CPU, and in the dtype of out on a GPU.
+Hopper has kernels that multiply them as they are. What those do not serve, and all else on a GPU, is computed in the
+dtype of out, of numbers that have been multiplied with their descales; a CPU computes in float32, and rounds weights as
+Hopper does. Which kernel serves a call the module says, by refusing it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,30 @@ import math
 
 import torch
 from torch import is_grad_enabled
+from torch.autograd import profiler
 
-from ._autograd import attend
-from ._core import require_tensors
-from ._options import SEQUENCES, SINKS
+from . import _C
+from ._arguments import of_attention, to_attention
+from ._autograd import attend, is_traced
+from ._core import as_float32, readable, readable_options, recorded, refuse_nested, require_tensors, under_functorch
+from ._flops import forward_flops
+from ._ops import EAGER, define_forward
+from ._options import (
+    ALIBI_SLOPES,
+    DENSE_ARGUMENTS,
+    DENSE_COUNT,
+    DROPOUT_P,
+    RAGGED_ARGUMENTS,
+    SEED,
+    SEED_ARGUMENT,
+    SEQUENCES,
+    SINKS,
+    replaced,
+)
 
 E4M3 = torch.float8_e4m3fn
 BLOCKS = (64, 128)
+_AT_ONCE = 16  # bytes: head dimensions that kernels read are multiples
 _DESCALES = ("q_descale", "k_descale", "v_descale")
 _OUT_DTYPES = {"cpu": (torch.bfloat16, torch.float16, torch.float32), "cuda": (torch.bfloat16, torch.float16)}
 
@@ -35,14 +53,64 @@ def is_fp8(q, descales, out_dtype):
 
 def attend_fp8(function, q, k, v, descales, out_dtype, options, return_lse):
     """What `attend` returns, of e4m3 numbers."""
+    if return_lse is not False and return_lse is not True:
+        raise TypeError(f"{function}: return_lse is {_C.described(return_lse)}, expected True or False")
     out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
     _check(function, q, k, v, descales, out_dtype, options)
+    options = replaced(options, SINKS, as_float32(options[SINKS]))
+    traced = is_traced() or under_functorch()
+    if options[DROPOUT_P] and options[SEED] is None:
+        seed = torch.randint(2**63 - 1, (), device="cpu")
+        options = replaced(options, SEED, seed if traced else int(seed))
+    if traced:
+        given = of_attention(function, q, options)
+        operator = _operators[len(given) > DENSE_COUNT, given[SEED_ARGUMENT] is not None]
+        out, lse = operator(q, k, v, *descales, out_dtype, *given)
+    elif profiler._is_profiler_enabled:
+        with recorded(function, q, k, v):
+            out, lse = _forward(function, q, k, v, descales, out_dtype, options)
+    else:
+        out, lse = _forward(function, q, k, v, descales, out_dtype, options)
+    return (out, lse) if return_lse else out
+
+
+def _forward(function, q, k, v, descales, out_dtype, options):
+    """(out, lse) by the first way that serves the call."""
+    if q.device.type != "cpu" and not (q.shape[-1] % _AT_ONCE or v.shape[-1] % _AT_ONCE):
+        try:
+            return _by_kernel(*map(_words, (q, k, v)), descales, out_dtype, options)
+        except NotImplementedError:
+            pass
     sequences = options[SEQUENCES]
     begins = (None,) * 3 if sequences is None else (sequences[0], sequences[1], sequences[1])
-    computed = torch.float32 if q.device.type == "cpu" else out_dtype
-    numbers = (dequantized(*given).to(computed) for given in zip((q, k, v), descales, begins, strict=True))
-    found = attend(function, *numbers, options, return_lse)
-    return (found[0].to(out_dtype), found[1]) if return_lse else found.to(out_dtype)
+    q, k, v = (dequantized(*given) for given in zip((q, k, v), descales, begins, strict=True))
+    if q.device.type == "cpu":
+        out, lse = _by_kernel(q, k, v, (None,) * 3, torch.float32, options)
+        return out.to(out_dtype), lse
+    return attend(function, q.to(out_dtype), k.to(out_dtype), v.to(out_dtype), options, True, True)
+
+
+def _by_kernel(q, k, v, descales, out_dtype, options):
+    out, lse = _new_results(q, k, v, out_dtype)
+    try:
+        _C.forward_fp8(q, k, v, descales, options, out, lse)
+    except _C.Unreadable:
+        _C.forward_fp8(*map(readable, (q, k, v)), descales, readable_options(options), out, lse)
+    return out, lse
+
+
+def _words(x):
+    """Four numbers in one int32, which is how the module takes them."""
+    if x.stride(-1) != 1 or x.storage_offset() % 4 or any(stride % 4 for stride in x.stride()[:-1]):
+        x = x.contiguous()
+    return x.view(torch.int32)
+
+
+def _new_results(q, k, v, out_dtype):
+    *batch, rows, heads, _ = q.shape if q.dim() > 2 else (0, 0, 0)  # for the module to say what is wrong
+    width = v.shape[-1] * v.element_size() if v.dtype is torch.int32 else v.shape[-1]
+    out = q.new_empty((*batch, rows, heads, width), dtype=out_dtype)
+    return out, q.new_empty((*batch, heads, rows), dtype=torch.float32)
 
 
 def dequantized(x, descale, sequences=None):
@@ -93,7 +161,9 @@ def _check(function, q, k, v, descales, out_dtype, options):
         batch = q.shape[0] if sequences is None else sequences[0].numel() - 1
         for name, x in given.items():
             _check_shape(function, name, x, q if name == "q_descale" else k, k, batch, sequences is not None)
-    if is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v, options[SINKS], *descales)):
+    refuse_nested(function, q=q, k=k, v=v)
+    others = (options[SINKS], options[ALIBI_SLOPES], *descales)
+    if is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v, *others)):
         raise NotImplementedError(
             f"{function}: a gradient is asked for, expected none of {E4M3} numbers; nearest supported: "
             "torch.no_grad(), or attention in 16 bits of what flashtile.fp8.dequantize returns"
@@ -111,3 +181,33 @@ def _check_shape(function, name, descale, of, k, batch, ragged):
             f"{function}: {name} has shape {tuple(descale.shape)}, expected (B, H){blocks}, where B is {batch} and H "
             f"{' or '.join(map(str, of_heads))}"
         )
+
+
+# ---- operators, by which torch.compile and torch.func know the same
+
+
+def _kernel(q, k, v, q_descale, k_descale, v_descale, out_dtype, *options):
+    options = to_attention(*options)
+    function = "attention" if options[SEQUENCES] is None else "attention_varlen"
+    return _forward(function, q, k, v, (q_descale, k_descale, v_descale), out_dtype, options)
+
+
+def _fake(q, k, v, q_descale, k_descale, v_descale, out_dtype, *options):
+    return _new_results(q, k, v, out_dtype)
+
+
+def _flops(q, k, v, q_descale, k_descale, v_descale, out_dtype, *options):
+    return forward_flops(q, k, v, *options)
+
+
+def _define(name, options, *tags):
+    inputs = "Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale"
+    return define_forward(name, f"{inputs}, ScalarType out_dtype, {options}", _kernel, _fake, _flops, *tags)
+
+
+_operators = {  # by whether sequences are ragged, and whether there is a seed
+    (False, False): _define("attention_fp8", DENSE_ARGUMENTS),
+    (False, True): _define("attention_fp8_dropout", DENSE_ARGUMENTS, *EAGER),
+    (True, False): _define("attention_varlen_fp8", RAGGED_ARGUMENTS),
+    (True, True): _define("attention_varlen_fp8_dropout", RAGGED_ARGUMENTS, *EAGER),
+}

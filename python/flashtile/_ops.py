@@ -29,7 +29,6 @@ from ._options import (
 _CACHE_TABLES = "Tensor cache_seqlens, Tensor? block_table, Tensor? cache_batch_idx, Tensor? leftpad"
 _CACHE_REST = f"Tensor? rotary_cos, Tensor? rotary_sin, {_CACHE_TABLES}, Tensor? cu_seqlens_q, {CACHE_ARGUMENTS}"
 _FUNCTION = "attention_kvcache"  # to which the operators of caches belong
-_RESULTS = "(Tensor out, Tensor lse)"
 _RESULTS_AND_STATE = "(Tensor out, Tensor lse, Tensor state)"
 _INCOMING = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor state, bool[4] needed"
 _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
@@ -243,28 +242,36 @@ def _define_attention(name, options, *tags):
     return whole
 
 
-def _define_cache(name, arguments, kernel, flops, written=()):
-    call = define(name, arguments, _RESULTS, kernel, _new_cache_results)
-    torch.library.register_vmap(call, _one_by_one(call, _FUNCTION, written), lib=_library)
+def define_forward(name, arguments, kernel, new_results, flops, *tags, function="attention", written=()):
+    """An operator without gradients that returns out and lse."""
+    call = define(name, arguments, "(Tensor out, Tensor lse)", kernel, new_results, *tags)
+    torch.library.register_vmap(call, _one_by_one(call, function, written), lib=_library)
     count_flops(call, flops)
     return call
 
 
 # A CUDA graph would keep the seed of its capture.
-_EAGER = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+EAGER = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 _attentions = {  # by whether sequences are ragged, and whether there is a seed
     (False, False): _define_attention("attention", DENSE_ARGUMENTS),
-    (False, True): _define_attention("attention_dropout", DENSE_ARGUMENTS, *_EAGER),
+    (False, True): _define_attention("attention_dropout", DENSE_ARGUMENTS, *EAGER),
     (True, False): _define_attention("attention_varlen", RAGGED_ARGUMENTS),
-    (True, True): _define_attention("attention_varlen_dropout", RAGGED_ARGUMENTS, *_EAGER),
+    (True, True): _define_attention("attention_varlen_dropout", RAGGED_ARGUMENTS, *EAGER),
 }
-_attention_kvcache = _define_cache(
-    "attention_kvcache", f"Tensor q, Tensor k_cache, Tensor v_cache, {_CACHE_REST}", _kvcache, kvcache_flops
+_attention_kvcache = define_forward(
+    "attention_kvcache",
+    f"Tensor q, Tensor k_cache, Tensor v_cache, {_CACHE_REST}",
+    _kvcache,
+    _new_cache_results,
+    kvcache_flops,
+    function=_FUNCTION,
 )
-_attention_kvcache_append = _define_cache(
+_attention_kvcache_append = define_forward(
     "attention_kvcache_append",
     f"Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_new, Tensor? v_new, {_CACHE_REST}",
     _append,
+    _new_cache_results,
     append_flops,
+    function=_FUNCTION,
     written=((1, "k_cache"), (2, "v_cache")),
 )

@@ -95,7 +95,8 @@ TEST(CheckKvcache, ALegalCallBecomesItsProblem) {
                          .head_dim_v = 32,
                          .dtype = DType::kFloat16,
                          .band = Band::causal(),
-                         .scale = 0.125f};
+                         .scale = 0.125f,
+                         .out_dtype = DType::kFloat16};
   EXPECT_EQ(p.problem, expected);
   EXPECT_EQ(p.pages, 7);
   EXPECT_EQ(p.page_size, 4);

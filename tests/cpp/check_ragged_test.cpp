@@ -69,7 +69,8 @@ TEST(CheckRagged, ALegalCallBecomesItsProblem) {
                            .band = Band::full(),
                            .scale = 0.125f,
                            .softcap = 0,
-                           .alibi = true};
+                           .alibi = true,
+                           .out_dtype = DType::kFloat16};
     EXPECT_EQ(found, expected);
   }
   EXPECT_EQ(ragged([](Call& c, Tables&) { c.forward.seqused_q = c.forward.seqused_k = {}; }), "accepted");

@@ -46,7 +46,8 @@ TEST(Check, ALegalCallBecomesItsProblem) {
                          .band = Band::full(),
                          .scale = 0.125f,
                          .softcap = 0,
-                         .alibi = true};
+                         .alibi = true,
+                         .out_dtype = DType::kFloat16};
   EXPECT_EQ(p, expected);
   EXPECT_EQ(backward([](Call&) {}), "accepted");
   EXPECT_EQ(backward([](Call&) {}, kGpu), "accepted");

@@ -15,6 +15,7 @@ from pathlib import Path
 # The levels go from the bottom up. Rooms of one level may not include each other.
 LEVELS = [
     {"macros", "error", "tensor_view"},
+    {"descales"},
     {"range"},
     {"cuda"},
     {"variant", "sequence", "cache"},
@@ -37,7 +38,11 @@ LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 # These are folders whose files have an order: those of one level may not include each other.
 FILES = {
     "mask": [{"band", "walk"}, {"mask", "columns"}],
-    "mainloop/forward_sm90": [{"storage"}, {"scheduler", "producer", "consumer"}],
+    "mainloop/forward_sm90": [
+        {"storage"},
+        {"descaled_weights", "long_sums"},
+        {"scheduler", "producer", "transposer", "consumer"},
+    ],
     "mainloop/backward_one_pass_sm90": [{"storage"}, {"scheduler"}, {"producer", "consumer", "writer"}],
     "kernel/kvcache_sm80": [{"scores", "shares"}, {"source", "joining"}],
 }

@@ -31,4 +31,12 @@ inline Problem problem_on(const DeviceInfo& device, DType dtype, int head_dim, i
           .scale = 1};
 }
 
+/// Returns the same problem of e4m3 numbers.
+inline Problem of_fp8(Problem problem) {
+  problem.dtype = DType::kE4M3;
+  problem.out_dtype = DType::kBFloat16;
+  problem.fp8 = true;
+  return problem;
+}
+
 }  // namespace flashtile

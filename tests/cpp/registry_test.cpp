@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "flashtile/error.h"
 #include "flashtile/flashtile.h"
 #include "problems.h"
 
@@ -71,11 +72,29 @@ TEST(Registry, EveryRowIsReached) {
   for_each_supported([&](const Problem& problem, const DeviceInfo& device) {
     reached.insert("forward " + name_of(select_forward(problem, device).variant));
     reached.insert("backward " + name_of(select_backward(problem, device).variant));
+    if (device.compute_capability == 90 && problem.dtype == DType::kBFloat16 && !problem.dropout.active())
+      reached.insert("forward " + name_of(select_forward(of_fp8(problem), device).variant));
   });
   for (const ForwardRow& row : forward_rows())
     EXPECT_TRUE(reached.contains("forward " + name_of(row.variant))) << name_of(row.variant);
   for (const BackwardRow& row : backward_rows())
     EXPECT_TRUE(reached.contains("backward " + name_of(row.variant))) << name_of(row.variant);
+}
+
+TEST(Registry, EightBitsAreHoppersAlone) {
+  for (const DeviceInfo& device : devices()) {
+    const Problem problem = of_fp8(problem_on(device, DType::kBFloat16, 128, 128, 1000));
+    if (device.compute_capability == 90)
+      EXPECT_EQ(select_forward(problem, device).variant.dtype, DType::kE4M3);
+    else
+      EXPECT_THROW(select_forward(problem, device), Unsupported) << device.compute_capability;
+    Problem drops = problem;
+    drops.dropout = Dropout::of(0.1, 7);
+    EXPECT_THROW(select_forward(drops, device), Unsupported);
+    Problem masked = problem;
+    masked.masks_of_entry = masked.masked_entries = 1;
+    EXPECT_THROW(select_forward(masked, device), Unsupported);
+  }
 }
 
 TEST(Registry, RowsAreDistinct) {

@@ -8,12 +8,13 @@ import torch
 from cases import BF16, DEVICE_PARAMS, F16, F32
 
 import flashtile
-from flashtile import fp8
+from flashtile import _capability, fp8
 from flashtile.masks import ColumnMask
 
 GPU = pytest.mark.gpu
 E4M3 = torch.float8_e4m3fn
-TOLERANCE = {"cpu": 0.004, "cuda": 0.02}  # what bfloat16 leaves of out, and on a GPU of the numbers too
+# Weights are rounded to four bits, so that each may be off by 1/16, and they average.
+TOLERANCE = 0.04
 
 
 def normal(*shape, seed=0):
@@ -83,7 +84,7 @@ def test_close_to_float64(options, widths, device):
         out, lse = flashtile.attention(x.q, x.k, x.v, **descales(x), return_lse=True, **options)
         expected, expected_lse = exact(x, **options)
         assert out.dtype is BF16 and out.shape == expected.shape
-        assert distance(out, expected) < TOLERANCE[device], rows
+        assert distance(out, expected) < TOLERANCE, rows
         assert torch.allclose(lse.double(), expected_lse, rtol=1e-5, atol=0.1 if device == "cuda" else 1e-5), rows
 
 
@@ -98,7 +99,7 @@ def test_blocks_and_dtypes_of_out(out_dtype, block, device):
         return
     out = flashtile.attention(x.q, x.k, x.v, out_dtype=out_dtype, causal=True, **descales(x))
     assert out.dtype is out_dtype
-    assert distance(out, exact(x, causal=True)[0]) < TOLERANCE[device]
+    assert distance(out, exact(x, causal=True)[0]) < TOLERANCE
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
@@ -120,6 +121,32 @@ def test_shapes_of_descales_say_the_same(width, device):
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_weights_are_rounded_to_e4m3(device):
+    """One key has weight 1, another less; the values pick each. What the weights of e4m3 are, PyTorch says."""
+    if device == "cuda" and _capability.of_device() != 90:
+        pytest.skip("other GPUs than Hopper compute in 16 bits")
+    gaps = torch.linspace(0.0, 6.0, 200)
+    descale = gaps[None, None, :1].expand(1, 200, 1)[:, :, 0].contiguous()  # (1, H): each head has a gap of its own
+    descale[0] = gaps
+    q = torch.ones(1, 1, 200, 64).to(E4M3)
+    k = torch.zeros(1, 2, 200, 64)
+    k[:, 1, :, 0] = -1
+    v = torch.zeros(1, 2, 200, 64)
+    v[0, 0, :, 0] = v[0, 1, :, 1] = 1
+    given = dict(q_descale=descale.to(device), scale=1.0, out_dtype=F32 if device == "cpu" else F16)
+    out = flashtile.attention(*(x.to(device, E4M3) for x in (q, k, v)), **given)[0, 0].double().cpu()
+    small = torch.exp(-gaps.double())
+    rounded = (2 * small.float()).to(E4M3).double() / 2
+    first, second = out[:, 0] * (1 + small), out[:, 1] * (1 + small)
+    assert torch.allclose(first, torch.ones(200).double(), atol=1e-3)
+    # A weight next to the middle between two numbers may go either way.
+    ways = torch.stack([(2 * small.float() * by).to(E4M3).double() / 2 for by in (1 - 1e-5, 1 + 1e-5)])
+    assert torch.allclose(rounded, ways, rtol=0.14)
+    near = (second[None] - ways).abs().min(0).values
+    assert near.max() < 1e-3
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
 @pytest.mark.parametrize("power", [-30, -12, -4, 3, 12, 30])
 def test_descales_of_v_that_are_far_apart(power, device):
     """A block is computed no worse, however its descale of V differs from those of others."""
@@ -136,7 +163,7 @@ def test_descales_of_v_that_are_far_apart(power, device):
     out = flashtile.attention(x.q, x.k, x.v, **descales(x))
     expected, _ = exact(x)
     for half in (slice(0, 100), slice(100, 200)):
-        assert distance(out[:, half], expected[:, half]) < TOLERANCE[device]
+        assert distance(out[:, half], expected[:, half]) < TOLERANCE
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
@@ -145,9 +172,9 @@ def test_unusual_descales(device):
     rows of their tile."""
     x = quantized(device, rows=(420, 420))
     zero = x._replace(v_descale=torch.where(torch.arange(4, device=device) == 1, 0.0, x.v_descale))
-    assert distance(flashtile.attention(zero.q, zero.k, zero.v, **descales(zero)), exact(zero)[0]) < TOLERANCE[device]
+    assert distance(flashtile.attention(zero.q, zero.k, zero.v, **descales(zero)), exact(zero)[0]) < TOLERANCE
     zero = x._replace(k_descale=torch.zeros_like(x.k_descale))
-    assert distance(flashtile.attention(zero.q, zero.k, zero.v, **descales(zero)), exact(zero)[0]) < TOLERANCE[device]
+    assert distance(flashtile.attention(zero.q, zero.k, zero.v, **descales(zero)), exact(zero)[0]) < TOLERANCE
     for value in (math.nan, -1.0):
         for name in ("k_descale", "v_descale"):
             wrong = getattr(x, name).clone()
@@ -165,7 +192,7 @@ def test_nan_numbers_and_rows_that_see_nothing(device):
     x = quantized(device, rows=(300, 200))
     out, lse = flashtile.attention(x.q, x.k, x.v, **descales(x), causal=True, return_lse=True)
     assert (out[:, :100] == 0).all() and (lse[:, :, :100] == -math.inf).all()
-    assert distance(out, exact(x, causal=True)[0]) < TOLERANCE[device]
+    assert distance(out, exact(x, causal=True)[0]) < TOLERANCE
     v = x.v.float()
     v[:, 150, 0, 3] = math.nan
     out = flashtile.attention(x.q, x.k, v.to(E4M3), **descales(x), causal=True)
@@ -205,10 +232,10 @@ def test_column_masks_and_dropout(device):
     x = quantized(device, rows=(300, 300))
     mask = ColumnMask.causal_document([100, 200]).to(device)
     out = flashtile.attention(x.q, x.k, x.v, **descales(x), mask=mask)
-    assert distance(out, exact(x, mask=mask.to_dense())[0]) < TOLERANCE[device]
+    assert distance(out, exact(x, mask=mask.to_dense())[0]) < TOLERANCE
     options = dict(dropout_p=0.5, seed=7)
     out = flashtile.attention(x.q, x.k, x.v, **descales(x), **options)
-    assert distance(out, exact(x, **options)[0]) < TOLERANCE[device]
+    assert distance(out, exact(x, **options)[0]) < TOLERANCE
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
@@ -233,7 +260,7 @@ def test_any_strides(layout, device):
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
-@pytest.mark.parametrize("width, bars", [(128, (9.1e-3, 1.5e-2)), (256, (6.5e-3, 1.2e-2))])
+@pytest.mark.parametrize("width, bars", [(128, (2.2e-2, 5e-2)), (256, (2e-2, 5e-2))])
 def test_accuracy_on_outliers(width, bars, device):
     """FlashAttention-3's distribution, against attention of the numbers before they were rounded."""
     q, k, v = operands(device, batch=1, rows=(1024, 1024), heads=(2, 2), widths=(width, width), of=with_outliers)
@@ -247,7 +274,20 @@ def test_accuracy_on_outliers(width, bars, device):
         *plain, out_dtype=F16, **{n: d.expand(1, 2) for n, d in zip(names, of_all, strict=True)}
     )
     errors = [float((y.double() - expected).square().mean().sqrt()) for y in (out, rough)]
+    # At 4,096 rows weights average over four times as many: these bars are twice those of docs/fp8.md's table.
     assert errors[0] < bars[0] and errors[1] < bars[1] and errors[0] < errors[1], errors
+
+
+@GPU
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_long_sums(width):
+    """Values of one sign over many keys: tensor cores alone would lose most of the sum."""
+    keys = 65536
+    x = quantized("cuda", batch=1, rows=(64, keys), heads=(1, 1), widths=(width, width))
+    v = (x.v.float() + 300).clamp(max=448).to(E4M3)
+    out = flashtile.attention(x.q, x.k, v, **descales(x))
+    expected, _ = exact(x._replace(v=v))
+    assert abs(float((out.double() / expected).mean()) - 1) < 0.03
 
 
 @GPU
@@ -283,6 +323,13 @@ def test_compiled(ragged, device):
     found = torch.compile(call, fullgraph=True, backend="aot_eager")(*given)
     for a, b in zip(found, call(*given), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_plan_names_the_kernel():
+    for widths, rows in (((64, 64), "m192_n128"), ((128, 96), "m192_n64"), ((256, 16), "m128_n64")):
+        x = quantized(widths=widths)
+        plan = flashtile.explain(*(y.to("meta") for y in (x.q, x.k, x.v)), device="H100")
+        assert "float8_e4m3fn" in plan and f"sm90_e4m3_d{widths[0]}" in plan and rows in plan
 
 
 def test_wrong_calls():

@@ -36,7 +36,7 @@ struct RingCursor {
 /// in the same order.
 ///
 ///   full[s]   consumers wait for the stage to be filled: the producer thread arrives with the bytes that it expects,
-///             perhaps none, and the TMA engine counts the bytes that land
+///             perhaps none, and the TMA engine counts the bytes that land; or several warps fill it, and each arrives
 ///   empty[s]  the producer waits for the stage to be free: consumers arrive when they have read it
 template <int kStages>
 struct Ring {
@@ -44,11 +44,12 @@ struct Ring {
   cutlass::arch::ClusterTransactionBarrier full[kStages];
   cutlass::arch::ClusterBarrier empty[kStages];
 
-  /// One thread calls it before any other touches the ring. A stage is empty after `arrivals` arrivals of consumers.
-  CUTE_DEVICE void init(int arrivals) {
+  /// One thread calls it before any other touches the ring. A stage is empty after `arrivals` arrivals of consumers,
+  /// and full after those of `producers`.
+  CUTE_DEVICE void init(int arrivals, int producers = 1) {
     CUTE_UNROLL
     for (int s = 0; s < kStages; ++s) {
-      full[s].init(1);
+      full[s].init(producers);
       empty[s].init(arrivals);
     }
   }

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   constexpr int kWarpgroups = Mainloop::kWarpgroups;
   // Consumers get the registers that the producer gives up of the launch's, 168 or 128 a thread: to ask for one more
   // would wait for ever.
-  constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
+  constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : Mainloop::kRegisters == 232 ? 40 : 24;
   constexpr int kLaunchRegisters = kWarpgroups == 2 ? 168 : 128;
   static_assert(kProducerRegisters + kWarpgroups * Mainloop::kRegisters <= (kWarpgroups + 1) * kLaunchRegisters);
   static_assert(sizeof(typename Mainloop::SharedStorage) <= forward_shared_memory(Row::kVariant, Mainloop::kMasked));
@@ -66,7 +66,11 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
     if (warp == 1) scheduler.run();
-    if (threadIdx.x == 96) QueryProducerSm90<Mainloop>{params, shared}.run();
+    if constexpr (Mainloop::kScaled) {
+      if (warp >= 2) ValueTransposerSm90<Mainloop>{shared, warp - 2}.run();
+    } else {
+      if (threadIdx.x == 96) QueryProducerSm90<Mainloop>{params, shared}.run();
+    }
     if constexpr (Mainloop::kOverPages) {
       if (warp == 0) PagesProducerSm90<Mainloop>{params, shared}.run_keys();
       if (warp == 2) PagesProducerSm90<Mainloop>{params, shared}.run_values();
@@ -89,14 +93,21 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     const auto store = [&](Work const& work, auto& tOrO) {
       const int first_row = work.tile.m_block * Mainloop::kM;
       Tensor rows = rows_and_columns(tOrO);
-      if constexpr (Mainloop::kMemory.staged) {
-        const int warp = thread / 32;
-        stage_and_store_rows<typename Mainloop::SmemLayoutO, Mainloop::kColumnsV>(
-            params.forward, params.out, work.tile, work.sequence.q, rows, shared.staging[warp],
-            first_row + Mainloop::kRowsOfWarp * warp);
-      } else {
-        store_rows<typename Mainloop::Element>(params.forward, work.tile, work.sequence.q, rows, tOcO, first_row);
+      const auto store_as = [&](auto element) {
+        using Element = decltype(element);
+        if constexpr (Mainloop::kMemory.staged) {
+          const int warp = thread / 32;
+          stage_and_store_rows<typename Mainloop::SmemLayoutO, Mainloop::kColumnsO>(
+              params.forward, params.out, work.tile, work.sequence.q, rows,
+              reinterpret_cast<Element*>(shared.staging[warp]), first_row + Mainloop::kRowsOfWarp * warp);
+        } else {
+          store_rows<Element>(params.forward, work.tile, work.sequence.q, rows, tOcO, first_row);
+        }
+      };
+      if constexpr (Mainloop::kScaled) {
+        if (params.out_is_half) return store_as(cutlass::half_t{});
       }
+      store_as(typename Mainloop::OutElement{});
     };
     const auto finish = [&](Work const& work, auto& tOrO, typename Mainloop::Softmax& softmax, auto const& sinks) {
       if constexpr (Mainloop::kSplits) {
@@ -133,7 +144,7 @@ ForwardParamsSm90 forward_params_sm90(const ForwardPlan& plan, const ForwardTens
       .k = head_tiles(tensors.k, key_rows, Mainloop::kColumns, keys_in_line),
       .v = head_tiles(tensors.v, key_rows, Mainloop::kColumnsV, keys_in_line),
       .out = Mainloop::kMemory.staged
-                 ? head_tiles(tensors.out, Mainloop::kRowsOfWarp, Mainloop::kColumnsV, ragged, plan.packing)
+                 ? head_tiles(tensors.out, Mainloop::kRowsOfWarp, Mainloop::kColumnsO, ragged, plan.packing)
                  : CUtensorMap{},
       .scheduler = ragged ? PersistentScheduler{} : *plan.scheduler,
       .order = ragged ? TileOrder{} : TileOrder::of(*plan.scheduler),
@@ -171,7 +182,8 @@ void launch_forward_sm90(const ForwardPlan& plan, const Params& params, Stream s
   if constexpr (kKeys == Keys::kInPages)
     launch(forward_sm90<Row, kKeys, Maps::kAsAsked>, plain, device, shape, params, stream);
   else if (params.forward.scores.map.maps())
-    launch(forward_sm90<Row, kKeys, Maps::kAlways>, mapped, device, shape, params, stream);
+    launch(forward_sm90 < Row, kKeys, Row::kVariant.fp8() ? Maps::kAsAsked : Maps::kAlways >, mapped, device, shape,
+           params, stream);
   else
     launch(forward_sm90<Row, kKeys, Maps::kNever>, plain, device, shape, params, stream);
 }
@@ -179,7 +191,17 @@ void launch_forward_sm90(const ForwardPlan& plan, const Params& params, Stream s
 template <class Row>
 void launch_forward_sm90(const ForwardPlan& plan, const ForwardTensors& tensors, void* memory, Stream stream) {
   using Mainloop = ForwardMainloopSm90<Row::kVariant>;
-  launch_forward_sm90<Row, Keys::kInRows>(plan, forward_params_sm90<Mainloop>(plan, tensors, memory), stream);
+  const ForwardParamsSm90 params = forward_params_sm90<Mainloop>(plan, tensors, memory);
+  if constexpr (Mainloop::kScaled) {
+    const Problem& p = plan.problem;
+    const ScaledForwardParamsSm90 scaled = {params, Descales::of(tensors.q_descale, p.seqlen_q, p.heads_q),
+                                            Descales::of(tensors.k_descale, p.seqlen_k, p.heads_k),
+                                            Descales::of(tensors.v_descale, p.seqlen_k, p.heads_k),
+                                            p.out_dtype == DType::kFloat16};
+    launch_forward_sm90<Row, Keys::kInRows>(plan, scaled, stream);
+  } else {
+    launch_forward_sm90<Row, Keys::kInRows>(plan, params, stream);
+  }
 }
 
 }  // namespace flashtile

@@ -14,3 +14,4 @@
 #include "flashtile/mainloop/forward_sm90/producer.h"
 #include "flashtile/mainloop/forward_sm90/scheduler.h"
 #include "flashtile/mainloop/forward_sm90/storage.h"
+#include "flashtile/mainloop/forward_sm90/transposer.h"

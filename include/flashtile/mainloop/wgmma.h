@@ -7,34 +7,37 @@
 
 namespace flashtile {
 
-/// Returns the columns of a TMA box: 128 bytes of them, or 64 where the head dimension is no multiple of 64.
-constexpr int columns_per_box(int head_dim) {
-  return head_dim % 64 == 0 ? 64 : 32;
+/// Returns the columns of a TMA box: 128 bytes of them, or 64 where columns are no multiple of that.
+constexpr int columns_per_box(int columns, int bytes_of_element = 2) {
+  return columns * bytes_of_element % 128 == 0 ? 128 / bytes_of_element : 64 / bytes_of_element;
 }
 
-/// SwizzledAtoms are the layouts that tiles in shared memory repeat: boxes of a few rows, which are as wide as a row of
-/// the swizzle, as rows (K) and as columns (MN).
-template <class Element, int kColumnsPerBox>
-struct SwizzledAtoms;
+/// These are the layouts that tiles in shared memory repeat: boxes of a few rows, which are as wide as a row of the
+/// swizzle, as rows (K) and as columns (MN).
+template <class Element, int kBytesOfRow>
+struct SwizzledAtomsOfBytes;
 template <class Element>
-struct SwizzledAtoms<Element, 64> {
+struct SwizzledAtomsOfBytes<Element, 128> {
   using K = cute::SM90::GMMA::Layout_K_SW128_Atom<Element>;
   using MN = cute::SM90::GMMA::Layout_MN_SW128_Atom<Element>;
 };
 template <class Element>
-struct SwizzledAtoms<Element, 32> {
+struct SwizzledAtomsOfBytes<Element, 64> {
   using K = cute::SM90::GMMA::Layout_K_SW64_Atom<Element>;
   using MN = cute::SM90::GMMA::Layout_MN_SW64_Atom<Element>;
 };
 template <class Element>
-struct SwizzledAtoms<Element, 16> {
+struct SwizzledAtomsOfBytes<Element, 32> {
   using K = cute::SM90::GMMA::Layout_K_SW32_Atom<Element>;
   using MN = cute::SM90::GMMA::Layout_MN_SW32_Atom<Element>;
 };
+template <class Element, int kColumnsPerBox>  // clang-format off
+using SwizzledAtoms = SwizzledAtomsOfBytes<Element, kColumnsPerBox * int(sizeof(Element))>;  // clang-format on
 
 /// SmemTile is the layout of tiles of (rows, columns), as TMA leaves them in shared memory, box by box; boxes are as
 /// wide as they can be, unless it is said.
-template <class Element, int kRows, int kColumns, int kTiles, int kColumnsPerBox = columns_per_box(kColumns)>
+template <class Element, int kRows, int kColumns, int kTiles,
+          int kColumnsPerBox = columns_per_box(kColumns, sizeof(Element))>
 using SmemTile = decltype(cute::tile_to_shape(typename SwizzledAtoms<Element, kColumnsPerBox>::K{},
                                               cute::Shape<cute::Int<kRows>, cute::Int<kColumns>, cute::Int<kTiles>>{}));
 

@@ -168,7 +168,7 @@ struct OnlineSoftmax {
   template <class Scores, class Weights>
   CUTE_DEVICE void weigh(Scores const& scores, Weights&& weights, float (&added)[kRows], bool related) const {
     const auto exponents = [&](int i, float& a, float& b) {
-      const float less = related ? offset_of_related(i % 2) : offset[i % 2];
+      const float less = offset_of(i % 2, related);
       a = fmaf(a, unit_log2, -less);
       b = fmaf(b, unit_log2, -less);
     };
@@ -213,6 +213,10 @@ struct OnlineSoftmax {
       row[r].sum += __shfl_xor_sync(0xffffffff, row[r].sum, 2);
     }
   }
+
+  /// Returns what is subtracted from the scores of a row, times unit_log2, to make exponents; `related` says whether
+  /// relate() has seen them.
+  CUTE_DEVICE float offset_of(int r, bool related) const { return related ? offset_of_related(r) : offset[r]; }
 
  private:
   CUTE_DEVICE static bool too_large(float sum) {

@@ -4,6 +4,8 @@
 #include <cute/tensor.hpp>
 
 #include "flashtile/mainloop/dropped.h"
+#include "flashtile/mainloop/forward_sm90/descaled_weights.h"
+#include "flashtile/mainloop/forward_sm90/long_sums.h"
 #include "flashtile/mainloop/forward_sm90/storage.h"
 #include "flashtile/mainloop/scores.h"
 #include "flashtile/mainloop/wgmma.h"
@@ -49,7 +51,9 @@ struct ForwardFragmentsSm90 {
   }
   CUTE_DEVICE static auto weights() {
     using namespace cute;
-    return make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<Mainloop::kN / 16>>>{});  // (mma, m, k)
+    constexpr int kOfWord = Mainloop::kOfWord;  // of a register
+    return make_tensor<Element>(
+        Layout<Shape<Shape<Int<kOfWord>, _2, _2>, _1, Int<Mainloop::kN / 8 / kOfWord>>>{});  // (mma, m, k)
   }
   CUTE_DEVICE static auto output() {
     using namespace cute;
@@ -86,6 +90,10 @@ class ForwardConsumerSm90 {
   CUTE_DEVICE void run(Ask&& ask, Finish&& finish, Skip&& skip) {
     decltype(ask(work())) asked;
     const auto finish_work = [&](WorkCursor at) {
+      if constexpr (Mainloop::kScaled) {
+        long_sums.add_to(staging(), tOrO);
+        descaled.finish(softmax, rows_and_columns(tOrO), maps);
+      }
       finish(shared.work[at.stage], tOrO, softmax, asked);
       shared.work_barriers.release_by_thread(at);
     };
@@ -110,7 +118,9 @@ class ForwardConsumerSm90 {
         weigh_blocks();
         const WorkCursor last_at = work_at;
         work_at.advance();
-        if (!next_tile()) {
+        const bool goes_on = next_tile();
+        if constexpr (Mainloop::kScaled) shared.v_barriers.wait_full(v_at);
+        if (!goes_on) {
           start_output();
           finish_output<0>();
           finish_work(last_at);
@@ -131,6 +141,7 @@ class ForwardConsumerSm90 {
 
  private:
   CUTE_DEVICE Work const& work() const { return shared.work[work_at.stage]; }
+  CUTE_DEVICE void* staging() const { return shared.staging[thread / 32]; }
 
   /// Waits for the next tile and returns whether it sees a key; if not, it sees none, or there is no tile.
   CUTE_DEVICE bool next_tile() {
@@ -177,7 +188,7 @@ class ForwardConsumerSm90 {
   /// Starts P·V of the block whose weights are there.
   CUTE_DEVICE void start_output() {
     using namespace cute;
-    shared.v_barriers.wait_full(v_at);
+    if constexpr (!Mainloop::kScaled) shared.v_barriers.wait_full(v_at);
     start_matmul(mma_pv, tOrP, tOrV(_, _, _, v_at.stage), tOrO, opening);
   }
   /// Waits for that P·V, while kPending matmuls that were started later may go on, and gives the stage of V back.
@@ -194,6 +205,7 @@ class ForwardConsumerSm90 {
     look_at<true>(walk.first());
     release_operands(walk.first());
     opening = ScaleOut::Zero;
+    if constexpr (Mainloop::kScaled) long_sums.begin();
     if constexpr (Mainloop::kOneCopy)
       weigh_by_one_copy();
     else
@@ -323,6 +335,7 @@ class ForwardConsumerSm90 {
   template <bool kMayBeEdge>
   CUTE_DEVICE void start_step(int n_block) {
     shared.k_barriers.wait_full(k_at);
+    if constexpr (Mainloop::kScaled) shared.v_barriers.wait_full(v_at);  // so that the turn is short
     turns.await();
     start_scores();
     start_output();
@@ -339,6 +352,10 @@ class ForwardConsumerSm90 {
     start_step<kForm>(n_block);
     if constexpr (kForm) form_scores(n_block);  // P·V goes on meanwhile
     finish_output<0>();
+    if constexpr (Mainloop::kScaled) {
+      if (long_sums.take(staging(), tOrO)) [[unlikely]]
+        opening = ScaleOut::Zero;
+    }
     return weigh(n_block);
   }
 
@@ -348,6 +365,9 @@ class ForwardConsumerSm90 {
     const int n_block = maps ? work().keys.visited(step) : step;  // only ALiBi, which maps, changes the order
     const bool edge = walk.is_edge(n_block);
     if (!edge && !maps) return;
+    if constexpr (Mainloop::kScaled) {
+      if (maps) descaled.multiply(scores);
+    }
     const auto score_tile = this->score_tile();
     const int first_column = Mainloop::kMasked ? first_key : n_block * kN;
     if (maps) score_tile.template map<Softcaps::kUsual>(scores, tScS, first_column);
@@ -361,10 +381,16 @@ class ForwardConsumerSm90 {
     }
   }
 
-  /// Learns, under a column mask, which block a step visits, and at an edge what is hidden of it. It comes before the
-  /// step waits for its scores, so that the matmul hides its time.
+  /// Learns, under a column mask, which block a step visits, and at an edge what is hidden of it; and the descales of
+  /// the block. It comes before the step waits for its scores, so that the matmul hides its time.
   template <bool kMayBeEdge>
   CUTE_DEVICE void look_at(int step) {
+    if constexpr (Mainloop::kScaled) {
+      const auto of_block = shared.few.descales[k_at.stage];
+      if (step == walk.first())
+        descaled.begin(work().more.q_descales[warpgroup], of_block, softmax, params.forward.scores.map.unit_log2, maps);
+      descaled.take(of_block, maps);
+    }
     if constexpr (Mainloop::kMasked) {
       first_key = shared.first_key[k_at.stage];
       if (!kMayBeEdge || !walk.is_edge(step)) return;
@@ -385,6 +411,16 @@ class ForwardConsumerSm90 {
   /// nothing else.
   template <bool kFirst>
   CUTE_DEVICE bool weigh() {
+    if constexpr (Mainloop::kScaled) {
+      if (kFirst) descaled.multiply(rows_and_columns(tSrS));
+      if (kFirst) softmax.begin(rows_and_columns(tSrS));
+      if (descaled.is_far()) [[unlikely]] {
+        added[0] = added[1] = kInfinity;
+        return false;
+      }
+      descaled.weigh(softmax, tSrS, tOrP, added, false, false);
+      return accept(false);
+    }
     if (kFirst) softmax.begin(rows_and_columns(tSrS));
     softmax.weigh(tSrS, tOrP, added, false);  // without a branch before it, it begins while P·V is waited for
     return accept(false);
@@ -403,11 +439,22 @@ class ForwardConsumerSm90 {
   /// raise() leaves them; the sums that it rescales are 0 then, and the next P·V overwrites O.
   CUTE_DEVICE void weigh_again() {
     auto scores = rows_and_columns(tSrS);  // (row, column)
-    float factor[2];
+    float factor[2], of_values = 1;
+    if constexpr (Mainloop::kScaled) {
+      descaled.multiply(scores);
+      of_values = descaled.move();
+    }
     softmax.raise(scores, added, factor);
+    if constexpr (Mainloop::kScaled) {
+      factor[0] *= of_values, factor[1] *= of_values;
+      long_sums.scale(staging(), factor);
+    }
     scale_rows(rows_and_columns(tOrO), factor);
     softmax.relate(scores);
-    softmax.weigh(tSrS, tOrP, added, true);
+    if constexpr (Mainloop::kScaled)
+      descaled.weigh(softmax, tSrS, tOrP, added, true, true);
+    else
+      softmax.weigh(tSrS, tOrP, added, true);
     softmax.row[0].sum += added[0];
     softmax.row[1].sum += added[1];
   }
@@ -449,6 +496,8 @@ class ForwardConsumerSm90 {
   typename Ring<Mainloop::kColumnStages>::Cursor columns_at{};
   const bool banded = Mainloop::kMasked && !params.forward.scores.mask.shows_all();
   [[no_unique_address]] std::conditional_t<Mainloop::kMasked, HiddenBits<kN>, NothingHidden> hidden;
+  [[no_unique_address]] std::conditional_t<Mainloop::kScaled, DescaledWeights<Mainloop>, NotDescaled> descaled;
+  [[no_unique_address]] std::conditional_t<Mainloop::kScaled, LongSums<Mainloop>, NoLongSums> long_sums;
   ScaleOut opening = ScaleOut::Zero;  // the first P·V of a tile overwrites what the last one left
 };
 

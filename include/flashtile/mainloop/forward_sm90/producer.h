@@ -1,5 +1,5 @@
 // This file has the producers of Hopper's forward kernel, which have TMA load tiles: a thread for Q, and one for K and
-// V or, over pages, a warp for each.
+// V or, over pages, a warp for each; or, where other warps transpose V, one thread for all.
 #pragma once
 
 #include "flashtile/load/tma.h"
@@ -17,26 +17,22 @@ struct QueryProducerSm90 {
 
   typename Mainloop::Params const& params;
   typename Mainloop::SharedStorage& shared;
+  typename Ring<Mainloop::kStagesQ>::Cursor at{};
 
   CUTE_DEVICE void run() {
     typename Ring<Mainloop::kWorks>::Cursor work_at{};
-    typename Ring<Mainloop::kStagesQ>::Cursor at{};
     CUTE_NO_UNROLL
     for (;; work_at.advance()) {
       shared.work_barriers.wait_full(work_at);
       typename Mainloop::Work const& work = shared.work[work_at.stage];
       if (work.keys.blocks < 0) break;
-      if (work.keys.blocks > 0) {
-        load(work, at);
-        at.advance();
-      }
+      if (work.keys.blocks > 0) load(work);
       shared.work_barriers.release_by_thread(work_at);
     }
   }
 
- private:
-  template <class Cursor>
-  CUTE_DEVICE void load(typename Mainloop::Work const& work, Cursor at) {
+  /// Loads the next tile of Q.
+  CUTE_DEVICE void load(typename Mainloop::Work const& work) {
     // The loop is not unrolled, as registers are scarce.
     CUTE_NO_UNROLL
     for (int w = 0; w < kWarpgroups; ++w) {
@@ -50,6 +46,7 @@ struct QueryProducerSm90 {
             packing.queries_of(work.tile.m_block * Mainloop::kM + row), work.tile.head);
       }
     }
+    at.advance();
   }
 };
 
@@ -65,14 +62,27 @@ struct ForwardProducerSm90 {
   SharedStorage& shared;
   typename Ring<Mainloop::kStages>::Cursor at{};  // stage of the next block
   typename Ring<Mainloop::kColumnStages>::Cursor columns_at{};
+  QueryProducerSm90<Mainloop> queries{params, shared};
 
   /// Loads the columns of the block from `key` on, as its consumers have to ask them. It comes after V: consumers may
   /// need that before they are done with the columns of the block before.
   CUTE_DEVICE void load_columns(Work const& work, int key) {
     const int bytes = min(Mainloop::kN, work.sequence.k.used - key) * int(sizeof(HiddenRows));
     std::uint64_t* barrier = shared.columns_barriers.fill(columns_at, [&] { return bytes; });
-    cute::SM90_BULK_COPY_G2S::copy(work.masked.columns + key, barrier, shared.columns[columns_at.stage], bytes);
+    cute::SM90_BULK_COPY_G2S::copy(work.more.columns + key, barrier, shared.columns[columns_at.stage], bytes);
     columns_at.advance();
+  }
+
+  /// Returns the descales of the block from `key` on.
+  CUTE_DEVICE auto descales(Work const& work, int key) const {
+    typename Mainloop::BlockDescales of_block;
+    CUTE_UNROLL
+    for (int i = 0; i < Mainloop::kDescales; ++i) {
+      const int row = min(key + i * Mainloop::kRowsOfDescale, work.sequence.k.used - 1);
+      of_block.k[i] = usable_descale(params.k_descales.at(work.tile.batch, work.kv_head, row));
+      of_block.v_log2[i] = __log2f(usable_descale(params.v_descales.at(work.tile.batch, work.kv_head, row)));
+    }
+    return of_block;
   }
 
   CUTE_DEVICE void run() {
@@ -84,9 +94,15 @@ struct ForwardProducerSm90 {
       if (v_key < 0) return;
       const auto v_at = at.previous();
       Work const& work = shared.work[of_tile_before ? work_at.previous().stage : work_at.stage];
-      std::uint64_t* barrier = shared.v_barriers.fill(v_at, [] { return sizeof(SharedStorage::v[0]); });
-      load_tile<Mainloop::kN, Mainloop::kHeadDimV, Mainloop::kColumnsV>(params.v, barrier, shared.v[v_at.stage],
-                                                                        work.k_rows, v_key, work.kv_head);
+      const auto load = [&](auto& barriers, auto& tiles) {
+        std::uint64_t* barrier = barriers.fill(v_at, [] { return sizeof(SharedStorage::v[0]); });
+        load_tile<Mainloop::kN, Mainloop::kHeadDimV, Mainloop::kColumnsV>(params.v, barrier, tiles[v_at.stage],
+                                                                          work.k_rows, v_key, work.kv_head);
+      };
+      if constexpr (Mainloop::kScaled)
+        load(shared.few.barriers, shared.rows_of_v);
+      else
+        load(shared.v_barriers, shared.v);
     };
     CUTE_NO_UNROLL
     for (;; work_at.advance()) {
@@ -103,7 +119,7 @@ struct ForwardProducerSm90 {
       // them otherwise in the whole kernel, and consumers of D64 have 59 instructions between two matmuls, not 50.
       const auto walk = [&] { return work.keys.walk(); };
       MaskedBlocks blocks;
-      if constexpr (Mainloop::kMasked) blocks.words = work.masked.words;
+      if constexpr (Mainloop::kMasked) blocks.words = work.more.words;
       CUTE_NO_UNROLL
       for (int n_block = walk().first(); n_block < walk().end(); n_block = walk().next(n_block)) {
         // The key is known before the wait for a stage: behind it, D96 lost 1 %.
@@ -112,13 +128,20 @@ struct ForwardProducerSm90 {
           key = blocks.next(params.forward.mask_tables.queries.words) * Mainloop::kN;
         else
           key = Mainloop::key_of_step(work, n_block);
+        struct Nothing {};
+        std::conditional_t<Mainloop::kScaled, typename Mainloop::BlockDescales, Nothing> scales;
+        if constexpr (Mainloop::kScaled) scales = descales(work, key);
         std::uint64_t* barrier = shared.k_barriers.fill(at, [&] {
           if constexpr (Mainloop::kMasked) shared.first_key[at.stage] = key;
+          if constexpr (Mainloop::kScaled) shared.few.descales[at.stage] = scales;
           return sizeof(SharedStorage::k[0]);
         });
         load_tile<Mainloop::kN, Mainloop::kHeadDim, Mainloop::kColumns>(params.k, barrier, shared.k[at.stage],
                                                                         work.k_rows, key, work.kv_head);
         load_v(n_block == walk().first());
+        if constexpr (Mainloop::kScaled) {  // consumers may still need that V before they give a stage of Q back
+          if (n_block == walk().first()) queries.load(work);
+        }
         if constexpr (Mainloop::kMasked) {
           if (walk().is_edge(n_block)) load_columns(work, key);
         }

@@ -66,13 +66,17 @@ struct ForwardSchedulerSm90 {
     const Range queries = forward.scores.packing.queries(work.tile.m_block * Mainloop::kM, Mainloop::kM, q.used);
     if constexpr (Mainloop::kMasked) {
       const int mask = forward.columns.mask_of(work.tile.head);
-      work.masked.columns = forward.columns.of_mask(work.tile.batch, mask, k);
-      work.masked.words =
+      work.more.columns = forward.columns.of_mask(work.tile.batch, mask, k);
+      work.more.words =
           forward.mask_tables.queries.of_tile(forward.sequences.q, work.tile.batch, q.first, mask, work.tile.m_block);
-      work.keys = {forward.mask_tables.queries.steps(work.masked.words), k.used, work.sequence.lengths()};
+      work.keys = {forward.mask_tables.queries.steps(work.more.words), k.used, work.sequence.lengths()};
     } else if constexpr (Mainloop::kOverPages) {  // so that boxes lie within pages
       const int first = forward.scores.mask.columns(queries.begin, work.sequence.lengths()).begin / kN * kN;
       work.keys = VisibleKeys<kN>(forward.scores.mask, queries, work.sequence.lengths(), first);
+    } else if constexpr (Mainloop::kScaled) {  // so that blocks begin with rows of a descale
+      const int first = forward.scores.mask.columns(queries.begin, work.sequence.lengths()).begin;
+      work.keys = VisibleKeys<kN>(forward.scores.mask, queries, work.sequence.lengths(),
+                                  first / Mainloop::kRowsOfDescale * Mainloop::kRowsOfDescale);
     } else if constexpr (Mainloop::kKnowsDropout) {
       const int first = forward.scores.mask.columns(queries.begin, work.sequence.lengths()).begin;
       work.keys =
@@ -90,6 +94,14 @@ struct ForwardSchedulerSm90 {
     // Under a causal mask all rows see the first row's diagonal.
     if (!Mainloop::kMasked && forward.scores.slopes.data != nullptr) work.keys.begin_at_diagonal(queries.begin);
     forget();
+    if constexpr (Mainloop::kScaled) {
+      CUTE_UNROLL
+      for (int w = 0; w < Mainloop::kWarpgroups; ++w) {
+        const int row = work.tile.m_block * Mainloop::kM + w * (Mainloop::kM / Mainloop::kWarpgroups);
+        work.more.q_descales[w] =
+            usable_descale(params.q_descales.at(work.tile.batch, work.tile.head, max(min(row, q.used - 1), 0)));
+      }
+    }
     work.slope = forward.scores.slopes.at(work.tile.batch, work.tile.head);  // last, as it comes from memory
   }
 

@@ -6,6 +6,7 @@
 #include "flashtile/cache.h"
 #include "flashtile/cuda/barrier.h"
 #include "flashtile/cuda/marked_count.h"
+#include "flashtile/descales.h"
 #include "flashtile/load/tma.h"
 #include "flashtile/mainloop/wgmma.h"
 #include "flashtile/mask/mask.h"
@@ -38,6 +39,12 @@ struct PagedForwardParamsSm90 : ForwardParamsSm90 {
   int rows_of_box;  // divides a page and a tile
 };
 
+/// Numbers are e4m3, with descales; out is bfloat16, or float16.
+struct ScaledForwardParamsSm90 : ForwardParamsSm90 {
+  Descales q_descales, k_descales, v_descales;
+  bool out_is_half;
+};
+
 /// Keys says where a kernel's keys are, in rows or in pages, and whether those of a tile are split among thread blocks:
 /// then their results are partial ones (see ForwardParts). With kInRowsMasked a column mask hides some (see MaskWords).
 enum class Keys : std::uint8_t { kInRows, kInPages, kInRowsSplit, kInPagesSplit, kInRowsMasked };
@@ -51,16 +58,20 @@ struct ForwardMainloopSm90 {
   static constexpr bool kOverPages = kKeys == Keys::kInPages || kKeys == Keys::kInPagesSplit;
   static constexpr bool kSplits = kKeys == Keys::kInRowsSplit || kKeys == Keys::kInPagesSplit;
   static constexpr bool kMasked = kKeys == Keys::kInRowsMasked;
-  using Params = std::conditional_t<kOverPages, PagedForwardParamsSm90, ForwardParamsSm90>;
+  static constexpr bool kScaled = kV.fp8();
+  using Params = std::conditional_t<kScaled, ScaledForwardParamsSm90,
+                                    std::conditional_t<kOverPages, PagedForwardParamsSm90, ForwardParamsSm90>>;
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
   static constexpr Features kFeatures = kV.features;
   static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
   static constexpr int kHeadDimV = kV.head_dim_v;
-  static constexpr int kStages = kV.stages / 2;          // key blocks, each with a tile of K and one of V
-  static constexpr int kWarpgroups = kM / 64;            // consumer warpgroups
-  static constexpr int kProducers = kOverPages ? 3 : 2;  // of Q, and of K and V: together in rows, apart in pages
+  static constexpr int kStages = kV.stages / 2;         // key blocks, each with a tile of K and one of V
+  static constexpr int kWarpgroups = kM / 64;           // consumer warpgroups
+  static constexpr int kTransposers = kScaled ? 2 : 0;  // warps that transpose V
+  // There is a producer of Q, and one of K and V: together in rows, apart in pages. Beside transposers one does all.
+  static constexpr int kProducers = kScaled ? 1 + kTransposers : kOverPages ? 3 : 2;
   static constexpr ForwardMemorySm90 kMemory = ForwardMemorySm90::of(kV);
   static constexpr int kStagesQ = kMemory.stages_q;
   // A second block of more than 128 columns does not fit beside the barriers.
@@ -74,8 +85,12 @@ struct ForwardMainloopSm90 {
   using Warpgroups = cute::Layout<cute::Shape<cute::Int<kWarpgroups>, cute::_1, cute::_1>>;
 
   // Where registers allow, matmuls take Q from them: that spares a fifth of the reads of shared memory, and power, too.
-  static constexpr int kRegisters = kWarpgroups == 2 ? 240 : 160;  // registers of a consumer thread
-  static constexpr int kRegistersOfTiles = kHeadDimV / 2 + kHeadDim / 4 + kN / 2 + kN / 4;  // O, Q, S, P
+  static constexpr int kRegisters = kWarpgroups == 3             ? 160
+                                    : kScaled && kHeadDimV < 256 ? 232
+                                                                 : 240;  // registers of a consumer thread
+  static constexpr int kOfWord = 4 / sizeof(Element);
+  static constexpr int kRegistersOfTiles =  // O, Q, S, P
+      kHeadDimV / 2 + kHeadDim / 2 / kOfWord + kN / 2 + kN / 2 / kOfWord;
   static constexpr bool kKeepQ = kRegistersOfTiles <= kRegisters * 5 / 6;
   static constexpr auto op_qk() {
     using namespace cute::SM90;
@@ -87,14 +102,17 @@ struct ForwardMainloopSm90 {
   using MmaQK = decltype(cute::make_tiled_mma(op_qk(), Warpgroups{}));
   using MmaPV = decltype(cute::make_tiled_mma(
       cute::SM90::GMMA::rs_op_selector<Element, Element, float, ShapePV, cute::SM90::GMMA::Major::K,
-                                       cute::SM90::GMMA::Major::MN>(),
+                                       kScaled ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN>(),
       Warpgroups{}));
 
-  static constexpr int kColumns = columns_per_box(kHeadDim);
-  static constexpr int kColumnsV = columns_per_box(kHeadDimV);
+  static constexpr int kColumns = columns_per_box(kHeadDim, sizeof(Element));
+  static constexpr int kColumnsV = columns_per_box(kHeadDimV, sizeof(Element));
   using SmemLayoutQ = SmemTile<Element, kM, kHeadDim, kStagesQ>;
   using SmemLayoutK = SmemTile<Element, kN, kHeadDim, kStages>;
-  using SmemLayoutVt = SmemTileT<Element, kN, kHeadDimV, kStages>;  // V as the matmul sees it, (head_dim, N)
+  // This is V as the matmul sees it, (head_dim, N): the same memory, or, of 8 bits, a transposed tile (see
+  // ValueTransposerSm90).
+  using SmemLayoutVt = std::conditional_t<kScaled, SmemTile<Element, kHeadDimV, kScaled ? kN : 64, kStages>,
+                                          SmemTileT<Element, kN, kHeadDimV, kStages>>;
 
   // Blocks that need no mask have loops of their own: plain ones where registers allow one more copy of the step.
   static constexpr bool kPeelsPlain = kMaps != Maps::kAlways && kHeadDimV < 192;
@@ -109,8 +127,10 @@ struct ForwardMainloopSm90 {
     return kMaps == Maps::kAlways || (kMaps == Maps::kAsAsked && map.maps());
   }
 
+  using OutElement = std::conditional_t<kScaled, cutlass::bfloat16_t, Element>;  // or float16, which has as many bits
+  static constexpr int kColumnsO = columns_per_box(kHeadDimV);
   static constexpr int kRowsOfWarp = 16;  // rows of the output that a warp stages
-  using SmemLayoutO = decltype(cute::tile_to_shape(typename SwizzledAtoms<Element, kColumnsV>::K{},
+  using SmemLayoutO = decltype(cute::tile_to_shape(typename SwizzledAtoms<OutElement, kColumnsO>::K{},
                                                    cute::Shape<cute::Int<kRowsOfWarp>, cute::Int<kHeadDimV>>{}));
   static constexpr int kStagingWarps = kMemory.staged ? kM / kRowsOfWarp : 1;
   static constexpr int kStagingPerWarp = kMemory.staged ? kRowsOfWarp * kHeadDimV : 8;  // next to nothing where unused
@@ -130,22 +150,45 @@ struct ForwardMainloopSm90 {
       const std::uint32_t* words;  // the blocks of keys that the tile visits, one in each step (see MaskWords)
       const HiddenRows* columns;   // of the first key of the sequence
     };
-    struct NoColumns {};
-    [[no_unique_address]] std::conditional_t<kMasked, ByColumns, NoColumns> masked;
+    struct ByDescales {
+      float q_descales[kWarpgroups];
+    };
+    struct Plain {};
+    // There is no further member that may be empty: behind several of them nvcc 13.0 laid out code for the GPU
+    // otherwise than sizeof and offsetof say.
+    [[no_unique_address]] std::conditional_t<kMasked, ByColumns, std::conditional_t<kScaled, ByDescales, Plain>> more;
   };
+  /// These are the descales of the rows of a block, of which kRowsOfDescale share one.
+  static constexpr int kRowsOfDescale = kN % 64 == 0 ? 64 : 32, kDescales = kN / kRowsOfDescale;
+  struct BlockDescales {
+    float k[kDescales], v_log2[kDescales];
+  };
+  static_assert(!kScaled || kN % kRowsOfDescale == 0);
   // A tile stays in use until the next one has begun. A tile of ragged sequences is handed out when so many key blocks
   // of the one before are left to load, and not earlier, as no other thread block can take it then.
   static constexpr int kWorks = 4;
   static constexpr int kBlocksAhead = kStages + 3;
 
-  struct SharedStorage {
+  struct Tiles {
     alignas(1024) Element q[kStagesQ][kM * kHeadDim];
     alignas(1024) Element k[kStages][kN * kHeadDim];
     alignas(1024) Element v[kStages][kN * kHeadDimV];
-    alignas(1024) Element staging[kStagingWarps][kStagingPerWarp];
+  };
+  /// Of 8 bits V comes to `rows_of_v`, and warps transpose it into `v`.
+  struct ScaledTiles : Tiles {
+    alignas(1024) Element rows_of_v[kStages][kN * kHeadDimV];
+  };
+  struct SharedStorage : std::conditional_t<kScaled, ScaledTiles, Tiles> {
+    alignas(1024) OutElement staging[kStagingWarps][kStagingPerWarp];
     Work work[kWorks];
     struct NoSequences {};
-    [[no_unique_address]] std::conditional_t<kMasked, NoSequences, FewSequences> few;
+    // This is of 8 bits: the barriers of the rows of V, and the descales of the block whose K is in a stage.
+    struct ScaledSequences : FewSequences {
+      Ring<kStages> barriers;
+      BlockDescales descales[kStages];
+    };
+    [[no_unique_address]] std::conditional_t<kMasked, NoSequences,
+                                             std::conditional_t<kScaled, ScaledSequences, FewSequences>> few;
     // Under a column mask these are the first key of the block whose K is in a stage, and the columns of a block at an
     // edge. All consumers wait for the columns, and the producer for their warps.
     int first_key[kMasked ? kStages : 1];
@@ -159,7 +202,8 @@ struct ForwardMainloopSm90 {
     /// Some threads call it before Q is loaded, whose idle rows are not (see HeadPacking): NaN among what they hold
     /// would have the weights of each block computed twice.
     CUTE_DEVICE void clear_q(int thread, int threads) {
-      for (int i = thread; i < int(sizeof(q) / sizeof(uint4)); i += threads) reinterpret_cast<uint4*>(q)[i] = {};
+      for (int i = thread; i < int(sizeof(this->q) / sizeof(uint4)); i += threads)
+        reinterpret_cast<uint4*>(this->q)[i] = {};
       cutlass::arch::fence_view_async_shared();  // matmuls and TMA come to it by another way
     }
 
@@ -170,7 +214,8 @@ struct ForwardMainloopSm90 {
       CUTE_UNROLL
       for (auto& barriers : q_barriers) barriers.init(kKeepQ ? 128 : 4);
       k_barriers.init(4 * kWarpgroups);
-      v_barriers.init(4 * kWarpgroups);
+      v_barriers.init(4 * kWarpgroups, kScaled ? kTransposers : 1);
+      if constexpr (kScaled) few.barriers.init(kTransposers);
       if constexpr (kMasked) columns_barriers.init(4 * kWarpgroups);
       cutlass::arch::fence_barrier_init();
     }
