@@ -35,7 +35,7 @@ const Operand& has_rows(const Operand& operand, const Problem& p, Size rows, Siz
 }
 
 void check_floating(const Operand& q) {
-  if (q.view.dtype == DType::kInt32 || q.view.dtype == DType::kOther)
+  if (q.view.dtype == DType::kInt32 || q.view.dtype == DType::kOther || is_fp8(q.view.dtype))
     q.refuse<InvalidType>(std::string("has dtype ") + name_of(q.view.dtype), "float32, float16 or bfloat16");
 }
 

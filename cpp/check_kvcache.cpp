@@ -99,6 +99,52 @@ void check_written(const Operand& k, const Operand& v, const KvcacheTensors& t, 
   check_outside("rotary_sin", t.rotary_sin);
 }
 
+/// Checks the dtype of keys and values: that of q, or one of 8 bits.
+void check_dtypes(const Operand& k, const Operand& v, const TensorView& q, KvcacheProblem& cache) {
+  cache.dtype = k.view.dtype;
+  if (!is_fp8(cache.dtype)) {
+    k.is_matrix_like(q);
+    v.is_matrix_like(q);
+    return;
+  }
+  k.lies_like(q);
+  v.has_dtype(cache.dtype, ", as k_cache").lies_like(q);
+  if (q.device.type != DeviceType::kCuda) return;
+  for (const Operand& operand : {k, v})
+    if (operand.view.shape[3] % kAlignment != 0)
+      operand.refuse<Unsupported>("has head dimension " + std::to_string(operand.view.shape[3]),
+                                  "a multiple of 16 of " + std::string(name_of(cache.dtype)) + " on CUDA");
+}
+
+/// Checks what 8-bit numbers of a cache are multiplied with.
+void check_descales(const Operand& descale, const TensorView& of, const KvcacheProblem& cache) {
+  const TensorView& t = descale.view;
+  if (!t.given()) return;
+  const Problem& p = cache.problem;
+  if (!is_fp8(cache.dtype))
+    descale.refuse("is given", std::string("none with caches of dtype ") + name_of(cache.dtype));
+  descale.has_dtype(DType::kFloat32).is_on(p.device);
+  const Size per_head[] = {p.batch, p.heads_k};
+  const bool fits = t.rank == 0 || (t.rank == 1 && t.shape[0] == 1) ||
+                    (t.rank == 2 && std::equal(per_head, per_head + 2, t.shape.begin())) ||
+                    (t.rank == 3 && std::equal(of.shape.begin(), of.shape.begin() + 3, t.shape.begin()));
+  if (!fits)
+    descale.refuse_shape("(1), " + shape_string(per_head, 2) + " = (B, H_k) or " + shape_string(of.shape.data(), 3) +
+                         ", that of the cache without its last dimension");
+}
+
+/// Descales of rows are all of keys and of values, or none; new rows get theirs.
+void check_descales_of_rows(const Operand& k, const Operand& v, const KvcacheProblem& cache) {
+  if ((k.view.rank == 3) != (v.view.rank == 3))
+    v.refuse(v.view.given() ? "has shape " + shape_string(v.view) : "is missing",
+             k.view.rank == 3 ? "one for each row, as k_descale" : "none of them for each row, as k_descale");
+  if (!cache.appends || k.view.rank != 3) return;
+  check_writable(k);
+  check_writable(v);
+  if (stretch_of(k.view).meets(stretch_of(v.view)) && share_elements(k.view, v.view))
+    v.refuse("shares memory with k_descale", "descales of its own memory, as k_new is given");
+}
+
 /// The mask has as many columns as it likes, and they are the last keys of each sequence, however many the host may not
 /// know.
 void check_mask_of_last_keys(const Operand& mask, KvcacheProblem& cache) {
@@ -280,7 +326,8 @@ KvcacheProblem check_kvcache(const char* function, const KvcacheTensors& t, cons
   check_heads(q, k, t.q.shape[rows + 1], heads_k);
   check_head_dim(q, "D");
   check_head_dim(v, "D_v");
-  for (const Operand* operand : {&q, &k, &v}) operand->is_matrix_like(t.q);
+  q.is_matrix_like(t.q);
+  check_dtypes(k, v, t.q, cache);
   p.seqlen_q = static_cast<int>(t.q.shape[rows]);
   p.heads_q = static_cast<int>(t.q.shape[rows + 1]);
   p.heads_k = static_cast<int>(heads_k);
@@ -299,6 +346,10 @@ KvcacheProblem check_kvcache(const char* function, const KvcacheTensors& t, cons
   check_rotary({function, "rotary_cos", "(positions, R / 2)", t.rotary_cos},
                {function, "rotary_sin", "(positions, R / 2)", t.rotary_sin}, t.q, cache);
   if (cache.appends) check_written(k, v, t, cache);
+  const Operand k_descale{function, "k_descale", "", t.k_descale}, v_descale{function, "v_descale", "", t.v_descale};
+  check_descales(k_descale, t.k_cache, cache);
+  check_descales(v_descale, t.v_cache, cache);
+  check_descales_of_rows(k_descale, v_descale, cache);
   check_table({function, "cache_seqlens", "(B)", t.cache_seqlens}, p.batch, p.device);
   if (t.leftpad.given()) check_table({function, "leftpad", "(B)", t.leftpad}, p.batch, p.device);
   if (p.ragged) {

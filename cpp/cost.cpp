@@ -65,7 +65,10 @@ Cost backward_cost(const Problem& p) {
 Cost kvcache_cost(const KvcacheProblem& cache) {
   Problem p = cache.problem.dense();
   p.seqlen_k = cache.problem.seqlen_k;
-  return forward_cost(p);
+  const Elements n(p);
+  Cost cost = forward_cost(p);
+  cost.bytes -= (n.k + n.v) * (bytes_of(p.dtype) - bytes_of(cache.dtype));
+  return cost;
 }
 
 }  // namespace flashtile

@@ -2,6 +2,7 @@
 // the function that hands it out.
 #include "backward_tile.h"
 #include "forward_tile.h"
+#include "narrow.h"
 #include "rotate.h"
 
 namespace flashtile::cpu {
@@ -12,6 +13,9 @@ constexpr Kernels kKernels{.forward_begin = forward_begin<T>,
                            .forward_tile = forward_tile<T, kToE4m3>,
                            .forward_end = forward_end<T>,
                            .rotate = rotate<T>,
+                           .widen_row = widen_row<T>,
+                           .narrow_row = narrow_row<T>,
+                           .descale_of_row = descale_of_row<T>,
                            .load_queries = load_queries<T>,
                            .load_keys = load_keys<T>,
                            .backward_tile = backward_tile<T>,

@@ -142,6 +142,13 @@ struct Kernels {
   /// Rotates the elements of `pairs` pairs, in float32, rounded once; `target` may be `source`.
   void (*rotate)(void* target, const void* source, const Rotation&);
 
+  /// Rows of a cache, of numbers of 8 bits: target = source · descale, rounded once to the dtype; and back, where what
+  /// is beyond the largest number becomes that, and 0 / 0 is 0.
+  void (*widen_row)(void* target, const void* source, DType stored, int width, float descale);
+  void (*narrow_row)(void* target, const void* source, DType stored, int width, float descale);
+  /// Returns the descale with which a row's largest finite number becomes the largest that 8 bits have.
+  float (*descale_of_row)(const void* row, DType stored, int width);
+
   void (*load_queries)(const Sizes&, const BackwardBuffers&, int queries, HeadRows q, HeadRows dout);
   void (*load_keys)(const Sizes&, const BackwardBuffers&, int keys, HeadRows k, HeadRows v);
   void (*backward_tile)(const BackwardTile&);

@@ -12,15 +12,22 @@ namespace {
 struct ThreadMemory {
   AttendMemory attend;
   std::byte* queries;          // (M, D), rotated, of the caller's dtype
+  std::byte* keys;             // (N, D), likewise, of a cache of 8-bit numbers, as the next
+  std::byte* values;           // (N, D_v)
+  std::byte* row;              // (D), a new key, rotated, before it becomes such numbers
   std::int64_t* key_starts;    // (N)
   std::int64_t* value_starts;  // (N)
   HiddenRows* columns;         // (N), with a column mask
 };
 
 ThreadMemory divide(Arena& arena, const Sizes& s, const KvcacheProblem& cache) {
-  const bool rotates = cache.rotary_dim > 0;
+  const bool rotates = cache.rotary_dim > 0, fp8 = is_fp8(cache.dtype);
+  const int size = bytes_of(cache.problem.dtype);
   return {.attend = take_attend_memory(arena, s, false),
-          .queries = arena.take<std::byte>(rotates ? s.tile_m * s.head_dim * bytes_of(cache.problem.dtype) : 0),
+          .queries = arena.take<std::byte>(rotates ? s.tile_m * s.head_dim * size : 0),
+          .keys = arena.take<std::byte>(fp8 ? s.tile_n * s.head_dim * size : 0),
+          .values = arena.take<std::byte>(fp8 ? s.tile_n * s.head_dim_v * size : 0),
+          .row = arena.take<std::byte>(fp8 && rotates ? s.head_dim * size : 0),
           .key_starts = arena.take<std::int64_t>(s.tile_n),
           .value_starts = arena.take<std::int64_t>(s.tile_n),
           .columns = arena.take<HiddenRows>(cache.masked_keys > 0 ? s.tile_n : 0)};
@@ -53,26 +60,26 @@ class Call {
         queries_(cache_.queries(tensors)),
         cached_(cache_.rows(tensors)),
         pages_(cache_.layout(tensors)),
-        masked_(cache_.masked(tensors)) {}
+        masked_(cache_.masked(tensors)),
+        k_descales_(CacheDescales::of(tensors.k_descale)),
+        v_descales_(CacheDescales::of(tensors.v_descale)) {}
 
-  void append(int threads) const {
+  void append(int threads, void* workspace) const {
     if (!cache_.appends) return;
     const std::int64_t heads = problem_.heads_k;
-    parallel_for(threads, problem_.batch * heads, [&](int, std::int64_t item) {
-      append_head(static_cast<int>(item / heads), static_cast<int>(item % heads));
+    parallel_for(threads, problem_.batch * heads, [&](int thread, std::int64_t item) {
+      append_head(static_cast<int>(item / heads), static_cast<int>(item % heads), memory_of(thread, workspace).row);
     });
   }
 
   void attend_all(int threads, void* workspace) const {
-    const std::int64_t bytes = thread_bytes(sizes_, cache_);
     Arena shared(workspace);
     const Tables tables = take_tables(shared, problem_);
     const ForwardTensors queries = query_tensors(tables.counting);
     const Items items(problem_, entries_of(problem_, &queries), tables.items, problem_.heads_q / packed_,
                       [&](const Sequence& rows) { return Spans::tiles(rows.q.size * packed_, sizes_.tile_m); });
     parallel_for(threads, items.count(), [&](int thread, std::int64_t index) {
-      Arena arena(static_cast<std::byte*>(workspace) + shared.bytes() + thread * bytes);
-      const ThreadMemory memory = divide(arena, sizes_, cache_);
+      const ThreadMemory memory = memory_of(thread, workspace);
       const Item item = items.at(index);
       const PackedHeads heads{packed_, item.head * packed_};
       attend(problem_, queries, sizes_, memory.attend, item, heads, Source{*this, memory, item, heads});
@@ -80,6 +87,13 @@ class Call {
   }
 
  private:
+  ThreadMemory memory_of(int thread, void* workspace) const {
+    Arena shared;
+    take_tables(shared, problem_);
+    Arena arena(static_cast<std::byte*>(workspace) + shared.bytes() + thread * thread_bytes(sizes_, cache_));
+    return divide(arena, sizes_, cache_);
+  }
+
   /// Returns the call as a forward's tensors, without keys and values. The keys that count are the used part of each
   /// sequence's capacity; `counting` has room for their numbers.
   ForwardTensors query_tensors(int* counting) const {
@@ -113,21 +127,35 @@ class Call {
                              {angles(t_.rotary_cos), angles(t_.rotary_sin), pairs, cache_.rotary_interleaved});
   }
 
-  void append_head(int b, int head) const {
+  /// Writes a row of the caller's dtype to a cache. Where each row has a descale, it gets one.
+  void store(const TensorView& cache, CacheDescales const& descales, int b, int row, int head, const void* source,
+             int width) const {
+    void* const target = cached_row(cache, b, row, head).data;
+    if (!is_fp8(cache_.dtype)) {
+      std::memmove(target, source, static_cast<std::size_t>(width * bytes_of(problem_.dtype)));
+      return;
+    }
+    const Kernels& kernel = kernels(problem_);
+    const Pages::Place place = pages_.at(b, row);
+    if (descales.of_rows) *descales.at(b, head, place) = kernel.descale_of_row(source, cache_.dtype, width);
+    kernel.narrow_row(target, source, cache_.dtype, width, descales.of(b, head, place));
+  }
+
+  /// Appends the new rows of a head. `rotated` has room for a key, where it cannot be rotated in the cache.
+  void append_head(int b, int head, std::byte* rotated) const {
     const CachedRows::Rows rows = cached_.at(b);
     const int first = problem_.ragged ? queries_.at(b).first : 0;
-    const std::size_t key_bytes = problem_.head_dim * bytes_of(problem_.dtype);
-    const std::size_t value_bytes = problem_.head_dim_v * bytes_of(problem_.dtype);
     for (int row = rows.held; row < rows.end; ++row) {
       const int added = first + row - rows.held;
-      const void* const key = head_rows(t_.k_new, b, head, added).data;
-      void* const target = cached_row(t_.k_cache, b, row, head).data;
+      const void* key = head_rows(t_.k_new, b, head, added).data;
+      const bool in_cache = !is_fp8(cache_.dtype);
       if (cache_.rotary_dim > 0) {
+        void* const target = in_cache ? cached_row(t_.k_cache, b, row, head).data : rotated;
         copy_rotated(target, key, row);
-      } else {
-        std::memmove(target, key, key_bytes);
+        key = target;
       }
-      std::memmove(cached_row(t_.v_cache, b, row, head).data, head_rows(t_.v_new, b, head, added).data, value_bytes);
+      store(t_.k_cache, k_descales_, b, row, head, key, problem_.head_dim);
+      store(t_.v_cache, v_descales_, b, row, head, head_rows(t_.v_new, b, head, added).data, problem_.head_dim_v);
     }
   }
 
@@ -162,6 +190,11 @@ class Call {
     KeyRows keys(Range range) const {
       const KvcacheTensors& t = call_.t_;
       const int b = item_.batch, first = cached_.begin + range.begin, last = cached_.begin + range.end - 1;
+      if (is_fp8(call_.cache_.dtype)) {
+        const Problem& p = call_.problem_;
+        return {widened(t.k_cache, call_.k_descales_, first, last, memory_.keys, p.head_dim),
+                widened(t.v_cache, call_.v_descales_, first, last, memory_.values, p.head_dim_v)};
+      }
       const Pages::Place place = call_.pages_.at(b, first);
       if (place.row + last - first < call_.pages_.size.value)
         return {head_rows(t.k_cache, place.page, head_k_, place.row),
@@ -186,6 +219,17 @@ class Call {
     }
 
    private:
+    /// Returns the rows from `first` to `last` of a cache of 8-bit numbers, in the caller's dtype, in `memory`.
+    HeadRows widened(const TensorView& cache, CacheDescales const& descales, int first, int last, std::byte* memory,
+                     int width) const {
+      const Kernels& kernel = kernels(call_.problem_);
+      const int b = item_.batch, bytes = width * bytes_of(call_.problem_.dtype);
+      for (int row = first; row <= last; ++row)
+        kernel.widen_row(memory + std::int64_t{row - first} * bytes, call_.cached_row(cache, b, row, head_k_).data,
+                         call_.cache_.dtype, width, descales.of(b, head_k_, call_.pages_.at(b, row)));
+      return {memory, width};
+    }
+
     const Call& call_;
     const ThreadMemory& memory_;
     const Item& item_;
@@ -203,6 +247,7 @@ class Call {
   CachedRows cached_;
   Pages pages_;
   LastColumns masked_;
+  CacheDescales k_descales_, v_descales_;
 };
 
 }  // namespace
@@ -216,7 +261,7 @@ std::int64_t kvcache_workspace_bytes(const KvcachePlan& plan) {
 
 void run_kvcache(const KvcachePlan& plan, const KvcacheTensors& tensors, void* workspace, Stream) {
   const Call call(plan, tensors);
-  call.append(plan.grid);
+  call.append(plan.grid, workspace);
   call.attend_all(plan.grid, workspace);
 }
 

@@ -2,6 +2,9 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <type_traits>
 
 #include "flashtile/cuda/launch.h"
 #include "flashtile/params.h"
@@ -9,7 +12,8 @@
 namespace flashtile {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 128, kWarps = kThreads / 32;
+constexpr int kPairsOfLane = 4;  // of a row of at most 256 elements
 
 /// This copies rows of one tensor to rows of another.
 struct Copy {
@@ -18,6 +22,7 @@ struct Copy {
   Strides from_strides, to_strides;
   int heads = 0;
   int head_dim = 0;
+  CacheDescales descales = {};  // where they become numbers of 8 bits
 };
 
 struct AppendParams {
@@ -51,25 +56,84 @@ struct Rotation {
   }
 };
 
-/// Copies all heads of a row. A thread takes two elements at a time: those that are rotated together.
+/// Two elements of a row are rotated together, and copied together.
+template <class Element>
+struct Pair {
+  int first, second;  // columns
+  Element a, b;
+
+  __device__ static Pair rotated(const Element* row, int index, Rotation<Element> const& rotation) {
+    const bool rotates = 2 * index < rotation.dim;
+    const bool halves = rotates && !rotation.interleaved;
+    Pair pair;
+    pair.first = halves ? index : 2 * index;
+    pair.second = halves ? index + rotation.dim / 2 : pair.first + 1;
+    pair.a = row[pair.first];
+    pair.b = row[pair.second];
+    if (rotates) {
+      const float cos = float(rotation.cos[index]), sin = float(rotation.sin[index]);
+      const float a = float(pair.a), b = float(pair.b);
+      pair.a = Element(a * cos - b * sin);
+      pair.b = Element(a * sin + b * cos);
+    }
+    return pair;
+  }
+};
+
+/// Copies all heads of a row. A thread takes a pair at a time.
 template <class Element>
 __device__ void copy_row(Copy const& copy, const Element* from, Element* to, Rotation<Element> const& rotation) {
   const int pairs = copy.head_dim / 2;
   for (int i = threadIdx.x; i < copy.heads * pairs; i += kThreads) {
-    const int head = i / pairs, pair = i - head * pairs;
-    const bool rotates = 2 * pair < rotation.dim;
-    const bool halves = rotates && !rotation.interleaved;
-    const int first = halves ? pair : 2 * pair, second = halves ? pair + rotation.dim / 2 : first + 1;
-    const Element* const x = from + head * copy.from_strides.head;
+    const int head = i / pairs;
+    const auto pair = Pair<Element>::rotated(from + head * copy.from_strides.head, i - head * pairs, rotation);
     Element* const y = to + head * copy.to_strides.head;
-    if (rotates) {
-      const float cos = float(rotation.cos[pair]), sin = float(rotation.sin[pair]);
-      const float a = float(x[first]), b = float(x[second]);
-      y[first] = Element(a * cos - b * sin);
-      y[second] = Element(a * sin + b * cos);
-    } else {
-      y[first] = x[first];
-      y[second] = x[second];
+    y[pair.first] = pair.a;
+    y[pair.second] = pair.b;
+  }
+}
+
+/// Rounds to the nearest number; what is beyond the largest becomes that, and 0 / 0 is 0.
+template <class Number>
+__device__ Number narrowed(float x, float descale) {
+  constexpr auto kKind = std::is_same_v<Number, __nv_fp8_e4m3> ? __NV_E4M3 : __NV_E5M2;
+  Number number;
+  number.__x = __nv_cvt_float_to_fp8(x == 0 ? 0 : __fdiv_rn(x, descale), __NV_SATFINITE, kKind);
+  return number;
+}
+
+/// Writes all heads of a row as numbers of 8 bits, by a warp for each head. Where each row has a descale, it gets the
+/// one with which its largest finite element becomes the largest number.
+template <class Number, class Element>
+__device__ void narrow_row(Copy const& copy, const Element* from, Number* to, Rotation<Element> const& rotation, int b,
+                           Pages::Place place) {
+  constexpr float kLargest = std::is_same_v<Number, __nv_fp8_e4m3> ? 448 : 57344;
+  constexpr float kLeast = 0x1p-126f;
+  const int pairs = copy.head_dim / 2, lane = threadIdx.x % 32;
+  for (int head = int(threadIdx.x) / 32; head < copy.heads; head += kWarps) {
+    Pair<Element> own[kPairsOfLane];
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < kPairsOfLane; ++i) {
+      const int index = lane + 32 * i;
+      if (index >= pairs) break;
+      own[i] = Pair<Element>::rotated(from + head * copy.from_strides.head, index, rotation);
+      for (const float x : {fabsf(float(own[i].a)), fabsf(float(own[i].b))})
+        if (x < __builtin_huge_valf()) largest = fmaxf(largest, x);
+    }
+    if (copy.descales.of_rows) {
+      largest = __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(largest)));
+      const float descale = largest == 0 ? 0.0f : fmaxf(__fdiv_rn(largest, kLargest), kLeast);
+      if (lane == 0) *copy.descales.at(b, head, place) = descale;
+      __syncwarp();  // the lanes read it
+    }
+    const float descale = copy.descales.of(b, head, place);
+    Number* const y = to + head * copy.to_strides.head;
+#pragma unroll
+    for (int i = 0; i < kPairsOfLane; ++i) {
+      if (lane + 32 * i >= pairs) break;
+      y[own[i].first] = narrowed<Number>(float(own[i].a), descale);
+      y[own[i].second] = narrowed<Number>(float(own[i].b), descale);
     }
   }
 }
@@ -80,8 +144,8 @@ __device__ int entry_of(Spans const& spans, std::int64_t row) {
   return last_where(spans.entries(), [&](int b) { return spans.begins[b] <= row; });
 }
 
-/// Runs one thread block for each row of k_new, then one for each row of q.
-template <class Element>
+/// Runs one thread block for each row of k_new, then one for each row of q. The cache holds `Stored`.
+template <class Element, class Stored>
 __global__ void __launch_bounds__(kThreads) append_rows(const __grid_constant__ AppendParams params) {
   std::int64_t row = blockIdx.x;
   const bool is_query = row >= params.new_rows;
@@ -92,17 +156,38 @@ __global__ void __launch_bounds__(kThreads) append_rows(const __grid_constant__ 
   const int i = int(row - (spans.ragged() ? span.first : std::int64_t(b) * spans.size));
   if (i < 0 || i >= span.used) return;
   const CachedRows::Rows rows = params.rows.at(b);
-  const auto copy = [&](Copy const& copy, std::int64_t to, Rotation<Element> const& rotation) {
-    copy_row(copy, static_cast<const Element*>(copy.from) + copy.from_strides.at(b, span.first + i),
-             static_cast<Element*>(copy.to) + to, rotation);
+  const auto source = [&](Copy const& copy) {
+    return static_cast<const Element*>(copy.from) + copy.from_strides.at(b, span.first + i);
+  };
+  const auto store = [&](Copy const& copy, Pages::Place place, Rotation<Element> const& rotation) {
+    Stored* const to = static_cast<Stored*>(copy.to) + copy.to_strides.at(place.page, place.row);
+    if constexpr (std::is_same_v<Stored, Element>)
+      copy_row(copy, source(copy), to, rotation);
+    else
+      narrow_row(copy, source(copy), to, rotation, b, place);
   };
   if (is_query) {
-    copy(params.q, params.q.to_strides.at(b, span.first + i), Rotation<Element>::of(params, rows.end - span.used + i));
+    Element* const to = static_cast<Element*>(params.q.to) + params.q.to_strides.at(b, span.first + i);
+    copy_row(params.q, source(params.q), to, Rotation<Element>::of(params, rows.end - span.used + i));
   } else if (rows.held + i < rows.end) {
     const Pages::Place place = params.pages.at(b, rows.held + i);
-    copy(params.k, params.k.to_strides.at(place.page, place.row), Rotation<Element>::of(params, rows.held + i));
-    copy(params.v, params.v.to_strides.at(place.page, place.row), {});
+    store(params.k, place, Rotation<Element>::of(params, rows.held + i));
+    store(params.v, place, {});
   }
+}
+
+template <class Element, class Stored>
+void launch_append(const AppendParams& params, Device device, std::int64_t blocks, Stream stream) {
+  static KernelHandles handles;
+  launch(append_rows<Element, Stored>, handles, device, {static_cast<int>(blocks), kThreads, 0}, params, stream);
+}
+
+template <class Element>
+void launch_append_to(DType stored, const AppendParams& params, Device device, std::int64_t blocks, Stream stream) {
+  const auto launch = stored == DType::kE4M3   ? launch_append<Element, __nv_fp8_e4m3>
+                      : stored == DType::kE5M2 ? launch_append<Element, __nv_fp8_e5m2>
+                                               : launch_append<Element, Element>;
+  launch(params, device, blocks, stream);
 }
 
 }  // namespace
@@ -119,8 +204,10 @@ void append(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, Stre
                       .pages = cache.layout(t)};
   std::int64_t blocks = 0;
   if (cache.appends) {
-    params.k = {t.k_new.data, t.k_cache.data, Strides::of(t.k_new), Strides::of(t.k_cache), p.heads_k, p.head_dim};
-    params.v = {t.v_new.data, t.v_cache.data, Strides::of(t.v_new), Strides::of(t.v_cache), p.heads_k, p.head_dim_v};
+    params.k = {t.k_new.data, t.k_cache.data, Strides::of(t.k_new),          Strides::of(t.k_cache),
+                p.heads_k,    p.head_dim,     CacheDescales::of(t.k_descale)};
+    params.v = {t.v_new.data, t.v_cache.data, Strides::of(t.v_new),          Strides::of(t.v_cache),
+                p.heads_k,    p.head_dim_v,   CacheDescales::of(t.v_descale)};
     params.added = params.queries;
     if (!p.ragged) params.added.size = cache.seqlen_new;
     params.new_rows = p.ragged ? cache.seqlen_new : std::int64_t{p.batch} * cache.seqlen_new;
@@ -140,14 +227,8 @@ void append(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, Stre
     params.interleaved = cache.rotary_interleaved;
     blocks += cache.queries();
   }
-  const LaunchShape shape{static_cast<int>(blocks), kThreads, 0};
-  if (p.dtype == DType::kFloat16) {
-    static KernelHandles handles;
-    launch(append_rows<__half>, handles, p.device, shape, params, stream);
-  } else {
-    static KernelHandles handles;
-    launch(append_rows<__nv_bfloat16>, handles, p.device, shape, params, stream);
-  }
+  (p.dtype == DType::kFloat16 ? launch_append_to<__half> : launch_append_to<__nv_bfloat16>)(cache.dtype, params,
+                                                                                            p.device, blocks, stream);
 }
 
 }  // namespace flashtile

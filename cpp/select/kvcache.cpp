@@ -123,8 +123,9 @@ int partials(const KvcachePlan& plan, std::int64_t tiles, std::int64_t splits) {
 
 /// Returns whether the L2 cache should evict lines of keys and values first once they are read. That is 3 to 7 % faster
 /// where a cache is small, and 2 to 4 % slower where it is large.
-bool passes_by(const Problem& p, std::int64_t tiles) {
-  const std::int64_t row_bytes = std::int64_t{p.heads_k} * (p.head_dim + p.head_dim_v) * bytes_of(p.dtype);
+bool passes_by(const KvcacheProblem& cache, std::int64_t tiles) {
+  const Problem& p = cache.problem;
+  const std::int64_t row_bytes = std::int64_t{p.heads_k} * (p.head_dim + p.head_dim_v) * bytes_of(cache.dtype);
   return tiles <= p.batch && std::int64_t{p.batch} * p.seqlen_k <= h200::kSmallCache / row_bytes;
 }
 
@@ -135,7 +136,7 @@ void plan_on_gpu(KvcachePlan& plan, const DeviceInfo& device) {
   const std::int64_t splits = plan_splits(plan, tiles, device);
   plan.teams = teams(plan, device, tiles, pieces(plan, tiles, splits));
   plan.partials = partials(plan, tiles, splits);
-  plan.passes_by = passes_by(p, tiles);
+  plan.passes_by = passes_by(plan.cache, tiles);
   plan.tiles = p.heads_k * tiles;
   plan.grid = plan.cache.queries() == 0 ? 0 : plan.teams * p.heads_k;
   plan.rotated_at = parts(plan.partials * kvcache_place_bytes(plan.variant) * p.heads_k, 16) * 16;
@@ -176,7 +177,9 @@ KvcachePlan select_kvcache(const KvcacheProblem& cache, const DeviceInfo& device
     if (!splits) found.time *= time_of_warps(row.variant, dense, device);  // with splits no row depends on the batch
     return found;
   };
-  const auto choice = choose(p, device, kvcache_rows(), suits, time);
+  Problem stored = p;  // the rows on a GPU are of the dtype that they read
+  if (!on_cpu) stored.dtype = cache.dtype;
+  const auto choice = choose(stored, device, kvcache_rows(), suits, time);
   plan.variant = choice.row->variant;
   plan.shared_memory = shared_memory_of(Kind::kKvcache, plan.variant);
   plan.why = choice.why;

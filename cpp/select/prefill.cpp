@@ -20,11 +20,11 @@ constexpr int kFewestRows = 32;  // sequences of fewer rows are left to the kern
 constexpr int kRowsOfBox = 16;   // and so are pages of which TMA cannot load so many rows, or multiples of them
 
 /// Returns whether the forward kernel can go over the cache, and has enough rows to do. It splits keys as it likes, has
-/// no column mask of some keys alone, and an int has to count all rows of the cache, and those of q.
+/// no column mask of some keys alone nor keys of 8 bits, and an int has to count all rows of the cache, and those of q.
 bool may_prefill(const KvcacheProblem& cache, const DeviceInfo& device) {
   const Problem& p = cache.problem;
   if (device.compute_capability != 90 || !cache.in_line || cache.num_splits > 0 || cache.batch_invariant ||
-      cache.problem.column_masked())
+      p.column_masked() || is_fp8(cache.dtype))
     return false;
   const std::int64_t keys = std::int64_t{p.batch} * p.seqlen_k;
   const std::int64_t rows_of_cache = std::int64_t{cache.pages} * cache.page_size;

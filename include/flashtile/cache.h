@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "flashtile/cuda/divisor.h"
+#include "flashtile/tensor_view.h"
 
 namespace flashtile {
 
@@ -28,6 +29,32 @@ struct Pages {
     int page = table == nullptr ? b : table[b * table_stride + index];
     page = page < 0 ? 0 : page >= pages ? pages - 1 : page;
     return {page, row - index * size.value};
+  }
+};
+
+/// These are what numbers of 8 bits in a cache are multiplied with: one factor for all, one for each sequence and KV
+/// head, or one for each row and KV head.
+struct CacheDescales {
+  float* data = nullptr;                                   // null: 1 for all
+  std::int64_t sequence = 0, page = 0, row = 0, head = 0;  // strides
+  bool of_rows = false;
+
+  /// `t` is (), (1), (B, H_k), (B_cache, S_cache, H_k) or (pages, page_size, H_k), if it is given.
+  static CacheDescales of(const TensorView& t) {
+    CacheDescales descales;
+    if (!t.given()) return descales;
+    descales.data = static_cast<float*>(t.data);
+    if (t.rank == 2) descales.sequence = t.strides[0], descales.head = t.strides[1];
+    if (t.rank == 3)
+      descales.page = t.strides[0], descales.row = t.strides[1], descales.head = t.strides[2], descales.of_rows = true;
+    return descales;
+  }
+
+  FLASHTILE_HOST_DEVICE float* at(int sequence_index, int head_index, Pages::Place place) const {
+    return data + sequence_index * sequence + place.page * page + place.row * row + head_index * head;
+  }
+  FLASHTILE_HOST_DEVICE float of(int sequence_index, int head_index, Pages::Place place) const {
+    return data == nullptr ? 1 : *at(sequence_index, head_index, place);
   }
 };
 

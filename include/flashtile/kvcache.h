@@ -50,6 +50,9 @@ struct KvcacheTensors {
   TensorView alibi_slopes;     // (H_q) or (B, H_q), float32
   TensorView sinks;            // (H_q), float32
   TensorView mask;  // (B or 1, H, N, 4), int32, see HiddenRows: the last N keys of each sequence; H: 1, H_k, H_q
+  // These are of caches of 8-bit numbers, float32: (), (1), (B, H_k), or the shape of a cache without its last
+  // dimension. New rows get descales of their own, if there is one for each row.
+  TensorView k_descale, v_descale;
 
   /// Returns the same tensors, with a batch dimension of one entry where q is ragged.
   KvcacheTensors with_batch() const;
@@ -69,9 +72,10 @@ struct KvcacheProblem {
   bool rotary_interleaved = true;
   int num_splits = 0;
   bool batch_invariant = false;
-  int masked_keys = 0;     // N, the columns of the column mask: the last keys of each sequence, if it has so many
-  bool in_line = false;    // the cache's rows have one stride across entries, so do q's, and no leftpad is given
-  bool has_table = false;  // a block_table or a cache_batch_idx is given
+  int masked_keys = 0;          // N, the columns of the column mask: the last keys of each sequence, if it has so many
+  DType dtype = DType::kOther;  // of keys and values: that of q, or of 8 bits
+  bool in_line = false;         // the cache's rows have one stride across entries, so do q's, and no leftpad is given
+  bool has_table = false;       // a block_table or a cache_batch_idx is given
 
   Spans queries(const KvcacheTensors& tensors) const;
   CachedRows rows(const KvcacheTensors& tensors) const;
@@ -111,10 +115,11 @@ constexpr int groups_of(const Variant& v) {
   return v.warps / warps_of_group(v);
 }
 
-/// Returns the bytes of shared memory: each group has a tile of Q and a ring of K and V tiles; afterwards its result
-/// over its own keys takes the same memory.
+/// Returns the bytes of shared memory: each group has a tile of Q and a ring of K and V tiles, and with 8-bit numbers a
+/// factor for each row of these; afterwards its result over its own keys takes the same memory.
 constexpr int kvcache_shared_memory(const Variant& v) {
-  const int rings = bytes_of(v.dtype) * groups_of(v) * v.head_dim * (v.tile_m + v.stages * v.tile_n);
+  const int factors = v.fp8() ? (4 * (v.tile_m + v.stages * v.tile_n) + 127) / 128 * 128 : 0;
+  const int rings = groups_of(v) * (factors + v.head_dim * (2 * v.tile_m + bytes_of(v.dtype) * v.stages * v.tile_n));
   const int found = groups_of(v) * v.tile_m * (4 * (v.head_dim + 8) + 8);
   return (std::max(rings, found) + 127) / 128 * 128;
 }

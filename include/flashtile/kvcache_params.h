@@ -40,6 +40,9 @@ struct KvcacheParams {
   SplitKeys schedule;
   Partials partials;
   bool passes_by;  // whether L2 evicts keys and values first: see CachePolicy
+  // These are of a cache of 8-bit numbers, where q and out are float16 or bfloat16.
+  CacheDescales k_descales, v_descales;
+  bool is_bf16;
 
   static KvcacheParams of(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, std::uint64_t mark) {
     const Problem& p = plan.problem;
@@ -73,6 +76,9 @@ struct KvcacheParams {
                      .apart = plan.splits_apart},
         .partials = {},
         .passes_by = plan.passes_by,
+        .k_descales = CacheDescales::of(t.k_descale),
+        .v_descales = CacheDescales::of(t.v_descale),
+        .is_bf16 = p.dtype == DType::kBFloat16,
     };
     if (cache.rotary_dim > 0) {
       params.q = static_cast<const char*>(memory) + plan.rotated_at;

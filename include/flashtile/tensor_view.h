@@ -8,7 +8,7 @@
 
 namespace flashtile {
 
-enum class DType : std::uint8_t { kFloat32, kFloat16, kBFloat16, kE4M3, kInt32, kOther };
+enum class DType : std::uint8_t { kFloat32, kFloat16, kBFloat16, kE4M3, kE5M2, kInt32, kOther };
 enum class DeviceType : std::uint8_t { kCpu, kCuda, kOther };
 
 struct Device {
@@ -20,8 +20,12 @@ struct Device {
 /// This is a CUDA stream handle; a CPU ignores it.
 using Stream = void*;
 
+constexpr bool is_fp8(DType dtype) {
+  return dtype == DType::kE4M3 || dtype == DType::kE5M2;
+}
+
 constexpr int bytes_of(DType dtype) {
-  return dtype == DType::kFloat32 || dtype == DType::kInt32 ? 4 : dtype == DType::kE4M3 ? 1 : 2;
+  return dtype == DType::kFloat32 || dtype == DType::kInt32 ? 4 : is_fp8(dtype) ? 1 : 2;
 }
 
 constexpr const char* name_of(DType dtype) {
@@ -30,6 +34,7 @@ constexpr const char* name_of(DType dtype) {
     case DType::kFloat16: return "float16";
     case DType::kBFloat16: return "bfloat16";
     case DType::kE4M3: return "float8_e4m3fn";
+    case DType::kE5M2: return "float8_e5m2";
     case DType::kInt32: return "int32";
     case DType::kOther: break;
   }

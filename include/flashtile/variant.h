@@ -47,8 +47,9 @@ struct Variant {
 
   constexpr int threads() const { return warps * 32; }
   constexpr bool knows(Features some) const { return includes(features, some); }
-  /// Returns whether Q, K and V are of 8 bits, and with them the weights that P·V takes.
-  constexpr bool fp8() const { return dtype == DType::kE4M3; }
+  /// Returns whether it reads numbers of 8 bits: a forward Q, K and V, which its matmuls take as they are, and a kernel
+  /// over a cache its keys and values.
+  constexpr bool fp8() const { return is_fp8(dtype); }
   /// Returns whether a forward kernel for Ampere exists with twice the warps, too, of 16 rows each instead of 32. They
   /// hide latencies where no multiprocessor has a second thread block that would; elsewhere they read keys twice as
   /// often from shared memory.
@@ -177,6 +178,7 @@ inline constexpr DType f32 = DType::kFloat32;
 inline constexpr DType f16 = DType::kFloat16;
 inline constexpr DType bf16 = DType::kBFloat16;
 inline constexpr DType e4m3 = DType::kE4M3;
+inline constexpr DType e5m2 = DType::kE5M2;
 inline constexpr Features plain = Features::kNone;
 inline constexpr Features sinks = Features::kSinks;
 inline constexpr Features dropout = Features::kDropout;

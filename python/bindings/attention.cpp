@@ -42,17 +42,12 @@ void view_sequences(const char* function, handle sequences, ForwardTensors& tens
   tensors.seqused_k = optional_view(function, "seqused_k", tables[3], kInts);
 }
 
-TensorView view_of_floats(const char* function, const char* name, handle object) {
-  return tensor_view(function, name, object);
-}
-
-Given to_given(const char* function, handle q, handle k, handle v, const nb::tuple& options,
-               decltype(&view_of_floats) view = view_of_floats) {
+Given to_given(const char* function, handle q, handle k, handle v, const nb::tuple& options) {
   check_count(function, options, kOptionCount, "options");
   Given given;
-  given.tensors.q = view(function, "q", q);
-  given.tensors.k = view(function, "k", k);
-  given.tensors.v = view(function, "v", v);
+  given.tensors.q = tensor_view(function, "q", q);
+  given.tensors.k = tensor_view(function, "k", k);
+  given.tensors.v = tensor_view(function, "v", v);
   given.tensors.alibi_slopes = optional_view(function, "alibi_slopes", option_of(options, kAlibiSlopes));
   given.tensors.sinks = optional_view(function, "sinks", option_of(options, kSinks));
   given.tensors.mask = optional_view(function, "mask", option_of(options, kMask), kInts);
@@ -133,22 +128,12 @@ nb::object saving_forward(handle ctx, handle q, handle k, handle v, const nb::tu
   return results.out;
 }
 
-/// Returns the view of e4m3 numbers, which come as int32, four in one, since the exchange table knows no such dtype.
-TensorView view_of_bytes(const char* function, const char* name, handle object) {
-  TensorView view = tensor_view(function, name, object, kInts);
-  if (view.dtype != DType::kInt32) return view;  // on a CPU numbers are float32
-  view.dtype = DType::kE4M3;
-  for (int i = 0; i < view.rank - 1; ++i) view.strides[i] *= 4;
-  if (view.rank > 0) view.shape[view.rank - 1] *= 4;
-  return view;
-}
-
 /// Computes a forward of e4m3 numbers into `out`, and, unless it is None, `lse`; `descales` are those of q, k and v.
 void forward_fp8(handle q, handle k, handle v, const nb::tuple& descales, const nb::tuple& options, handle out,
                  handle lse) {
   const char* const function = names_of(options).forward;
   check_count(function, descales, 3, "descales");
-  Given given = to_given(function, q, k, v, options, view_of_bytes);
+  Given given = to_given(function, q, k, v, options);
   ForwardTensors& tensors = given.tensors;
   tensors.q_descale = optional_view(function, "q_descale", descales[0]);
   tensors.k_descale = optional_view(function, "k_descale", descales[1]);

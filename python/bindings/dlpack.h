@@ -12,7 +12,7 @@ inline constexpr const char* kExchangeAttribute = "__dlpack_c_exchange_api__";  
 inline constexpr const char* kExchangeCapsule = "dlpack_exchange_api";
 
 enum DeviceCode : std::int32_t { kCpu = 1, kCuda = 2, kCudaHost = 3, kCudaManaged = 13 };
-enum TypeCode : std::uint8_t { kInt = 0, kFloat = 2, kBfloat = 4 };
+enum TypeCode : std::uint8_t { kInt = 0, kFloat = 2, kBfloat = 4, kE4M3 = 10, kE5M2 = 12 };
 
 struct Device {
   std::int32_t type;

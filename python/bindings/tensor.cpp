@@ -62,6 +62,54 @@ TensorView readable(const char* function, const char* name, nb::handle object, c
   return view;
 }
 
+// ---- These functions view a tensor by its attributes.
+
+DType dtype_by_attribute(nb::handle dtype) {
+  const nb::module_ torch = nb::module_::import_("torch");
+  if (dtype.is(torch.attr("bfloat16"))) return DType::kBFloat16;
+  if (dtype.is(torch.attr("float16"))) return DType::kFloat16;
+  if (dtype.is(torch.attr("float32"))) return DType::kFloat32;
+  if (dtype.is(torch.attr("int32"))) return DType::kInt32;
+  if (dtype.is(torch.attr("float8_e4m3fn"))) return DType::kE4M3;
+  if (dtype.is(torch.attr("float8_e5m2"))) return DType::kE5M2;
+  return DType::kOther;
+}
+
+Device device_by_attribute(nb::handle device) {
+  const std::string type = nb::cast<nb::str>(device.attr("type")).c_str();
+  const nb::object index = device.attr("index");
+  if (type == "cpu") return {DeviceType::kCpu, 0};
+  return {type == "cuda" ? DeviceType::kCuda : DeviceType::kOther, index.is_none() ? 0 : nb::cast<int>(index)};
+}
+
+TensorView view_by_attributes(const char* function, const char* name, nb::handle object) {
+  if (!nb::hasattr(object, "data_ptr") || !nb::hasattr(object, "stride")) not_a_tensor(function, name, object);
+  TensorView view;
+  try {
+    const nb::object shape = object.attr("shape");
+    const nb::object strides = object.attr("stride")();
+    view.rank = static_cast<int>(nb::len(shape));
+    if (view.rank > kMaxRank) {
+      std::int64_t sizes[8] = {};
+      const int shown = std::min(view.rank, 8);
+      for (int i = 0; i < shown; ++i) sizes[i] = nb::cast<std::int64_t>(shape[i]);
+      rank_too_high(function, name, sizes, shown);
+    }
+    for (int i = 0; i < view.rank; ++i) {
+      view.shape[i] = nb::cast<std::int64_t>(shape[i]);
+      view.strides[i] = nb::cast<std::int64_t>(strides[i]);
+    }
+    view.dtype = dtype_by_attribute(object.attr("dtype"));
+    view.device = device_by_attribute(object.attr("device"));
+    view.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(object.attr("data_ptr")()));
+    if (is_negated(object)) negated(function, name);
+  } catch (nb::python_error& error) {
+    error.restore();
+    not_viewable(function, name);
+  }
+  return view;
+}
+
 // ---- These functions view a tensor by the exchange table.
 
 const dlpack::Exchange* find_exchange(nb::handle type) {
@@ -110,6 +158,8 @@ DType to_dtype(dlpack::DataType type) {
   if (type.code == dlpack::kFloat && type.bits == 16) return DType::kFloat16;
   if (type.code == dlpack::kFloat && type.bits == 32) return DType::kFloat32;
   if (type.code == dlpack::kInt && type.bits == 32) return DType::kInt32;
+  if (type.code == dlpack::kE4M3 && type.bits == 8) return DType::kE4M3;
+  if (type.code == dlpack::kE5M2 && type.bits == 8) return DType::kE5M2;
   return DType::kOther;
 }
 
@@ -136,56 +186,16 @@ TensorView to_view(const dlpack::Tensor& tensor) {
 
 TensorView view_by_exchange(const char* function, const char* name, nb::handle object, const Source& source) {
   dlpack::Tensor tensor;
-  if (source.exchange->tensor_from_object(object.ptr(), &tensor) != 0) not_viewable(function, name);
-  if (tensor.rank > kMaxRank) rank_too_high(function, name, tensor.shape, tensor.rank);
-  if (source.negative_bit.may_be_set(tensor) && is_negated(object)) negated(function, name);
-  return to_view(tensor);
-}
-
-// ---- These functions view a tensor by its attributes.
-
-DType dtype_by_attribute(nb::handle dtype) {
-  const nb::module_ torch = nb::module_::import_("torch");
-  if (dtype.is(torch.attr("bfloat16"))) return DType::kBFloat16;
-  if (dtype.is(torch.attr("float16"))) return DType::kFloat16;
-  if (dtype.is(torch.attr("float32"))) return DType::kFloat32;
-  if (dtype.is(torch.attr("int32"))) return DType::kInt32;
-  return DType::kOther;
-}
-
-Device device_by_attribute(nb::handle device) {
-  const std::string type = nb::cast<nb::str>(device.attr("type")).c_str();
-  const nb::object index = device.attr("index");
-  if (type == "cpu") return {DeviceType::kCpu, 0};
-  return {type == "cuda" ? DeviceType::kCuda : DeviceType::kOther, index.is_none() ? 0 : nb::cast<int>(index)};
-}
-
-TensorView view_by_attributes(const char* function, const char* name, nb::handle object) {
-  if (!nb::hasattr(object, "data_ptr") || !nb::hasattr(object, "stride")) not_a_tensor(function, name, object);
-  TensorView view;
-  try {
-    const nb::object shape = object.attr("shape");
-    const nb::object strides = object.attr("stride")();
-    view.rank = static_cast<int>(nb::len(shape));
-    if (view.rank > kMaxRank) {
-      std::int64_t sizes[8] = {};
-      const int shown = std::min(view.rank, 8);
-      for (int i = 0; i < shown; ++i) sizes[i] = nb::cast<std::int64_t>(shape[i]);
-      rank_too_high(function, name, sizes, shown);
-    }
-    for (int i = 0; i < view.rank; ++i) {
-      view.shape[i] = nb::cast<std::int64_t>(shape[i]);
-      view.strides[i] = nb::cast<std::int64_t>(strides[i]);
-    }
-    view.dtype = dtype_by_attribute(object.attr("dtype"));
-    view.device = device_by_attribute(object.attr("device"));
-    view.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(object.attr("data_ptr")()));
-    if (is_negated(object)) negated(function, name);
-  } catch (nb::python_error& error) {
+  if (source.exchange->tensor_from_object(object.ptr(), &tensor) != 0) {
+    nb::python_error error;
+    // Tables of older versions know no numbers of 8 bits.
+    if (is_fp8(dtype_by_attribute(object.attr("dtype")))) return view_by_attributes(function, name, object);
     error.restore();
     not_viewable(function, name);
   }
-  return view;
+  if (tensor.rank > kMaxRank) rank_too_high(function, name, tensor.shape, tensor.rank);
+  if (source.negative_bit.may_be_set(tensor) && is_negated(object)) negated(function, name);
+  return to_view(tensor);
 }
 
 /// Returns a view in a call that is only planned, for the device `planned`. The tensor may lie on another device, or

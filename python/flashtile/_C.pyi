@@ -17,6 +17,8 @@ _CacheTensors = tuple[
     Tensor | None,  # cache_batch_idx
     Tensor | None,  # leftpad
     Tensor | None,  # cu_seqlens_q
+    Tensor | None,  # k_descale
+    Tensor | None,  # v_descale
 ]
 _CacheOptions = tuple[Any, ...]  # in the order of `CACHE`
 
@@ -33,7 +35,7 @@ def saving_forward(
     ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, options: _Options, sinks: Tensor | None = None
 ) -> Tensor: ...
 def forward_fp8(
-    q: Tensor,  # on a GPU int32, of four e4m3 numbers each; on a CPU float32, multiplied with their descales
+    q: Tensor,  # on a GPU e4m3 numbers; on a CPU float32, multiplied with their descales
     k: Tensor,
     v: Tensor,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],

@@ -78,7 +78,7 @@ def _forward(function, q, k, v, descales, out_dtype, options):
     """(out, lse) by the first way that serves the call."""
     if q.device.type != "cpu" and not (q.shape[-1] % _AT_ONCE or v.shape[-1] % _AT_ONCE):
         try:
-            return _by_kernel(*map(_words, (q, k, v)), descales, out_dtype, options)
+            return _by_kernel(q, k, v, descales, out_dtype, options)
         except NotImplementedError:
             pass
     sequences = options[SEQUENCES]
@@ -99,17 +99,9 @@ def _by_kernel(q, k, v, descales, out_dtype, options):
     return out, lse
 
 
-def _words(x):
-    """Four numbers in one int32, which is how the module takes them."""
-    if x.stride(-1) != 1 or x.storage_offset() % 4 or any(stride % 4 for stride in x.stride()[:-1]):
-        x = x.contiguous()
-    return x.view(torch.int32)
-
-
 def _new_results(q, k, v, out_dtype):
     *batch, rows, heads, _ = q.shape if q.dim() > 2 else (0, 0, 0)  # for the module to say what is wrong
-    width = v.shape[-1] * v.element_size() if v.dtype is torch.int32 else v.shape[-1]
-    out = q.new_empty((*batch, rows, heads, width), dtype=out_dtype)
+    out = q.new_empty((*batch, rows, heads, *v.shape[-1:]), dtype=out_dtype)
     return out, q.new_empty((*batch, heads, rows), dtype=torch.float32)
 
 

@@ -27,7 +27,9 @@ from ._options import (
 )
 
 _CACHE_TABLES = "Tensor cache_seqlens, Tensor? block_table, Tensor? cache_batch_idx, Tensor? leftpad"
-_CACHE_REST = f"Tensor? rotary_cos, Tensor? rotary_sin, {_CACHE_TABLES}, Tensor? cu_seqlens_q, {CACHE_ARGUMENTS}"
+_CACHE_REST = f"Tensor? rotary_cos, Tensor? rotary_sin, {_CACHE_TABLES}, Tensor? cu_seqlens_q, {{}}, {CACHE_ARGUMENTS}"
+_DESCALES = "Tensor? k_descale, Tensor? v_descale"
+_WRITTEN_DESCALES = "Tensor(c!)? k_descale, Tensor(d!)? v_descale"  # where each row has one
 _FUNCTION = "attention_kvcache"  # to which the operators of caches belong
 _RESULTS_AND_STATE = "(Tensor out, Tensor lse, Tensor state)"
 _INCOMING = "Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor state, bool[4] needed"
@@ -168,14 +170,16 @@ def _append(q, k_cache, v_cache, k_new, v_new, rotary_cos, rotary_sin, *others):
 
 
 def call_kvcache(k_cache, v_cache, operands, tables, options):
-    """(out, lse or None). `operands` may be copied: q, k_new, v_new, rotary_cos, rotary_sin."""
+    """(out, lse or None). `operands` may be copied: q, k_new, v_new, rotary_cos, rotary_sin. `tables` are tensors of
+    numbers of sequences, and of 8-bit caches the descales, which are written where rows are appended that have one
+    each."""
     q, *optional = operands
     try:
         results = _C.kvcache(q, k_cache, v_cache, (*optional, *tables), options)
     except _C.Unreadable:
         written = () if optional[0] is None else (k_cache, v_cache)
         q, *optional = (readable(x, written) for x in operands)
-        tensors = (*optional, *map(readable, tables))
+        tensors = (*optional, *map(readable, tables[:-2]), *tables[-2:])
         try:
             results = _C.kvcache(q, k_cache, v_cache, tensors, readable_options(options))
         except _C.Unreadable as refusal:  # of a cache, which is written where it lies
@@ -183,6 +187,9 @@ def call_kvcache(k_cache, v_cache, operands, tables, options):
     if optional[0] is not None:  # autograd notices when a cache has changed that it keeps
         increment_version(k_cache)
         increment_version(v_cache)
+        for descale in tables[-2:]:
+            if descale is not None and descale.dim() == 3:
+                increment_version(descale)
     return results
 
 
@@ -195,7 +202,8 @@ def kvcache_operator(k_cache, v_cache, operands, tables, options):
     q, k_new, v_new, rotary_cos, rotary_sin = operands
     require_tensors(_FUNCTION, q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=tables[0])
     optional = dict(k_new=k_new, v_new=v_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
-    optional.update(zip(("block_table", "cache_batch_idx", "leftpad", "cu_seqlens_q"), tables[1:], strict=True))
+    names = ("block_table", "cache_batch_idx", "leftpad", "cu_seqlens_q", "k_descale", "v_descale")
+    optional.update(zip(names, tables[1:], strict=True))
     require_tensors(_FUNCTION, **{name: x for name, x in optional.items() if x is not None})
     given = (rotary_cos, rotary_sin, *tables, *of_cache(_FUNCTION, options))
     if k_new is None and v_new is None:
@@ -260,7 +268,7 @@ _attentions = {  # by whether sequences are ragged, and whether there is a seed
 }
 _attention_kvcache = define_forward(
     "attention_kvcache",
-    f"Tensor q, Tensor k_cache, Tensor v_cache, {_CACHE_REST}",
+    f"Tensor q, Tensor k_cache, Tensor v_cache, {_CACHE_REST.format(_DESCALES)}",
     _kvcache,
     _new_cache_results,
     kvcache_flops,
@@ -268,7 +276,8 @@ _attention_kvcache = define_forward(
 )
 _attention_kvcache_append = define_forward(
     "attention_kvcache_append",
-    f"Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_new, Tensor? v_new, {_CACHE_REST}",
+    f"Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_new, Tensor? v_new, "
+    f"{_CACHE_REST.format(_WRITTEN_DESCALES)}",
     _append,
     _new_cache_results,
     append_flops,

@@ -39,6 +39,8 @@ def attention_kvcache(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: Literal[False] = False,
@@ -66,6 +68,8 @@ def attention_kvcache(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: Literal[True],
@@ -93,6 +97,8 @@ def attention_kvcache(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: bool,
@@ -122,6 +128,8 @@ def attention_kvcache(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -146,8 +154,10 @@ def attention_kvcache(
             changed, also where it is rotated. With ``cu_seqlens_q`` ragged: (T_q, H_q, D).
         k_cache: (B_cache, S_cache, H_k, D), of q's dtype and device: a contiguous cache, in which sequence b has the
             entry b. With ``block_table`` a paged one: (pages, page_size, H_k, D), of any page size from 1 on. H_q is a
-            multiple of H_k.
-        v_cache: (B_cache, S_cache, H_k, D_v), or (pages, page_size, H_k, D_v). D_v may differ from D.
+            multiple of H_k. Or of numbers of 8 bits, float8_e4m3fn or float8_e5m2, which a call reads in half the time
+            and takes times ``k_descale``; on CUDA D is a multiple of 16 then. See docs/fp8.md.
+        v_cache: (B_cache, S_cache, H_k, D_v), or (pages, page_size, H_k, D_v), of k_cache's dtype. D_v may differ from
+            D.
             q, the caches, k_new and v_new take any strides with a contiguous last dimension. CUDA kernels read 16 bytes
             at a time: operands whose addresses or strides are no multiples of 16 bytes are copied first, and so is what
             PyTorch negates lazily; but caches, which are written in place, are refused then. Nothing is cast under
@@ -157,7 +167,8 @@ def attention_kvcache(
             k_new. An int is the same for all.
         k_new: (B, S_new, H_k, D), of q's dtype and device: keys to append. S_new need not be S_q. Where q is
             ragged: (T_q, H_k, D), with q's ``cu_seqlens_q``. Rows that find no room behind the held ones are not
-            written and do not count.
+            written and do not count. A cache of 8-bit numbers gets the nearest ones to k_new / k_descale, and the
+            largest for what is beyond that.
         v_new: (B, S_new, H_k, D_v), or (T_q, H_k, D_v): their values. Given if and only if k_new is.
         block_table: (B, pages of a sequence), int32, last dimension contiguous, on q's device: row r of sequence b lies
             in page block_table[b, r // page_size], in row r % page_size of it. Sequences may share pages, but for
@@ -189,6 +200,11 @@ def attention_kvcache(
         alibi_slopes: float32, (H_q) or (B, H_q), of any strides.
         sinks: (H_q), any floating dtype and stride, summed in float32: a logit for each query head that no value
             belongs to.
+        k_descale: of caches of 8-bit numbers: what keys are multiplied with, float32, of any strides, on q's device.
+            One number for all, () or (1); one for each sequence and head, (B, H_k); or one for each row and head,
+            (B_cache, S_cache, H_k) or (pages, page_size, H_k). Rows of k_new get one of their own there, which is
+            written: their largest element over the largest number, 448 or 57344. None: 1.
+        v_descale: the same of values. Both are given for each row, or neither.
         num_splits: parts that the keys of a sequence are divided into, which may be computed at the same time; 0: as
             many as fill the GPU. Results differ in their last bits. Nothing depends on it on the CPU.
         batch_invariant: a row's result depends, to the bit, on its query and its sequence's keys alone: not on the
@@ -249,6 +265,7 @@ def attention_kvcache(
         refuse_misnamed("attention_kvcache", attn_mask)
     inputs = dict(q=q, k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, rotary_cos=rotary_cos)
     inputs.update(rotary_sin=rotary_sin, alibi_slopes=alibi_slopes, sinks=sinks)  # PyTorch 2.6 cannot trace |=
+    inputs.update(k_descale=k_descale, v_descale=v_descale)
     if forward_ad._current_level >= 0:
         refuse_tangents("attention_kvcache", **inputs)
     if is_grad_enabled():
@@ -257,7 +274,7 @@ def attention_kvcache(
         cache_seqlens = _for_all_sequences(cache_seqlens, q, cu_seqlens_q)
     if sinks is not None:
         sinks = as_float32(sinks)
-    tables = (cache_seqlens, block_table, cache_batch_idx, leftpad, cu_seqlens_q)
+    tables = (cache_seqlens, block_table, cache_batch_idx, leftpad, cu_seqlens_q, k_descale, v_descale)
     operands = (q, k_new, v_new, rotary_cos, rotary_sin)
     columns = ranges_of("attention_kvcache", mask, q)
     scores = (alibi_slopes, sinks, columns, causal, window, scale, softcap)

@@ -393,10 +393,10 @@ def test_all_but_the_tensors_are_keywords():
 OPTIONS = (None,) * len(CACHE)
 
 
-@pytest.mark.parametrize("tensors, options", [((), OPTIONS), ((None,) * 9, ()), ((None,) * 8, OPTIONS)])
+@pytest.mark.parametrize("tensors, options", [((), OPTIONS), ((None,) * 11, ()), ((None,) * 10, OPTIONS)])
 def test_the_module_wants_all_places(tensors, options):
     given = arguments("dense", {}, "cpu")
-    with pytest.raises(TypeError, match=rf"^attention_kvcache: expected (9 tensors|{len(OPTIONS)} options)"):
+    with pytest.raises(TypeError, match=rf"^attention_kvcache: expected (11 tensors|{len(OPTIONS)} options)"):
         _C.kvcache(given["q"], given["k_cache"], given["v_cache"], tensors, options)
 
 

@@ -44,7 +44,12 @@ def test_only_what_is_written_is_declared():
     read = torch.ops.flashtile.attention_kvcache.default._schema
     append = torch.ops.flashtile.attention_kvcache_append.default._schema
     assert not read.is_mutable
-    assert [x.name for x in append.arguments if x.is_write] == ["k_cache", "v_cache"]
+    assert [x.name for x in append.arguments if x.is_write] == [
+        "k_cache",
+        "v_cache",
+        "k_descale",
+        "v_descale",
+    ]
 
 
 @pytest.mark.parametrize("inside", [True, False])

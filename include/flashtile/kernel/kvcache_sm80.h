@@ -92,9 +92,18 @@ struct KvcacheKernelSm80 {
     CUTE_UNROLL
     for (int r = 0; r < size<0>(tOcO); ++r) {
       const int row = group * kM + get<0>(tOcO(r, 0));
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(tOcO); c += 2)
-        *reinterpret_cast<float2*>(&exchange.out[row][get<1>(tOcO(r, c))]) = {rows_of_o(r, c), rows_of_o(r, c + 1)};
+      if constexpr (Mainloop::kFp8) {  // of 16 columns the first matmul has made the even ones, the second the odd ones
+        CUTE_UNROLL
+        for (int c = 0; c < size<1>(tOcO); c += 4) {
+          const int column = get<1>(tOcO(r, c)), of_16 = column % 16;
+          *reinterpret_cast<float4*>(&exchange.out[row][column + of_16]) = {rows_of_o(r, c), rows_of_o(r, c + 2),
+                                                                            rows_of_o(r, c + 1), rows_of_o(r, c + 3)};
+        }
+      } else {
+        CUTE_UNROLL
+        for (int c = 0; c < size<1>(tOcO); c += 2)
+          *reinterpret_cast<float2*>(&exchange.out[row][get<1>(tOcO(r, c))]) = {rows_of_o(r, c), rows_of_o(r, c + 1)};
+      }
       if (threadIdx.x % 4 == 0) exchange.state[row] = softmax.row[r];
     }
     __syncthreads();  // all threads wait for the groups' results
@@ -136,10 +145,16 @@ struct KvcacheKernelSm80 {
     }
     Element* const to = static_cast<Element*>(params.out) + params.out_strides.at(s.batch, s.queries.first + query) +
                         head_q * params.out_strides.head + column;
-    *reinterpret_cast<uint2*>(to) = {round_pair<Element>(part.o.x, part.o.y), round_pair<Element>(part.o.z, part.o.w)};
+    *reinterpret_cast<uint2*>(to) = {rounded(part.o.x, part.o.y), rounded(part.o.z, part.o.w)};
     if (params.lse != nullptr && column == 0)
       params.lse[params.lse_strides.at(s.batch, head_q, s.queries.first + query)] =
           total.finished().lse(params.scores.map.unit);
+  }
+
+  /// Rounds to the dtype of out, of which both have 16 bits.
+  CUTE_DEVICE std::uint32_t rounded(float low, float high) const {
+    if (Mainloop::kFp8 && params.is_bf16) return round_pair<cutlass::bfloat16_t>(low, high);
+    return round_pair<Element>(low, high);
   }
 
   /// Joins the parts and finishes the rows. Two threads share a chunk: even and odd parts are joined apart, in their

@@ -31,8 +31,8 @@ struct SwizzledAtomsOfBytes<Element, 32> {
   using K = cute::SM90::GMMA::Layout_K_SW32_Atom<Element>;
   using MN = cute::SM90::GMMA::Layout_MN_SW32_Atom<Element>;
 };
-template <class Element, int kColumnsPerBox>  // clang-format off
-using SwizzledAtoms = SwizzledAtomsOfBytes<Element, kColumnsPerBox * int(sizeof(Element))>;  // clang-format on
+template <class Element, int kColumnsPerBox>
+using SwizzledAtoms = SwizzledAtomsOfBytes<Element, kColumnsPerBox* int(sizeof(Element))>;
 
 /// SmemTile is the layout of tiles of (rows, columns), as TMA leaves them in shared memory, box by box; boxes are as
 /// wide as they can be, unless it is said.

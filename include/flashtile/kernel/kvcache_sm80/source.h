@@ -27,7 +27,8 @@ struct KvcacheSource {
   static constexpr int kN = kV.tile_n;
   static constexpr int kGroups = groups_of(kV);
   using Mainloop = ForwardMainloopSm80<of_group(kV), KvcacheSource>;
-  using Element = ElementOf<kV.dtype>;
+  using Element = ElementOf16Bits<kV.dtype>;
+  using Stored = ElementOf<kV.dtype>;
 
   KvcacheParams const& params;
   TileCoord tile;
@@ -63,6 +64,30 @@ struct KvcacheSource {
     place = find(block + 1);
   }
   CUTE_DEVICE int visited(int step) const { return step; }
+
+  // These are for numbers of 8 bits.
+  template <class Shared>
+  CUTE_DEVICE void prepare_queries(Shared const& sQ, int first_row, float* factors) const {
+    if (params.is_bf16)
+      flashtile::prepare_queries<cutlass::bfloat16_t>(sQ, first_row, factors);
+    else
+      flashtile::prepare_queries<cutlass::half_t>(sQ, first_row, factors);
+  }
+  CUTE_DEVICE bool has_descales_of_rows() const { return params.k_descales.of_rows; }
+  CUTE_DEVICE float descale_k() const { return of_all(params.k_descales); }
+  CUTE_DEVICE float descale_v() const { return of_all(params.v_descales); }
+  /// Copies the descales of a block's rows, of keys or of values. The lane's row is that of load_k() and load_v().
+  template <bool kOfValues>
+  CUTE_DEVICE void load_descales(int block, float* to) const {
+    CacheDescales const& descales = kOfValues ? params.v_descales : params.k_descales;
+    CUTE_UNROLL
+    for (int row = thread; row < kN; row += Mainloop::kThreads) {
+      const Pages::Place here =
+          kLanePerRow ? place : params.pages.at(tile.batch, min(first_of(block) + row, end_row - 1));
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(cute::cast_smem_ptr_to_uint(to + row)),
+                   "l"(descales.at(tile.batch, tile.head, here)));
+    }
+  }
   CUTE_DEVICE KvcacheScores<kN, kGroups> scores(Lengths lengths) const {
     return {{params.scores, tile, tile.m_block * kM, lengths}, params.schedule.masked, group};
   }
@@ -70,6 +95,9 @@ struct KvcacheSource {
  private:
   static constexpr bool kLanePerRow = Mainloop::kThreads == 32 && kN <= 32;
 
+  CUTE_DEVICE float of_all(CacheDescales const& descales) const {
+    return descales.of_rows ? 1.0f : descales.of(tile.batch, tile.head, {});
+  }
   CUTE_DEVICE int first_of(int block) const { return first_row + (block * kGroups + group) * kN; }
   /// Returns where the lane's row of a block lies: in a row that exists, whatever block it is.
   CUTE_DEVICE Pages::Place find(int block) const {
@@ -78,19 +106,20 @@ struct KvcacheSource {
 
   template <class Shared>
   CUTE_DEVICE void load(const void* base, Strides const& strides, int block, Shared const& shared, int columns) const {
-    const Element* const origin = static_cast<const Element*>(base) + tile.head * strides.head;
-    const int first = first_of(block);
+    // Rows are copied as units of 16 bits: elements, or pairs of 8-bit numbers.
+    const Stored* const origin = static_cast<const Stored*>(base) + tile.head * strides.head;
+    const auto row_of = [&](Pages::Place place) {
+      return reinterpret_cast<const Element*>(origin + strides.at(place.page, place.row));
+    };
+    const int first = first_of(block), units = Mainloop::kFp8 ? columns / 2 : columns;
     const auto load = [&](auto&& row_at) {
-      gather<typename Mainloop::Load>(policy, row_at, shared, end_row - first, columns, thread);
+      gather<typename Mainloop::LoadKV>(policy, row_at, shared, end_row - first, units, thread);
     };
     if constexpr (kLanePerRow) {
-      const Element* const own = origin + strides.at(place.page, place.row);
+      const Element* const own = row_of(place);
       load([&](int row) { return of_lane(own, row); });
     } else {
-      load([&](int row) {
-        const Pages::Place place = params.pages.at(tile.batch, min(first + row, end_row - 1));
-        return origin + strides.at(place.page, place.row);
-      });
+      load([&](int row) { return row_of(params.pages.at(tile.batch, min(first + row, end_row - 1))); });
     }
   }
 };
