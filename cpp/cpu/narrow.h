@@ -68,7 +68,7 @@ template <class T, class Number>
 void narrow_numbers(void* target, const void* source, int width, float descale) {
   for (int i = 0; i < width; ++i) {
     const float x = widen(static_cast<const T*>(source)[i]);
-    static_cast<Number*>(target)[i] = narrow_number<Number>(x == 0 ? 0 : x / descale);
+    static_cast<Number*>(target)[i] = narrow_number<Number>(x == 0 ? x : x / descale);
   }
 }
 template <class T>

@@ -98,7 +98,7 @@ template <class Number>
 __device__ Number narrowed(float x, float descale) {
   constexpr auto kKind = std::is_same_v<Number, __nv_fp8_e4m3> ? __NV_E4M3 : __NV_E5M2;
   Number number;
-  number.__x = __nv_cvt_float_to_fp8(x == 0 ? 0 : __fdiv_rn(x, descale), __NV_SATFINITE, kKind);
+  number.__x = __nv_cvt_float_to_fp8(x == 0 ? x : __fdiv_rn(x, descale), __NV_SATFINITE, kKind);
   return number;
 }
 

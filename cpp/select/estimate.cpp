@@ -27,8 +27,8 @@ constexpr double kEndsOf192RowsOfFewKeys = 110;  // where all keys are in one bl
 // In Hopper's backward of one pass this is the time of a query in tiles of 80 queries, relative to tiles of 64.
 constexpr double kQueryOf80 = 0.945;
 
-// A tile of 16 rows over a cache takes as long as its keys take to read. This is the time of a tile of 64, which takes
-// longer for its matmuls, relative to that.
+// A tile of 8 or 16 rows over a cache takes as long as its keys take to read. This is the time of a tile of 64, which
+// takes longer for its matmuls, relative to that.
 constexpr double kTileOf64Rows = 2.2;
 
 }  // namespace h200
@@ -177,7 +177,7 @@ Estimate estimate(const KvcacheRow& row, const Problem& p) {
   const Variant& v = row.variant;
   if (v.arch == Arch::kCpu) return {};
   const auto tiles = static_cast<double>(std::max<std::int64_t>((rows_of_sequence(p) + v.tile_m - 1) / v.tile_m, 1));
-  return {tiles * (v.tile_m == 16 ? 1 : h200::kTileOf64Rows), {}};
+  return {tiles * (v.tile_m <= 16 ? 1 : h200::kTileOf64Rows), {}};
 }
 
 double time_of_warps(const Variant& v, const Problem& p, const DeviceInfo& device) {

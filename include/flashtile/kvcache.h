@@ -109,7 +109,7 @@ struct KvcachePlan : Plan {
 /// The warps of a CUDA kernel over a cache form groups: those of a group share a tile of keys, and a thread block has
 /// groups_of(v) groups, each with its own keys.
 constexpr int warps_of_group(const Variant& v) {
-  return std::min(v.tile_m / 16, v.warps);
+  return std::clamp(v.tile_m / 16, 1, v.warps);
 }
 constexpr int groups_of(const Variant& v) {
   return v.warps / warps_of_group(v);
@@ -122,6 +122,12 @@ constexpr int kvcache_shared_memory(const Variant& v) {
   const int rings = groups_of(v) * (factors + v.head_dim * (2 * v.tile_m + bytes_of(v.dtype) * v.stages * v.tile_n));
   const int found = groups_of(v) * v.tile_m * (4 * (v.head_dim + 8) + 8);
   return (std::max(rings, found) + 127) / 128 * 128;
+}
+
+/// Returns how many thread blocks a multiprocessor is to hold, whose registers they share: two of few queries, since
+/// their warps have more to do than to wait for memory.
+constexpr int blocks_of_multiprocessor(const Variant& v) {
+  return v.tile_m == 8 ? 2 : 1;
 }
 
 /// Returns the bytes of one slot for a partial result of a KV head: see Partials.

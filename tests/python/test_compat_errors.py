@@ -13,20 +13,15 @@ from theirs import SMALL, assert_refuses, fa2, fa3, of_each_module, packed
 from flashtile.compat import bert_padding
 from flashtile.compat.layers import rotary
 
-DESCALES = ("q_descale", "k_descale", "v_descale")
-OF_3 = ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
+WITH_QV = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "_flash_attn_forward")
 
 
-@pytest.mark.parametrize("name", (*OF_3, "_flash_attn_forward"))
+@pytest.mark.parametrize("name", WITH_QV)
 def test_unserved_arguments(name):
     function = getattr(fa3, name)
-    parameters = inspect.signature(function).parameters.values()
-    required = [p.name for p in parameters if p.default is p.empty]
-    served = [p.name for p in parameters if p.name in ("qv", *DESCALES)]
-    assert len(served) == (3 if "packed" in name else 4)
-    for argument in served:
-        message = rf"{argument} is a tensor of shape \(2, 2\), expected None; nearest supported: "
-        assert_refuses(function, NotImplementedError, message, *required, **{argument: torch.ones(2, 2)})
+    required = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    message = r"qv is a tensor of shape \(2, 2\), expected None; nearest supported: "
+    assert_refuses(function, NotImplementedError, message, *required, qv=torch.ones(2, 2))
 
 
 def test_bad_arguments_are_named():
@@ -152,6 +147,7 @@ def calls():
     turned = dict(rotary_cos=angles, rotary_sin=angles)
     cache = dict(k_cache=k, v_cache=v, k=k[:, :3], v=v[:, :3], cache_seqlens=held)
     new_rows = dict(k=k[0, :6], v=v[0, :6], cu_seqlens_k_new=torch.tensor([0, 1, 6], dtype=torch.int32))
+    new_small = new_rows | {x: new_rows[x].to(torch.float8_e4m3fn) for x in "kv"}
     asks = dict(dropout_p=0.5, return_attn_probs=True)
     scores = dict(dropout_p=0.1, softmax_scale=0.25, causal=True, softcap=0.0, alibi_slopes=torch.rand(2))
     scores |= dict(window_size_left=3, window_size_right=-1)
@@ -161,6 +157,11 @@ def calls():
     in_rows = {name: x[0] for name, x in whole.items()}
     state = dict(rng_state=torch.zeros(2, dtype=torch.int64), deterministic=False)
     padding = torch.tensor([[1] * 20, [0] * 20])
+    small = {name: x.to(torch.float8_e4m3fn) for name, x in whole.items() if name in ("q", "k", "v")}
+    small |= {f"{x}_descale": torch.rand(2, 2) for x in "qkv"}
+    small_rows = small | {x: small[x][0] for x in "qkv"}
+    small_cache = small | {f"{x}_cache": small[x].clone() for x in "kv"} | dict(cache_seqlens=held)
+    small_cache |= {x: small[x][:, :3] for x in "qkv"}
     parts = dict(out_partial=torch.rand(2, 2, 20, 2, 16), lse_partial=torch.rand(2, 2, 20, 2))
     plan = list(inspect.signature(fa3.get_scheduler_metadata).parameters)[:6]
     cached_2, cached_3 = fa2.flash_attn_with_kvcache, fa3.flash_attn_with_kvcache
@@ -189,6 +190,13 @@ def calls():
         "3_cache": (cached_3, dict(q=q[:, :3], **cache)),
         "3_cache_chunks": (cached_3, dict(q=q[:, :3], attention_chunk=6, **cache, **turned)),
         "3_cache_ragged": (cached_3, cache | turned | new_rows | dict(q=q[0], cu_seqlens_q=begins)),
+        "3_8_bits": (fa3.flash_attn_func, small),
+        "3_8_bits_chunks": (fa3.flash_attn_func, small | dict(attention_chunk=6)),
+        "3_8_bits_ragged_chunks": (ragged_3, small_rows | tables | dict(attention_chunk=6)),
+        "3_8_bits_cache": (cached_3, small_cache),
+        "3_8_bits_cache_chunks": (cached_3, small_cache | turned | dict(attention_chunk=6)),
+        "3_8_bits_cache_ragged": (cached_3, small_cache | new_small | dict(q=small["q"][0], cu_seqlens_q=begins)),
+        "3_8_bits_forward": (fa3._flash_attn_forward, small | dict(out_=torch.empty_like(q, dtype=torch.bfloat16))),
         "3_forward": (fa3._flash_attn_forward, dict(q=q, k=k, v=v, out_=torch.empty_like(q))),
         "3_backward": (fa3._flash_attn_backward, whole | scores_3),
         "3_ragged_backward": (

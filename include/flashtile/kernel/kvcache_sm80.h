@@ -18,7 +18,7 @@
 #include "flashtile/kernel/kvcache_sm80/shares.h"
 #include "flashtile/kernel/kvcache_sm80/source.h"
 #include "flashtile/kvcache_params.h"
-#include "flashtile/mainloop/forward_sm80.h"
+#include "flashtile/mainloop/few_queries_sm80.h"
 #include "flashtile/math/part.h"
 
 namespace flashtile {
@@ -73,15 +73,32 @@ struct KvcacheKernelSm80 {
 
     const TileCoord tile = {s.batch, head, s.m_block};
     typename Mainloop::Softmax softmax(unit_log2());
-    Tensor tOrO = partition_fragment_C(typename Mainloop::TiledMma{}, Shape<Int<kM>, Int<kHeadDim>>{});  // (mma, m, d)
-    clear(tOrO);
     const int first_row = s.first_row + keys.begin;
     const CachePolicy policy(params.passes_by);
-    if (visible.blocks > 0)
-      Mainloop{params, shared.groups[group],
-               tile,   visible,
-               thread, Source{params, tile, s.queries, first_row, first_row + end, group, thread, policy}}
-          .run(tOrO, softmax);
+    const auto mainloop = [&] {
+      return Mainloop{params, shared.groups[group],
+                      tile,   visible,
+                      thread, Source{params, tile, s.queries, first_row, first_row + end, group, thread, policy}};
+    };
+    if constexpr (Mainloop::kFew) {
+      using Few = FewQueriesSm80<Mainloop>;
+      typename Few::Out out;
+      clear(out);
+      if (visible.blocks > 0) Few{mainloop()}.run(out, softmax);
+      softmax.finish_sums();
+      __syncthreads();  // no thread still reads keys or queries, which the results replace
+      Few::for_pairs(out, [&](int query, int column, float x, float y) {
+        *reinterpret_cast<float2*>(&shared.exchange.out[group * kM + query][column]) = {x, y};
+      });
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r)
+        if (thread < 4) shared.exchange.state[group * kM + 2 * thread + r] = softmax.row[r];
+      __syncthreads();  // all threads wait for the groups' results
+      return;
+    }
+    Tensor tOrO = partition_fragment_C(typename Mainloop::TiledMma{}, Shape<Int<kM>, Int<kHeadDim>>{});  // (mma, m, d)
+    clear(tOrO);
+    if (visible.blocks > 0) mainloop().run(tOrO, softmax);
     softmax.finish_sums();
 
     Tensor cO = make_identity_tensor(Shape<Int<kM>, Int<kHeadDim>>{});
@@ -213,7 +230,8 @@ struct KvcacheKernelSm80 {
 };
 
 template <class Row>
-__global__ void __launch_bounds__(Row::kVariant.threads()) kvcache_sm80(const __grid_constant__ KvcacheParams params) {
+__global__ void __launch_bounds__(Row::kVariant.threads(), blocks_of_multiprocessor(Row::kVariant))
+    kvcache_sm80(const __grid_constant__ KvcacheParams params) {
   using Kernel = KvcacheKernelSm80<Row::kVariant>;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Kernel::SharedStorage*>(shared_bytes);

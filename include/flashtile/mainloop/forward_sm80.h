@@ -52,8 +52,10 @@ struct ForwardMainloopSm80 {
   static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
   static constexpr int kStages = kV.stages;
   static constexpr int kThreads = kV.threads();
-  static_assert(kV.head_dim_v == kHeadDim && kM % (16 * kV.warps) == 0 && kN % 16 == 0 && kHeadDim % 32 == 0 &&
-                kStages >= 2);
+  // Of 8 rows a warp has all: see FewQueriesSm80.
+  static constexpr bool kFew = kM == 8 && kV.warps == 1;
+  static_assert(kV.head_dim_v == kHeadDim && (kFew || kM % (16 * kV.warps) == 0) && kN % 16 == 0 &&
+                kHeadDim % 32 == 0 && kStages >= 2);
 
   using Stored = ElementOf<kV.dtype>;  // K and V in memory
   static constexpr bool kFp8 = kV.fp8();
@@ -104,8 +106,8 @@ struct ForwardMainloopSm80 {
   // With four stages or more, one barrier serves K and V of a key tile; with fewer, each has its own.
   static constexpr int kStepsPerBarrier = kStages >= 4 ? 2 : 1;
 
-  static constexpr int kRowsPerThread = kM / (8 * kV.warps);
-  using Softmax = OnlineSoftmax<kRowsPerThread>;
+  static constexpr int kRowsPerThread = kFew ? 2 : kM / (8 * kV.warps);
+  using Softmax = OnlineSoftmax<kRowsPerThread, kFew ? Sharers::kOfQuads : Sharers::kQuad>;
 
   // For so many iterations the loop only loads, before it comes to the first block.
   static constexpr int kLoadedAhead = kThreads == 32 && kStepsPerBarrier == 2 ? kStages / 2 - 1 : 0;

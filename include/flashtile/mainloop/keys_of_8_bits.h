@@ -61,47 +61,43 @@ CUTE_DEVICE float inverse_of_power(float power) {
   return __uint_as_float((254u << 23) - __float_as_uint(power));
 }
 
-/// Makes the 16 rows of Q from `first_row` on, which one warp has, float16 in the order of the keys' columns. Each is
-/// multiplied with a power of two that brings its largest element to 2^14, so that what is too small for float16
-/// counts for nothing beside that; `factors` get the inverses, by row.
+/// Makes rows of Q float16 in the order of the keys' columns: `rows` of those that one warp has, 16 or 8, from
+/// `first_row` on.
+/// Each is multiplied with a power of two that brings its largest element to 2^14, so that what is too small for
+/// float16 counts for nothing beside that; `factors` get the inverses, by row.
 template <class Given, class Tile>
-CUTE_DEVICE void prepare_queries(Tile const& sQ, int first_row, float* factors) {
+CUTE_DEVICE void prepare_queries(Tile const& sQ, int first_row, int rows, float* factors) {
   using namespace cute;
-  constexpr int kColumns = size<1>(decltype(sQ.layout()){}) / 2;  // two lanes share a row
-  const int lane = threadIdx.x % 32, row = first_row + lane / 2, first = lane % 2 * kColumns;
-  const auto chunk = [&](int column) -> uint4& {  // of 8 columns
-    return *reinterpret_cast<uint4*>(raw_pointer_cast(&sQ(row, first + column)));
-  };
-  // Few columns are held at a time: most registers hold O.
-  float largest = 0;
-  CUTE_NO_UNROLL
-  for (int column = 0; column < kColumns; column += 16) {
-    for (uint4 const& words : {chunk(column), chunk(column + 8)})
-      for (const std::uint32_t word : {words.x, words.y, words.z, words.w}) {
-        const float2 pair = unround<Given>(word);
-        largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));  // which ignores NaN
-      }
-  }
-  largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 1));
-  const float power = power_to<14>(largest);
-  const auto prepared = [&](std::uint32_t word) {
-    const float2 pair = unround<Given>(word);
-    return round_pair<cutlass::half_t>(pair.x * power, pair.y * power);
-  };
-  CUTE_NO_UNROLL
-  for (int column = 0; column < kColumns; column += 16) {
-    const uint4 a = chunk(column), b = chunk(column + 8);
-    chunk(column) = {prepared(a.x), prepared(a.z), prepared(b.x), prepared(b.z)};
-    chunk(column + 8) = {prepared(a.y), prepared(a.w), prepared(b.y), prepared(b.w)};
-  }
-  if (lane % 2 == 0) factors[row] = inverse_of_power(power);
+  constexpr int kRows = size<0>(decltype(sQ.layout()){}) < 16 ? 8 : 16;
+  constexpr int kLanes = size<1>(decltype(sQ.layout()){}) / 16;  // of a row: each has 16 columns
+  const int lane = threadIdx.x % 32, column = lane % kLanes * 16;
+  if (lane < kRows) factors[first_row + lane] = 1;  // rows that do not count are 0
   __syncwarp();
-}
-
-/// Views a fragment of 16-bit elements ((2, 2), n, k) as words (2, n, k).
-template <class Fragment>
-CUTE_DEVICE auto words_of(Fragment&& fragment) {
-  return cute::recast<std::uint32_t>(fragment);
+  CUTE_NO_UNROLL
+  for (int r = lane / kLanes; r < rows + lane / kLanes; r += 32 / kLanes) {  // as often in all lanes
+    const int row = first_row + min(r, kRows - 1);
+    const auto chunk = [&](int i) -> uint4& {
+      return *reinterpret_cast<uint4*>(raw_pointer_cast(&sQ(row, column + 8 * i)));
+    };
+    const uint4 a = chunk(0), b = chunk(1);
+    float largest = 0;
+    for (const std::uint32_t word : {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}) {
+      const float2 pair = unround<Given>(word);
+      largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));  // which ignores NaN
+    }
+    CUTE_UNROLL
+    for (int distance = 1; distance < kLanes; distance *= 2)
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
+    const float power = power_to<14>(largest);
+    const auto prepared = [&](std::uint32_t word) {
+      const float2 pair = unround<Given>(word);
+      return round_pair<cutlass::half_t>(pair.x * power, pair.y * power);
+    };
+    chunk(0) = {prepared(a.x), prepared(a.z), prepared(b.x), prepared(b.z)};
+    chunk(1) = {prepared(a.y), prepared(a.w), prepared(b.y), prepared(b.w)};
+    if (column == 0) factors[row] = inverse_of_power(power);
+  }
+  __syncwarp();
 }
 
 /// Makes the operand of 16 columns of keys from that of 32, `units` ((2, 2), n): the first or the second half of them.
@@ -118,6 +114,12 @@ CUTE_DEVICE void widen_keys(Units const& units, int half, Operand&& operand) {
   }
 }
 
+/// Widens two neighbouring numbers of each of two values: the pair of the first ones, and that of the second ones.
+template <class Stored>
+CUTE_DEVICE TwoPairs widen_values(std::uint32_t four) {
+  return widen<Stored>(__byte_perm(four, 0, 0x3120));
+}
+
 /// Makes the operand of 16 values, ((2, 2), columns / 8), from that of their units, ((2, 2), columns / 16): even
 /// columns of 16, then the odd ones.
 template <class Stored, class Units, class Operand>
@@ -128,7 +130,7 @@ CUTE_DEVICE void widen_values(Units const& units, Operand&& operand) {
   CUTE_UNROLL
   for (int n = 0; n < size<1>(from); ++n) CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
-    const TwoPairs wide = widen<Stored>(__byte_perm(from(i, n), 0, 0x3120));
+    const TwoPairs wide = widen_values<Stored>(from(i, n));
     to(i, 2 * n) = wide.first;
     to(i, 2 * n + 1) = wide.second;
   }
@@ -145,14 +147,11 @@ struct DescaledValues {
   template <int kN>
   CUTE_DEVICE float begin(const float* descales) {
     float largest = 0;
-    const int first = threadIdx.x % 4 * 2;
     CUTE_UNROLL
-    for (int c = 0; c < kN; c += 8) {
-      const float2 pair = *reinterpret_cast<const float2*>(descales + first + c);
-      largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
-    }
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 2));
+    for (int key = 0; key < kN; key += 16) largest = fmaxf(largest, fabsf(descales[key + threadIdx.x % 16]));
+    CUTE_UNROLL
+    for (int distance = 1; distance < 16; distance *= 2)
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
     // Weights may be 2^8, and float16 ends at 2^16. No unit is so much less than the last one that sums overflow.
     const float unit_before = unit;
     unit = fmaxf(inverse_of_power(power_to<6>(largest)), unit_before * 0x1p-64f);

@@ -18,12 +18,14 @@ CUTE_DEVICE void for_column_pairs(Coord const& coord, const float* of_columns, V
     visit(c, *reinterpret_cast<const float2*>(of_columns + get<1>(coord(0, c))));
 }
 
-/// Returns how many of a thread's columns, 0, 1, 8, 9, 16, 17, … with a step of 8, are below `column`.
-template <int kColumnStep>
+/// Returns how many of a thread's columns, 0, 1, 8, 9, 16, 17, … with two of every 8, are below `column`; or of 0, 8,
+/// 16, … with one.
+template <int kColumnStep, int kOfStep = 2>
 CUTE_DEVICE int columns_before(int column) {
   static_assert((kColumnStep & (kColumnStep - 1)) == 0);  // so that negative columns round down
   constexpr int kLog2 = kColumnStep == 8 ? 3 : kColumnStep == 16 ? 4 : 5;
   static_assert(1 << kLog2 == kColumnStep);
+  if constexpr (kOfStep == 1) return (column + kColumnStep - 1) >> kLog2;
   return 2 * (column >> kLog2) + min(column & (kColumnStep - 1), 2);
 }
 
@@ -214,8 +216,8 @@ struct ScoreTile {
   /// Returns the derivative of the cap at a score that cap() made, or 0 if mask() hid it after that.
   CUTE_DEVICE static float cap_slope(float score) { return score == -kInfinity ? 0.0f : 1.0f - score * score; }
 
-  /// Hides what the mask does not show of an edge tile. A thread has two columns of every kColumnStep.
-  template <int kColumnStep = 8, class Scores, class Coord>
+  /// Hides what the mask does not show of an edge tile. A thread has kOfStep columns of every kColumnStep.
+  template <int kColumnStep = 8, int kOfStep = 2, class Scores, class Coord>
   CUTE_DEVICE void mask(Scores& scores, Coord const& coord, int first_column) const {
     using namespace cute;
     constexpr int kColumns = size<1>(decltype(scores.layout()){});
@@ -223,8 +225,8 @@ struct ScoreTile {
     for (int r = 0; r < size<0>(scores); ++r) {
       const Range visible = params.mask.columns(params.packing.query(first_row, get<0>(coord(r, 0))), lengths);
       const int first = first_column + get<1>(coord(r, 0));
-      const int begin = columns_before<kColumnStep>(visible.begin - first);
-      const int end = columns_before<kColumnStep>(visible.end - first);
+      const int begin = columns_before<kColumnStep, kOfStep>(visible.begin - first);
+      const int end = columns_before<kColumnStep, kOfStep>(visible.end - first);
       std::uint32_t shown = 0;  // a bit for each of 32 columns: testing one takes less than comparing with both ends
       CUTE_UNROLL
       for (int c = 0; c < kColumns; ++c) {

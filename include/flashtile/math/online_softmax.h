@@ -47,7 +47,11 @@ CUTE_DEVICE void scale_rows(Rows&& rows, Factors const& factor) {
   }
 }
 
-/// OnlineSoftmax is the state of the rows that one thread shares with the other three of its quad. Until finish_sums(),
+/// The lanes that share a row differ in these bits of their numbers: the four of a quad, which have its columns in
+/// turn, or, where rows and columns of a matmul are exchanged, eight of different quads.
+enum class Sharers : int { kQuad = 3, kOfQuads = 28 };
+
+/// OnlineSoftmax is the state of the rows that one thread shares with some others of its warp. Until finish_sums(),
 /// `sum` covers this thread's columns only. A score's weight is 2^((score − reference) · unit_log2): the reference
 /// stands where the textbook has the running maximum.
 ///
@@ -64,7 +68,7 @@ CUTE_DEVICE void scale_rows(Rows&& rows, Factors const& factor) {
 /// row is steep (see kSteep), that rounding would cost too much: its scores first have the reference subtracted,
 /// exactly, and the offset is 0. Few inputs have steep rows, so these have code of their own: fit() asks whether there
 /// are any, and weigh() lets them outgrow their reference in every tile.
-template <int kRows>
+template <int kRows, Sharers kSharers = Sharers::kQuad>
 struct OnlineSoftmax {
   static constexpr int kRowCount = kRows;
   static constexpr float kSlack = 8;
@@ -81,7 +85,7 @@ struct OnlineSoftmax {
   CUTE_DEVICE void begin(Scores const& scores) {
     using namespace cute;
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) row[r] = {reference_for(top_of_quad(top_of_row(scores, r))), 0};
+    for (int r = 0; r < kRows; ++r) row[r] = {reference_for(top_of_sharers(top_of_row(scores, r))), 0};
     find_offsets();
   }
 
@@ -103,7 +107,7 @@ struct OnlineSoftmax {
       return false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const float reference = reference_for(top_of_quad(top[r]));
+      const float reference = reference_for(top_of_sharers(top[r]));
       const bool raised = (reference - row[r].reference) * unit_log2 > (is_steep(r) ? 0.0f : kSlack);
       factor[r] = raised ? row[r].rebase(reference, unit_log2) : 1.0f;
     }
@@ -121,10 +125,11 @@ struct OnlineSoftmax {
   /// also if a score exceeds it, and so their weights, bit for bit.
   template <class Scores>
   CUTE_DEVICE void raise(Scores const& scores, float const (&added)[kRows], float (&factor)[kRows]) {
+    static_assert(kSharers == Sharers::kQuad);
     const unsigned first_of_quad = threadIdx.x % 32 & ~3u;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const float top = fmaxf(row[r].reference, reference_for(top_of_quad(top_of_row(scores, r))));
+      const float top = fmaxf(row[r].reference, reference_for(top_of_sharers(top_of_row(scores, r))));
       const bool raised = __ballot_sync(0xffffffff, too_large(added[r])) >> first_of_quad & 0xf;
       factor[r] = raised ? row[r].rebase(top, unit_log2) : 1.0f;
     }
@@ -205,12 +210,13 @@ struct OnlineSoftmax {
     return __any_sync(0xffffffff, outgrown);
   }
 
-  /// Completes the row sums across the quad.
+  /// Completes the row sums.
   CUTE_DEVICE void finish_sums() {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      row[r].sum += __shfl_xor_sync(0xffffffff, row[r].sum, 1);
-      row[r].sum += __shfl_xor_sync(0xffffffff, row[r].sum, 2);
+      CUTE_UNROLL
+      for (int bit = 1; bit < 32; bit *= 2)
+        if (int(kSharers) & bit) row[r].sum += __shfl_xor_sync(0xffffffff, row[r].sum, bit);
     }
   }
 
@@ -246,9 +252,11 @@ struct OnlineSoftmax {
     for (int c = 1; c < cute::size<1>(scores); ++c) top = fmaxf(top, scores(r, c));
     return top;
   }
-  CUTE_DEVICE static float top_of_quad(float top) {
-    top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
-    return fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
+  CUTE_DEVICE static float top_of_sharers(float top) {
+    CUTE_UNROLL
+    for (int bit = 1; bit < 32; bit *= 2)
+      if (int(kSharers) & bit) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, bit));
+    return top;
   }
 };
 

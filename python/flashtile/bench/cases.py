@@ -171,6 +171,7 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
+    """Normal numbers; those of a cache rounded to e4m3, so that one of 8 bits holds the same."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(seqlen: int, heads: int, head_dim: int) -> torch.Tensor:
@@ -178,10 +179,14 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
         shape = (*batch, seqlen, heads, head_dim)
         return torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
 
+    def keys(head_dim: int) -> torch.Tensor:
+        numbers = normal(case.seqlen_k, case.heads_k, head_dim)
+        return numbers.to(torch.float8_e4m3fn).to(numbers.dtype) if case.over_a_cache else numbers
+
     return Inputs(
         normal(case.seqlen_q, case.heads_q, case.head_dim),
-        normal(case.seqlen_k, case.heads_k, case.head_dim),
-        normal(case.seqlen_k, case.heads_k, case.head_dim_v),
+        keys(case.head_dim),
+        keys(case.head_dim_v),
         normal(case.seqlen_q, case.heads_q, case.head_dim_v),
     )
 

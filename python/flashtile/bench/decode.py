@@ -18,7 +18,15 @@ from flashtile.bench.peers import OURS, PLAIN, Peer, cuda_settings
 SUITES = ("decode", "prefill")
 PAGE_SIZES = (16, 64)
 GRAPH = "graph"
-CACHE_FORMS = (OURS, *(f"page {size}" for size in PAGE_SIZES), GRAPH)  # that flashtile is timed in over a cache
+FP8 = "fp8"  # caches of e4m3 numbers
+# That flashtile is timed in over a cache; in those of 8 bits on a GPU alone.
+CACHE_FORMS = (
+    OURS,
+    *(f"page {size}" for size in PAGE_SIZES),
+    GRAPH,
+    FP8,
+    *(f"{FP8} page {size}" for size in PAGE_SIZES),
+)
 OURS_ALL = (*CACHE_FORMS, PLAIN)
 
 
@@ -34,7 +42,8 @@ def cache_seqlens(batch: int, seqlen: int, device: torch.device) -> torch.Tensor
 
 
 def cache_peers_of(device_type: str, attention_kvcache: Callable[..., torch.Tensor], case: Case) -> list[Peer]:
-    """`attention_kvcache`, which has flashtile's signature, on a contiguous cache and on pages; PyTorch's own."""
+    """`attention_kvcache`, which has flashtile's signature, on a contiguous cache and on pages, of 16 and of 8 bits;
+    PyTorch's own."""
 
     def contiguous(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
         return attention_kvcache(q, k, v, **arguments(case, q.device))
@@ -42,6 +51,8 @@ def cache_peers_of(device_type: str, attention_kvcache: Callable[..., torch.Tens
     peers = [Peer(OURS, contiguous), *(Peer(f"page {size}", Paged(attention_kvcache, size)) for size in PAGE_SIZES)]
     if device_type == "cuda":
         peers.append(Peer(GRAPH, Replayed(contiguous)))
+        peers.append(Peer(FP8, Narrowed(attention_kvcache)))
+        peers += [Peer(f"{FP8} page {size}", Paged(attention_kvcache, size, NARROW)) for size in PAGE_SIZES]
     return [*peers, *sdpa_over_a_cache(device_type, case)]
 
 
@@ -62,18 +73,37 @@ def attention_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cas
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
-class Paged:
-    """The same rows in pages, for a function of flashtile's signature. A case's first call, its check, lays them out;
-    the timed calls find that."""
+NARROW = torch.float8_e4m3fn  # in which `make_inputs` draws keys and values of a cache
 
-    def __init__(self, attention_kvcache: Callable[..., Any], page_size: int) -> None:
+
+class Narrowed:
+    """The same rows in 8 bits, which a case's first call, its check, makes of them."""
+
+    def __init__(self, attention_kvcache: Callable[..., Any]) -> None:
+        self._attention_kvcache = attention_kvcache
+        self._caches: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Any:
+        if self._caches is None:
+            self._caches = k.to(NARROW), v.to(NARROW)
+        return self._attention_kvcache(q, *self._caches, **arguments(case, q.device))
+
+
+class Paged:
+    """The same rows in pages, for a function of flashtile's signature, in another dtype if one is given. A case's first
+    call, its check, lays them out; the timed calls find that."""
+
+    def __init__(self, attention_kvcache: Callable[..., Any], page_size: int, dtype: torch.dtype | None = None) -> None:
         self._attention_kvcache = attention_kvcache
         self._page_size = page_size
+        self._dtype = dtype
         self._pages: tuple[torch.Tensor, ...] | None = None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Any:
         if self._pages is None:
-            self._pages = in_pages(k, v, self._page_size)
+            k_pages, v_pages, block_table = in_pages(k, v, self._page_size)
+            dtype = self._dtype or k.dtype
+            self._pages = k_pages.to(dtype), v_pages.to(dtype), block_table
         k_pages, v_pages, block_table = self._pages
         return self._attention_kvcache(q, k_pages, v_pages, block_table=block_table, **arguments(case, q.device))
 

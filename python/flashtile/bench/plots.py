@@ -16,7 +16,7 @@ from typing import Any
 
 from flashtile._refusal import Refusal
 from flashtile.bench.cases import Work, pair
-from flashtile.bench.decode import GRAPH, PAGE_SIZES, SUITES
+from flashtile.bench.decode import FP8, GRAPH, PAGE_SIZES, SUITES
 from flashtile.bench.machine import MATMUL_SIZE
 from flashtile.bench.masked import BAND, VARLEN
 from flashtile.bench.memory import FORMULA
@@ -45,7 +45,12 @@ STYLES = {
     GRAPH: Style(VERMILION, "D", "--"),
     BAND: Style(VERMILION, "D", "--"),
     VARLEN: Style(VERMILION, "s", "--"),
-    **{f"page {size}": Style(VERMILION, marker, ":") for size, marker in zip(PAGE_SIZES, "v^", strict=True)},
+    FP8: Style(VERMILION, "P"),
+    **{
+        f"{prefix}page {size}": Style(VERMILION, marker, ":")
+        for prefix, markers in (("", "v^"), (f"{FP8} ", "<>"))
+        for size, marker in zip(PAGE_SIZES, markers, strict=True)
+    },
     "SDPA": Style(INK, "X"),
     "SDPA FA2": Style(BLUE, "s"),
     TORCH_VARLEN: Style(BLUE, "s"),

@@ -6,10 +6,21 @@ import torch
 from torch import Tensor
 
 from .._core import is_compiling
+from .._fp8 import dequantized
 from .._padding import contiguous, last_size, padded
 from ..kvcache import attention_kvcache
 from ._chunks import begins_of, length_of, parts_of
-from ._common import flag, index_within, integer, require_rank, require_table, softcap_of, window_of
+from ._common import (
+    flag,
+    has_8_bits,
+    index_within,
+    integer,
+    require_descales,
+    require_rank,
+    require_table,
+    softcap_of,
+    window_of,
+)
 from ._ragged import dense_results, equal_lengths
 from ._rotation import angles_at, check_angles, positions_of, rotated
 
@@ -39,10 +50,14 @@ def attend_cache(
     softcap,
     num_splits=0,
     alibi_slopes=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
     return_lse,
 ):
     """Out, or (out, lse). As in flash-attn, head dimensions need not be multiples of 8: caches are copied then, and
-    back where k is given. There is no backward, which only backward says."""
+    back where k is given. There is no backward, which only backward says. Descales have no effect on caches of 16 bits,
+    nor that of q on a q of 16 bits."""
     if cache_seqlens is None:
         if k is not None:
             raise ValueError(f"{function}: cache_seqlens is None, expected a tensor or an int, since k is given")
@@ -52,6 +67,15 @@ def attend_cache(
     if rotary_seqlens is cache_seqlens:
         rotary_seqlens = None  # the default
     chunk = length_of(function, attention_chunk)
+    if not has_8_bits(k_cache):
+        q_descale = k_descale = v_descale = None
+    elif has_8_bits(q):
+        q = q.to(torch.bfloat16)  # which holds each number; descales come later
+    else:
+        q_descale = None
+    stored = has_8_bits(k) and all(getattr(x, "dtype", None) is k.dtype for x in (v, k_cache, v_cache))
+    if stored and isinstance(q, Tensor):
+        k, v = k.to(q.dtype), v.to(q.dtype)  # which holds each number, and the cache gets it again
     call = dict(
         q=contiguous(q),
         k_cache=k_cache,
@@ -72,22 +96,27 @@ def attend_cache(
         softcap=softcap_of(softcap),
         num_splits=max(integer(function, "num_splits", num_splits), 0),
         alibi_slopes=alibi_slopes,
+        k_descale=k_descale,
+        v_descale=v_descale,
         return_lse=return_lse,
     )
-    apart = chunk > 0 or (k is not None and cu_seqlens_q is not cu_seqlens_k_new)
+    apart = chunk > 0 or stored or (k is not None and cu_seqlens_q is not cu_seqlens_k_new)
     turned = rotary_cos is not None and (apart or rotary_seqlens is not None or not _rotates_alike(function, call))
     named = block_table is not None and cache_batch_idx is not None
     odd = last_size(k_cache) % 8 != 0 or last_size(v_cache) % 8 != 0
-    inputs = _differentiated(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, alibi_slopes)
-    if not (apart or turned or named or odd or inputs):
+    scaled = q_descale is not None
+    descales = (q_descale, k_descale, v_descale)
+    inputs = _differentiated(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, alibi_slopes, *descales)
+    if not (apart or turned or named or odd or scaled or inputs):
         return attention_kvcache(**call)
     with torch.no_grad() if inputs else contextlib.nullcontext():
         if named:
             _name_rows(function, call)
         if odd:
             _pad(call)
-        if apart or turned:
-            result = _attend_in_steps(function, call, chunk, turned, rotary_seqlens, contiguous(cu_seqlens_k_new))
+        if apart or turned or scaled:
+            begins = contiguous(cu_seqlens_k_new)
+            result = _attend_in_steps(function, call, chunk, apart, turned, stored, q_descale, rotary_seqlens, begins)
         else:
             result = attention_kvcache(**call)
         if odd:
@@ -171,9 +200,11 @@ def _without_padding(call, result, k_cache, v_cache, written):
     return out[..., :head_dim_v], lse
 
 
-def _attend_in_steps(function, call, chunk, turned, rotary_seqlens, cu_seqlens_k_new):
+def _attend_in_steps(function, call, chunk, apart, turned, stored, q_descale, rotary_seqlens, cu_seqlens_k_new):
     """What flash-attn does by other rules is done before flashtile is called."""
     batch = _check_queries(function, call)
+    if q_descale is not None:
+        _scale_queries(function, call, q_descale, batch)
     if call["k_new"] is not None:
         _check_new_rows(function, call, cu_seqlens_k_new, batch)
     if not isinstance(call["cache_seqlens"], Tensor):
@@ -183,8 +214,8 @@ def _attend_in_steps(function, call, chunk, turned, rotary_seqlens, cu_seqlens_k
         first = call["cache_seqlens"] if rotary_seqlens is None else rotary_seqlens
         require_table(function, "(B)", batch, rotary_seqlens=first)
         _rotate(function, call, first, cu_seqlens_k_new, counted=chunk > 0 or _masked(function, call))
-    if call["k_new"] is not None and (chunk > 0 or cu_seqlens_k_new is not call["cu_seqlens_q"]):
-        _append(call, cu_seqlens_k_new)
+    if call["k_new"] is not None and apart:
+        _append(call, cu_seqlens_k_new, stored)
     if chunk == 0:
         return attention_kvcache(**call)
     sizes = _divide(call, chunk)
@@ -216,8 +247,16 @@ def _check_new_rows(function, call, cu_seqlens, batch):
     else:
         require_rank(function, 3, "(T_new, H_k, D), since cu_seqlens_k_new is given", k=k)
         require_table(function, "(B + 1)", batch + 1, cu_seqlens_k_new=cu_seqlens)
+    if has_8_bits(k):
+        raise TypeError(f"{function}: k has dtype {k.dtype}, expected {q.dtype}, or that of v and both caches")
     if k.device != q.device:
         raise ValueError(f"{function}: k is on {k.device}, expected {q.device}")
+
+
+def _scale_queries(function, call, descale, batch):
+    """In float32, rounded once."""
+    require_descales(function, (batch, call["k_cache"].shape[2]), call["q"].device, q_descale=descale)
+    call["q"] = dequantized(call["q"], descale, call["cu_seqlens_q"]).to(call["q"].dtype)
 
 
 def _rotate(function, call, first, cu_seqlens_k_new, counted):
@@ -231,11 +270,12 @@ def _rotate(function, call, first, cu_seqlens_k_new, counted):
     call["k_new"] = rotated(k, *angles_at(function, "k", of_keys, **angles), interleaved)
 
 
-def _append(call, cu_seqlens):
-    """Writes new rows behind those that the cache holds. Here the new keys are queries too, each of which looks at
-    itself, so that next to nothing is computed."""
+def _append(call, cu_seqlens, stored):
+    """Writes new rows behind those that the cache holds, without descales where they are numbers to be `stored` as they
+    are. Here the new keys are queries too, each of which looks at itself, so that next to nothing is computed."""
     k, held = call["k_new"], call["cache_seqlens"]
-    where = ("k_cache", "v_cache", "k_new", "v_new", "cache_seqlens", "leftpad", "block_table", "cache_batch_idx")
+    where = ["k_cache", "v_cache", "k_new", "v_new", "cache_seqlens", "leftpad", "block_table", "cache_batch_idx"]
+    where += [] if stored else ["k_descale", "v_descale"]
     attention_kvcache(k, **{name: call[name] for name in where}, cu_seqlens_q=cu_seqlens, window=(0, 0))
     added = k.shape[1] if cu_seqlens is None else cu_seqlens.diff()
     call.update(cache_seqlens=held + added, k_new=None, v_new=None)
@@ -255,6 +295,9 @@ def _divide(call, chunk):
     sequence, (begin, _), (first, end) = parts_of(chunk, q.shape[0], cu_seqlens.diff(), held - skipped)
     call["cu_seqlens_q"] = begins_of(sequence, begin, cu_seqlens)
     call["leftpad"], call["cache_seqlens"] = ((skipped[sequence] + x).int() for x in (first, end))
+    for name in ("k_descale", "v_descale"):
+        if call[name] is not None and call[name].dim() == 2:
+            call[name] = call[name][sequence]
     index = call["cache_batch_idx"]
     if call["block_table"] is not None:
         call["block_table"] = call["block_table"][sequence]

@@ -16,14 +16,14 @@ def length_of(function, attention_chunk):
     return min(integer(function, "attention_chunk", attention_chunk, at_least=0), 2**31)
 
 
-def in_chunks(chunk, total_q, *, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
-    """The tables of the parts, of those of the sequences."""
+def in_chunks(chunk, total_q, *, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, **descales):
+    """The tables and descales of the parts, of those of the sequences."""
     if cu_seqlens_q.shape[0] == 1:  # there is no sequence
-        return dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        return dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **descales)
     used_q = cu_seqlens_q.diff() if seqused_q is None else seqused_q
     used_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
     sequence, queries, keys = parts_of(chunk, total_q, used_q, used_k)
-    tables = {}
+    tables = {name: x[sequence] for name, x in descales.items()}
     for side, cu_seqlens, (begin, end) in (("q", cu_seqlens_q, queries), ("k", cu_seqlens_k, keys)):
         tables[f"cu_seqlens_{side}"] = begins_of(sequence, begin, cu_seqlens)
         tables[f"seqused_{side}"] = (end - begin).int()

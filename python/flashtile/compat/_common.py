@@ -13,7 +13,7 @@ WindowSize = tuple[int, int]
 _INSTEAD = {
     "leftpad_k": "sequences without these rows, by cu_seqlens_k",
     "qv": "torch.cat((q, qv), -1) as q, torch.cat((k, v), -1) as k",
-} | dict.fromkeys(("q_descale", "k_descale", "v_descale"), "float16 or bfloat16, which need no scales")
+}
 
 
 def refuse(function, argument, found, expected):
@@ -42,6 +42,11 @@ def attend(function, attention, q, k, v, *, softmax_scale, window_size, softcap,
         deterministic=flag(function, "deterministic", deterministic) or None,
         **options,
     )
+
+
+def has_8_bits(x):
+    """Whether `x` is of numbers that descales belong to."""
+    return getattr(x, "dtype", None) in (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def window_of(function, window_size):
@@ -110,6 +115,18 @@ def require_table(function, shape, count=None, **tables):
             raise ValueError(f"{function}: {name} has shape (0,), expected {shape} with B of at least 0")
         if x.dtype != torch.int32:
             raise TypeError(f"{function}: {name} has dtype {x.dtype}, expected torch.int32")
+
+
+def require_descales(function, shape, device, **descales):
+    """Of numbers on a `device`, where they are looked into before flashtile does; `shape` is (B, H_k)."""
+    require_tensors(function, **descales)
+    for name, x in descales.items():
+        if x.shape != shape:
+            raise ValueError(f"{function}: {name} has shape {tuple(x.shape)}, expected {shape} = (B, H_k)")
+        if x.dtype != torch.float32:
+            raise TypeError(f"{function}: {name} has dtype {x.dtype}, expected torch.float32")
+        if x.device != device:
+            raise ValueError(f"{function}: {name} is on {x.device}, expected {device}")
 
 
 def require_like(function, name, place, like):

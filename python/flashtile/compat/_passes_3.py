@@ -6,21 +6,38 @@ not kept. The backward writes into dq, dk and dv, each a tensor or None, and ret
 row, float32, of softmax_lse's shape, without the rows of padding that the original's has.
 """
 
+import torch
 from torch import Tensor
 
 from ..attention import attention
 from ..varlen import attention_varlen
 from ._cache import attend_cache
 from ._chunks import length_of
-from ._common import attend, flag, refuse_unserved, require_like, require_tensors
+from ._common import attend, flag, has_8_bits, refuse_unserved, require_like, require_tensors
 from ._passes import run_backward
 from ._ragged import attend_ragged
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def forward(function, q, k, v, *, attention_chunk, return_attn_probs, tables=None, **options):
-    """Out, or (out, softmax_lse), of keys that are in no cache. `tables` are the arguments of `attend_ragged`."""
+def forward(
+    function,
+    q,
+    k,
+    v,
+    *,
+    attention_chunk,
+    return_attn_probs,
+    tables=None,
+    q_descale,
+    k_descale,
+    v_descale,
+    **options,
+):
+    """Out, or (out, softmax_lse), of keys that are in no cache. `tables` are the arguments of `attend_ragged`. As in
+    the original, descales have no effect on numbers of 16 bits."""
+    if has_8_bits(q):
+        options |= dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     options["return_lse"] = flag(function, "return_attn_probs", return_attn_probs)
     chunk = length_of(function, attention_chunk)
     if chunk == 0 and tables is None:
@@ -52,9 +69,9 @@ def _flash_attn_forward(
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     seqlens_rotary: Tensor | None = None,
-    q_descale: None = None,
-    k_descale: None = None,
-    v_descale: None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size_left: int = -1,
@@ -69,12 +86,15 @@ def _flash_attn_forward(
 ) -> Forward:
     """The forward pass. Autograd sees it too, if an input requires a gradient and the keys are in no cache."""
     function = "_flash_attn_forward"
-    refuse_unserved(function, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse_unserved(function, qv=qv)
     require_tensors(function, q=q, k=k, v=v)
     if out_ is not None:
-        require_like(function, "out_", out_, q.new_empty(*q.shape[:-1], *v.shape[-1:], device="meta"))
+        dtype = torch.bfloat16 if has_8_bits(q) else q.dtype
+        shape = (*q.shape[:-1], *v.shape[-1:])
+        require_like(function, "out_", out_, torch.empty(shape, dtype=dtype, device="meta"))
     window_size = (window_size_left, window_size_right)
     options = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap)
+    options |= dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     cached = dict(
         k=k_new,
         v=v_new,

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..varlen import attention_varlen
 from ._chunks import in_chunks
-from ._common import attend, require_rank
+from ._common import attend, require_descales, require_rank
 
 
 def attend_ragged(
@@ -34,9 +34,12 @@ def attend_ragged(
     tables = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k)
     if attention_chunk > 0:
         require_rank(function, 3, "(T, H, D)", q=q, k=k, v=v)
+        names = ("q_descale", "k_descale", "v_descale")
+        descales = {name: options.pop(name) for name in names if options.get(name) is not None}
         with torch.no_grad():  # flashtile says what is wrong with these tables, for no head
             attend(function, attention_varlen, q[..., :0, :], k[..., :1, :], v[..., :1, :], **tables, **options)
-        tables = in_chunks(attention_chunk, q.shape[0], **tables)
+        require_descales(function, (cu_seqlens_q.shape[0] - 1, k.shape[1]), q.device, **descales)
+        tables = in_chunks(attention_chunk, q.shape[0], **tables, **descales)
     result = attend(function, attention_varlen, q, k, v, **tables, return_lse=return_lse, **options)
     return result if dense_q is None else dense_results(result, dense_q)
 

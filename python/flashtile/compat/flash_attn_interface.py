@@ -7,7 +7,10 @@ head dimensions holds here too. Besides:
   max_seqlen_k: how results are computed, not which. They have no effect.
 - attention_chunk: with a number above 0, a query sees only the keys of its own chunk: key j where ⌊j / attention_chunk⌋
   is that of the key on the query's diagonal. Each chunk is computed as a sequence of its own.
-- qv, q_descale, k_descale, v_descale other than None raise NotImplementedError.
+- q_descale, k_descale, v_descale: (B, H_k), float32, of q, k and v of dtype float8_e4m3fn: what their numbers have to
+  be multiplied with; None: 1. Out is bfloat16 then, and there are no gradients. As in the original, they have no effect
+  on numbers of 16 bits.
+- qv other than None raises NotImplementedError.
 - return_attn_probs: return (out, softmax_lse). As in the original, there are no probabilities.
 
 >>> import torch
@@ -56,9 +59,9 @@ def flash_attn_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     qv: None = None,
-    q_descale: None = None,
-    k_descale: None = None,
-    v_descale: None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     window_size: WindowSize = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
@@ -79,16 +82,19 @@ def flash_attn_func(
         out, (B, S_q, H_q, D_v); or (out, softmax_lse), with softmax_lse (B, H_q, S_q). Both are differentiable.
 
     Raises:
-        NotImplementedError: qv or a descale is given.
+        NotImplementedError: qv is given.
     """
     function = "flash_attn_func"
-    refuse_unserved(function, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse_unserved(function, qv=qv)
     return forward(
         function,
         q,
         k,
         v,
         attention_chunk=attention_chunk,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -102,9 +108,9 @@ def flash_attn_qkvpacked_func(
     qkv: Tensor,
     softmax_scale: float | None = None,
     causal: bool = False,
-    q_descale: None = None,
-    k_descale: None = None,
-    v_descale: None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     window_size: WindowSize = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
@@ -116,7 +122,6 @@ def flash_attn_qkvpacked_func(
     """:func:`flash_attn_func` of qkv, (B, S, 3, H, D); with ``num_heads_q`` = H_q (B, S, H_q + 2 · H_k, D), the heads
     of q, k and v one behind the other."""
     function = "flash_attn_qkvpacked_func"
-    refuse_unserved(function, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     q, k, v = unpacked_heads(function, qkv, num_heads_q)
     return forward(
         function,
@@ -127,6 +132,9 @@ def flash_attn_qkvpacked_func(
         causal=causal,
         window_size=window_size,
         attention_chunk=attention_chunk,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         softcap=softcap,
         deterministic=deterministic,
         return_attn_probs=return_attn_probs,
@@ -146,9 +154,9 @@ def flash_attn_varlen_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     qv: None = None,
-    q_descale: None = None,
-    k_descale: None = None,
-    v_descale: None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     window_size: WindowSize = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
@@ -176,10 +184,10 @@ def flash_attn_varlen_func(
         (B, S_q, H_q, D_v) and (B, H_q, S_q). Both are differentiable.
 
     Raises:
-        NotImplementedError: qv or a descale is given.
+        NotImplementedError: qv is given.
     """
     function = "flash_attn_varlen_func"
-    refuse_unserved(function, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse_unserved(function, qv=qv)
     tables = dict(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
@@ -194,6 +202,9 @@ def flash_attn_varlen_func(
         k,
         v,
         attention_chunk=attention_chunk,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         tables=tables,
         softmax_scale=softmax_scale,
         causal=causal,
@@ -221,9 +232,9 @@ def flash_attn_with_kvcache(
     cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_q: int | None = None,
     rotary_seqlens: Tensor | None = None,
-    q_descale: None = None,
-    k_descale: None = None,
-    v_descale: None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: WindowSize = (-1, -1),
@@ -240,6 +251,11 @@ def flash_attn_with_kvcache(
     arguments holds here, page_table being block_table. Besides:
 
     Args:
+        q: over caches of 8-bit numbers of 16 bits, or of dtype float8_e4m3fn: then it is multiplied with q_descale, in
+            float32, and rounded to bfloat16, which is the dtype of out.
+        k: over caches of 8-bit numbers of q's 16 bits; or, as v, of the caches' dtype: then these numbers are appended
+            as they are, whatever the descales, by a call of its own.
+        k_descale: of the caches, in any shape that :func:`flashtile.attention_kvcache` takes, as v_descale.
         rotary_cos: (positions, R / 2): an attention_chunk gives each row of q a position of its own, as a window_size.
         cu_seqlens_q: (B + 1), int32: q is ragged, (T_q, H_q, D).
         cu_seqlens_k_new: (B + 1), int32: k and v are ragged, (T_new, H_k, D) and (T_new, H_k, D_v). Where q is ragged
@@ -254,11 +270,11 @@ def flash_attn_with_kvcache(
 
     Raises:
         ValueError: k without cache_seqlens, rotary_cos without k, or on the CPU a position that rotary_cos lacks.
-        NotImplementedError: qv or a descale is given; or a gradient is asked for; or, when traced by torch.compile, an
-            input requires one.
+        NotImplementedError: qv is given; or a gradient is asked for; or, when traced by torch.compile, an input
+            requires one.
     """
     function = "flash_attn_with_kvcache"
-    refuse_unserved(function, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse_unserved(function, qv=qv)
     return_softmax_lse = flag(function, "return_softmax_lse", return_softmax_lse)
     result = attend_cache(
         function,
@@ -281,6 +297,9 @@ def flash_attn_with_kvcache(
         causal=causal,
         window_size=window_size,
         attention_chunk=attention_chunk,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         softcap=softcap,
         num_splits=num_splits,
         return_lse=return_softmax_lse,

@@ -10,8 +10,8 @@
 namespace flashtile {
 
 /// KvcacheScores are the scores of the keys that one group of warps has: blocks of kN, every kGroups-th. It does what
-/// ScoreTile does, for the heads of a GroupPacking.
-template <int kN, int kGroups>
+/// ScoreTile does, for the heads of a GroupPacking. A thread has kOfEight columns of every eight.
+template <int kN, int kGroups, int kOfEight>
 struct KvcacheScores {
   ScoreTile<GroupPacking> tile;
   LastColumns const& masked;
@@ -39,7 +39,7 @@ struct KvcacheScores {
 
   template <class Scores, class Coord>
   CUTE_DEVICE void mask(Scores& scores, Coord const& coord, int first_column) const {
-    tile.mask(scores, coord, column(first_column));
+    tile.template mask<8, kOfEight>(scores, coord, column(first_column));
     if (masked.count > 0) [[unlikely]]
       hide(scores, coord, column(first_column));
   }
@@ -64,10 +64,10 @@ struct KvcacheScores {
       query[r] = packing.query(row);
       columns[r] = masked.of_mask(tile.tile.batch, masked.ranges.mask_of(head), keys);
     }
-    for_columns_in_turn<2>(scores, [&](int c) {
+    for_columns_in_turn<kOfEight>(scores, [&](int c) {
       CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        const int key = first_column + get<1>(coord(0, 0)) + c / 2 * 8 + i;
+      for (int i = 0; i < kOfEight; ++i) {
+        const int key = first_column + get<1>(coord(0, 0)) + c / kOfEight * 8 + i;
         if (key < first || key >= keys) continue;
         CUTE_UNROLL
         for (int r = 0; r < kRows; ++r) {

@@ -68,10 +68,11 @@ struct KvcacheSource {
   // These are for numbers of 8 bits.
   template <class Shared>
   CUTE_DEVICE void prepare_queries(Shared const& sQ, int first_row, float* factors) const {
+    const int rows = min(queries.used * params.scores.packing.heads.value - tile.m_block * kM - first_row, min(kM, 16));
     if (params.is_bf16)
-      flashtile::prepare_queries<cutlass::bfloat16_t>(sQ, first_row, factors);
+      flashtile::prepare_queries<cutlass::bfloat16_t>(sQ, first_row, rows, factors);
     else
-      flashtile::prepare_queries<cutlass::half_t>(sQ, first_row, factors);
+      flashtile::prepare_queries<cutlass::half_t>(sQ, first_row, rows, factors);
   }
   CUTE_DEVICE bool has_descales_of_rows() const { return params.k_descales.of_rows; }
   CUTE_DEVICE float descale_k() const { return of_all(params.k_descales); }
@@ -88,7 +89,7 @@ struct KvcacheSource {
                    "l"(descales.at(tile.batch, tile.head, here)));
     }
   }
-  CUTE_DEVICE KvcacheScores<kN, kGroups> scores(Lengths lengths) const {
+  CUTE_DEVICE KvcacheScores<kN, kGroups, kM == 8 ? 1 : 2> scores(Lengths lengths) const {
     return {{params.scores, tile, tile.m_block * kM, lengths}, params.schedule.masked, group};
   }
 
