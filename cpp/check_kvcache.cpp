@@ -101,19 +101,19 @@ void check_written(const Operand& k, const Operand& v, const KvcacheTensors& t, 
 
 /// Checks the dtype of keys and values: that of q, or one of 8 bits.
 void check_dtypes(const Operand& k, const Operand& v, const TensorView& q, KvcacheProblem& cache) {
-  cache.dtype = k.view.dtype;
-  if (!is_fp8(cache.dtype)) {
+  if (!is_fp8(k.view.dtype)) {
     k.is_matrix_like(q);
     v.is_matrix_like(q);
     return;
   }
+  cache.narrow = k.view.dtype;
   k.lies_like(q);
-  v.has_dtype(cache.dtype, ", as k_cache").lies_like(q);
+  v.has_dtype(cache.stored(), ", as k_cache").lies_like(q);
   if (q.device.type != DeviceType::kCuda) return;
   for (const Operand& operand : {k, v})
     if (operand.view.shape[3] % kAlignment != 0)
       operand.refuse<Unsupported>("has head dimension " + std::to_string(operand.view.shape[3]),
-                                  "a multiple of 16 of " + std::string(name_of(cache.dtype)) + " on CUDA");
+                                  "a multiple of 16 of " + std::string(name_of(cache.stored())) + " on CUDA");
 }
 
 /// Checks what 8-bit numbers of a cache are multiplied with.
@@ -121,8 +121,8 @@ void check_descales(const Operand& descale, const TensorView& of, const KvcacheP
   const TensorView& t = descale.view;
   if (!t.given()) return;
   const Problem& p = cache.problem;
-  if (!is_fp8(cache.dtype))
-    descale.refuse("is given", std::string("none with caches of dtype ") + name_of(cache.dtype));
+  if (!is_fp8(cache.stored()))
+    descale.refuse("is given", std::string("none with caches of dtype ") + name_of(cache.stored()));
   descale.has_dtype(DType::kFloat32).is_on(p.device);
   const Size per_head[] = {p.batch, p.heads_k};
   const bool fits = t.rank == 0 || (t.rank == 1 && t.shape[0] == 1) ||

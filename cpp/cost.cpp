@@ -67,7 +67,7 @@ Cost kvcache_cost(const KvcacheProblem& cache) {
   p.seqlen_k = cache.problem.seqlen_k;
   const Elements n(p);
   Cost cost = forward_cost(p);
-  cost.bytes -= (n.k + n.v) * (bytes_of(p.dtype) - bytes_of(cache.dtype));
+  cost.bytes -= (n.k + n.v) * (bytes_of(p.dtype) - bytes_of(cache.stored()));
   return cost;
 }
 

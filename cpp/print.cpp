@@ -127,9 +127,9 @@ std::string name_of(Device device) {
 }
 
 std::string name_of(const Variant& v) {
-  const char* dtype = v.fp8()                      ? "e4m3"
-                      : v.dtype == DType::kFloat32 ? "f32"
+  const char* dtype = v.dtype == DType::kE4M3      ? "e4m3"
                       : v.dtype == DType::kE5M2    ? "e5m2"
+                      : v.dtype == DType::kFloat32 ? "f32"
                       : v.dtype == DType::kFloat16 ? "f16"
                                                    : "bf16";
   return format("%s_%s_d%d_v%d_m%d_n%d_s%d_w%d", name_of(v.arch), dtype, v.head_dim, v.head_dim_v, v.tile_m, v.tile_n,

@@ -99,6 +99,9 @@ std::span<const KvcacheRow> kvcache_rows() {
 KvcacheKernel prefill_kernel() {
   return nullptr;
 }
+KvcacheKernel widened_kernel() {
+  return nullptr;
+}
 #endif
 
 }  // namespace flashtile

@@ -21,7 +21,7 @@ struct ThreadMemory {
 };
 
 ThreadMemory divide(Arena& arena, const Sizes& s, const KvcacheProblem& cache) {
-  const bool rotates = cache.rotary_dim > 0, fp8 = is_fp8(cache.dtype);
+  const bool rotates = cache.rotary_dim > 0, fp8 = is_fp8(cache.stored());
   const int size = bytes_of(cache.problem.dtype);
   return {.attend = take_attend_memory(arena, s, false),
           .queries = arena.take<std::byte>(rotates ? s.tile_m * s.head_dim * size : 0),
@@ -131,14 +131,14 @@ class Call {
   void store(const TensorView& cache, CacheDescales const& descales, int b, int row, int head, const void* source,
              int width) const {
     void* const target = cached_row(cache, b, row, head).data;
-    if (!is_fp8(cache_.dtype)) {
+    if (!is_fp8(cache_.stored())) {
       std::memmove(target, source, static_cast<std::size_t>(width * bytes_of(problem_.dtype)));
       return;
     }
     const Kernels& kernel = kernels(problem_);
     const Pages::Place place = pages_.at(b, row);
-    if (descales.of_rows) *descales.at(b, head, place) = kernel.descale_of_row(source, cache_.dtype, width);
-    kernel.narrow_row(target, source, cache_.dtype, width, descales.of(b, head, place));
+    if (descales.of_rows) *descales.at(b, head, place) = kernel.descale_of_row(source, cache_.stored(), width);
+    kernel.narrow_row(target, source, cache_.stored(), width, descales.of(b, head, place));
   }
 
   /// Appends the new rows of a head. `rotated` has room for a key, where it cannot be rotated in the cache.
@@ -148,7 +148,7 @@ class Call {
     for (int row = rows.held; row < rows.end; ++row) {
       const int added = first + row - rows.held;
       const void* key = head_rows(t_.k_new, b, head, added).data;
-      const bool in_cache = !is_fp8(cache_.dtype);
+      const bool in_cache = !is_fp8(cache_.stored());
       if (cache_.rotary_dim > 0) {
         void* const target = in_cache ? cached_row(t_.k_cache, b, row, head).data : rotated;
         copy_rotated(target, key, row);
@@ -190,7 +190,7 @@ class Call {
     KeyRows keys(Range range) const {
       const KvcacheTensors& t = call_.t_;
       const int b = item_.batch, first = cached_.begin + range.begin, last = cached_.begin + range.end - 1;
-      if (is_fp8(call_.cache_.dtype)) {
+      if (is_fp8(call_.cache_.stored())) {
         const Problem& p = call_.problem_;
         return {widened(t.k_cache, call_.k_descales_, first, last, memory_.keys, p.head_dim),
                 widened(t.v_cache, call_.v_descales_, first, last, memory_.values, p.head_dim_v)};
@@ -226,7 +226,7 @@ class Call {
       const int b = item_.batch, bytes = width * bytes_of(call_.problem_.dtype);
       for (int row = first; row <= last; ++row)
         kernel.widen_row(memory + std::int64_t{row - first} * bytes, call_.cached_row(cache, b, row, head_k_).data,
-                         call_.cache_.dtype, width, descales.of(b, head_k_, call_.pages_.at(b, row)));
+                         call_.cache_.stored(), width, descales.of(b, head_k_, call_.pages_.at(b, row)));
       return {memory, width};
     }
 

@@ -227,7 +227,7 @@ void append(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, Stre
     params.interleaved = cache.rotary_interleaved;
     blocks += cache.queries();
   }
-  (p.dtype == DType::kFloat16 ? launch_append_to<__half> : launch_append_to<__nv_bfloat16>)(cache.dtype, params,
+  (p.dtype == DType::kFloat16 ? launch_append_to<__half> : launch_append_to<__nv_bfloat16>)(cache.stored(), params,
                                                                                             p.device, blocks, stream);
 }
 

@@ -125,7 +125,7 @@ int partials(const KvcachePlan& plan, std::int64_t tiles, std::int64_t splits) {
 /// where a cache is small, and 2 to 4 % slower where it is large.
 bool passes_by(const KvcacheProblem& cache, std::int64_t tiles) {
   const Problem& p = cache.problem;
-  const std::int64_t row_bytes = std::int64_t{p.heads_k} * (p.head_dim + p.head_dim_v) * bytes_of(cache.dtype);
+  const std::int64_t row_bytes = std::int64_t{p.heads_k} * (p.head_dim + p.head_dim_v) * bytes_of(cache.stored());
   return tiles <= p.batch && std::int64_t{p.batch} * p.seqlen_k <= h200::kSmallCache / row_bytes;
 }
 
@@ -166,11 +166,12 @@ KvcachePlan select_kvcache(const KvcacheProblem& cache, const DeviceInfo& device
     countable("k_new", new_rows + cache.queries(), "rows, with those of q");
     if (select_prefill(plan, device)) return plan;
   }
-  // One thread block can compute several splits only where each group of warps has keys of its own.
+  // One thread block can compute several splits only where each group of warps has keys of its own; and of such tiles
+  // all have the same rows, so that it does not count how many queries come at a time.
   const bool splits = cache.num_splits > 0 || cache.batch_invariant;
   const auto suits = [&](const KvcacheRow& row) {
     const Arch arch = row.variant.arch;
-    return arch == Arch::kCpu || (arch == Arch::kSm80 && (!splits || groups_of(row.variant) > 1));
+    return arch == Arch::kCpu || (arch == Arch::kSm80 && (!splits || row.variant.tile_m == h200::kFewRows));
   };
   const auto time = [&](const KvcacheRow& row, const Problem& dense) {
     Estimate found = estimate(row, dense);
@@ -178,7 +179,7 @@ KvcachePlan select_kvcache(const KvcacheProblem& cache, const DeviceInfo& device
     return found;
   };
   Problem stored = p;  // the rows on a GPU are of the dtype that they read
-  if (!on_cpu) stored.dtype = cache.dtype;
+  if (!on_cpu) stored.dtype = cache.stored();
   const auto choice = choose(stored, device, kvcache_rows(), suits, time);
   plan.variant = choice.row->variant;
   plan.shared_memory = shared_memory_of(Kind::kKvcache, plan.variant);

@@ -72,16 +72,18 @@ struct KvcacheProblem {
   bool rotary_interleaved = true;
   int num_splits = 0;
   bool batch_invariant = false;
-  int masked_keys = 0;          // N, the columns of the column mask: the last keys of each sequence, if it has so many
-  DType dtype = DType::kOther;  // of keys and values: that of q, or of 8 bits
-  bool in_line = false;         // the cache's rows have one stride across entries, so do q's, and no leftpad is given
-  bool has_table = false;       // a block_table or a cache_batch_idx is given
+  int masked_keys = 0;           // N, the columns of the column mask: the last keys of each sequence, if it has so many
+  bool in_line = false;          // the cache's rows have one stride across entries, so do q's, and no leftpad is given
+  bool has_table = false;        // a block_table or a cache_batch_idx is given
+  DType narrow = DType::kOther;  // the dtype of keys and values, if they are of 8 bits
 
   Spans queries(const KvcacheTensors& tensors) const;
   CachedRows rows(const KvcacheTensors& tensors) const;
   Pages layout(const KvcacheTensors& tensors) const;
   LastColumns masked(const KvcacheTensors& tensors) const;
 
+  /// Returns the dtype of keys and values.
+  DType stored() const { return is_fp8(narrow) ? narrow : problem.dtype; }
   /// Returns how many rows q has over all sequences.
   std::int64_t queries() const {
     return problem.ragged ? problem.seqlen_q : std::int64_t{problem.batch} * problem.seqlen_q;
@@ -103,6 +105,10 @@ struct KvcachePlan : Plan {
   std::int64_t prefill_at = 0;  // and of what prefill uses: see PrefillWorkspace
   // With many query rows on Hopper, this is the plan of the forward kernel that attends; else null.
   std::shared_ptr<const ForwardPlan> prefill;
+  // With as many over 8-bit numbers, this is the plan of the call over a contiguous cache of q's dtype, into which they
+  // are widened first; else null. That cache lies in the workspace at an offset of so many bytes.
+  std::shared_ptr<const KvcachePlan> widened;
+  std::int64_t widened_at = 0;
   KvcacheKernel run = nullptr;
 };
 

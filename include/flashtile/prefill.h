@@ -38,6 +38,30 @@ struct PrefillWorkspace {
   }
 };
 
+/// These are offsets into the workspace, in bytes, where rows of 8-bit numbers are widened to q's dtype before the
+/// forward kernel goes over them: as a contiguous cache, with all rows that sequences have room for.
+struct WidenedRows {
+  std::int64_t k = 0;     // (B, rows of a sequence, H_k, D)
+  std::int64_t v = 0;     // (B, rows of a sequence, H_k, D_v)
+  std::int64_t held = 0;  // (B), int32: rows that count
+  std::int64_t rest = 0;  // what follows: the workspace of the call over them
+
+  /// Returns the offsets of rows that follow `before` bytes of other data.
+  static WidenedRows of(std::int64_t before, const Problem& p) {
+    WidenedRows rows;
+    const auto take = [&](std::int64_t& place, std::int64_t bytes) {
+      place = (before + 127) / 128 * 128;
+      before = place + bytes;
+    };
+    const std::int64_t of_width = std::int64_t{p.batch} * p.seqlen_k * p.heads_k * bytes_of(p.dtype);
+    take(rows.k, of_width * p.head_dim);
+    take(rows.v, of_width * p.head_dim_v);
+    take(rows.held, std::int64_t{4} * p.batch);
+    take(rows.rest, 0);
+    return rows;
+  }
+};
+
 /// Returns how many keys TMA loads at a time: those of a box lie in one page, where the cache has a table of pages.
 inline int rows_of_box(const KvcacheProblem& cache, const Variant& v) {
   return std::gcd(cache.page_size, v.tile_n);
@@ -52,5 +76,9 @@ void prefill(const KvcachePlan& plan, const KvcacheTensors& tensors, void* memor
 /// Returns the launcher that does the same by plan.prefill's own kernel, for a cache without a table. It is null in a
 /// build without CUDA.
 KvcacheKernel prefill_kernel();
+
+/// Returns the launcher for 8-bit numbers: it appends and rotates, widens all rows, and runs plan.widened over them. It
+/// is null in a build without CUDA.
+KvcacheKernel widened_kernel();
 
 }  // namespace flashtile

@@ -3,8 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -111,6 +113,26 @@ TEST(CachedRows, LieInsideWhateverTheTablesHold) {
 TEST(CachedRows, OfNoSequencesAreNone) {
   const int begins[] = {0};
   expect_rows(CachedRows{.capacity = 10, .added = 7, .added_begins = begins}.at(0), 0, 0, 0);
+}
+
+TEST(CacheDescales, OfAllOfHeadsAndOfRows) {
+  std::vector<float> values(2 * 3 * 4);
+  std::iota(values.begin(), values.end(), 1.0f);
+  const auto view = [&](std::initializer_list<std::int64_t> shape) {
+    TensorView t{.data = values.data(), .dtype = DType::kFloat32, .rank = static_cast<int>(shape.size())};
+    std::copy(shape.begin(), shape.end(), t.shape.begin());
+    std::int64_t stride = 1;
+    for (int i = t.rank - 1; i >= 0; stride *= t.shape[i--]) t.strides[i] = stride;
+    return t;
+  };
+  const Pages::Place place{1, 2};
+  EXPECT_EQ(CacheDescales::of({}).of(1, 3, place), 1);
+  EXPECT_EQ(CacheDescales::of(view({})).of(1, 3, place), 1);
+  EXPECT_EQ(CacheDescales::of(view({1})).of(1, 3, place), 1);
+  EXPECT_EQ(CacheDescales::of(view({2, 4})).of(1, 3, place), 8);
+  const CacheDescales of_rows = CacheDescales::of(view({2, 3, 4}));
+  EXPECT_TRUE(of_rows.of_rows);
+  EXPECT_EQ(of_rows.of(0, 3, place), 24);  // whatever the sequence is
 }
 
 }  // namespace

@@ -65,13 +65,15 @@ void for_each_supported(Visit&& visit) {
       p.seqlen_q = pick({0, 1, 1, 1, 2, 5, 17, 64, 1000});
       p.ragged = pick({0, 1}) == 0;
       if (!p.ragged && p.batch == 0) p.seqlen_q = 1;
+      if (pick({0, 1}) == 0) cache.narrow = pick({0, 1}) == 0 ? DType::kE4M3 : DType::kE5M2;
       if (pick({0, 1}) == 0) cache.rotary_dim = p.head_dim / 16 * 16;
       const int splits = pick({0, 1, 2, 3, 4});
       if (splits == 1) cache.batch_invariant = true;
       if (splits == 2) cache.num_splits = std::min(pick({1, 2, 3, 7, 100, 100000}), std::max(p.seqlen_k, 1));
       SCOPED_TRACE("run " + std::to_string(run) + " on " + std::to_string(device.compute_capability) + ": " +
-                   to_string(p) + ", rotary_dim=" + std::to_string(cache.rotary_dim) + " num_splits=" +
-                   std::to_string(cache.num_splits) + " batch_invariant=" + std::to_string(cache.batch_invariant));
+                   to_string(p) + ", stored as " + name_of(cache.stored()) + ", rotary_dim=" +
+                   std::to_string(cache.rotary_dim) + " num_splits=" + std::to_string(cache.num_splits) +
+                   " batch_invariant=" + std::to_string(cache.batch_invariant));
       visit(cache, device);
       if (testing::Test::HasFatalFailure()) return;
     }

@@ -153,6 +153,9 @@ std::int64_t items(const SplitKeys& schedule) {
 /// Returns the number of work items as the kernel counts them.
 std::int64_t items_of(const KvcacheParams& params, const Variant& v) {
   switch (const int keys_of_item = groups_of(v) * v.tile_n; v.tile_m * 1000 + keys_of_item) {
+    case 8064: return items<8, 64>(params.schedule);
+    case 8128: return items<8, 128>(params.schedule);
+    case 8192: return items<8, 192>(params.schedule);
     case 16064: return items<16, 64>(params.schedule);
     case 16128: return items<16, 128>(params.schedule);
     case 16256: return items<16, 256>(params.schedule);

@@ -21,7 +21,7 @@ TEST(SelectKvcache, PlansFitTheGpu) {
     const KvcachePlan plan = select_kvcache(cache, device);
     const Problem& p = cache.problem;
     const Variant& v = plan.variant;
-    ASSERT_EQ(v.dtype, p.dtype);
+    ASSERT_EQ(v.dtype, cache.stored());
     ASSERT_GE(v.head_dim, p.head_dim);
     ASSERT_GE(v.head_dim_v, p.head_dim_v);
     ASSERT_STRNE(plan.why, "");
