@@ -10,6 +10,11 @@ import torch
 from cached import Cached, ints, with_own_caches
 from cases import BF16, DEVICE_PARAMS, F16, F32
 from compare import assert_accurate, assert_bitwise, score_rounding
+from hypothesis import given as hypothesis_given
+from hypothesis import settings
+from hypothesis import strategies as st
+from test_kvcache import cached_cases
+from test_properties import random_problems
 
 import flashtile
 
@@ -140,6 +145,12 @@ def _cases():
 @pytest.mark.parametrize("case, kind, stored", _cases())
 def test_each_case(case, kind, stored, device):
     check(case, device, kind, stored)
+
+
+@settings(random_problems, max_examples=60)
+@hypothesis_given(cached_cases(), st.sampled_from(KINDS), st.sampled_from((E4M3, E5M2)))
+def test_random_problems(case, kind, stored):
+    check(case, "cpu", kind, stored)
 
 
 VARIED = [p.values[0] for p in _cases() if p.values[0].name.startswith(("D", "group", "long", "ragged", "everything"))]
