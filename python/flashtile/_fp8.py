@@ -77,6 +77,7 @@ def attend_fp8(function, q, k, v, descales, out_dtype, options, return_lse):
 def _forward(function, q, k, v, descales, out_dtype, options):
     """(out, lse) by the first way that serves the call."""
     if q.device.type != "cpu" and not (q.shape[-1] % _AT_ONCE or v.shape[-1] % _AT_ONCE):
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         try:
             return _by_kernel(q, k, v, descales, out_dtype, options)
         except NotImplementedError:
