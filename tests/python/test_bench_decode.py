@@ -134,7 +134,7 @@ def test_flex_gets_no_mask(monkeypatch):
 
 def test_on_a_gpu_a_graph_and_the_backends_that_serve_decoding_run_too():
     names = [peer.name for peer in decode.cache_peers_of("cuda", outside_bare, CASE)]
-    assert names == [OURS, "page 16", "page 64", "graph", "SDPA FA2", "SDPA cuDNN"]
+    assert names == [*decode.CACHE_FORMS, "SDPA FA2", "SDPA cuDNN"]
     for taken in (*names, "of read", "best peer"):
         with pytest.raises(ValueError, match="expected a name that is not taken"):
             further.further_peers("decode", [f"{taken}=math:sqrt"])
@@ -164,7 +164,7 @@ def test_the_suite_of_chunks():
     assert all(case.work is Work.PREFILL and 1 < case.seqlen_q < case.seqlen_k for case in cases)
     assert str(cases[1]) == "B4 S512/8192 H32/8 D128 causal bf16 prefill"
     names = [peer.name for peer in decode.cache_peers_of("cuda", outside_bare, CHUNK)]
-    assert names == [OURS, "page 16", "page 64", "graph", "SDPA FA2"]
+    assert names == [*decode.CACHE_FORMS, "SDPA FA2"]
     found = entries_with(further.further_peers("prefill", [f"Mine={__name__}:outside_chunk"]), CHUNK)
     assert list(found) == [OURS, "page 16", "page 64", "SDPA", "Mine"]
     assert all(entry.timing and not entry.wrong for entry in found.values())
