@@ -17,11 +17,16 @@ namespace {
 constexpr const char* kPrefill = "many rows over a cache, on Hopper: the forward kernel";
 constexpr const char* kWidened = "many rows over 8-bit numbers, on Hopper: widened, then the forward kernel";
 
-/// 8-bit numbers are widened for more rows than one tile of Ampere's kernel has, which reads them as they are: that
-/// took 1.4 times as long as a cache of 16 bits with one tile (an H200), and 4 times as long with 32. All rows of
-/// sequences may take this much memory.
+constexpr std::int64_t kRoomForWidened = std::int64_t{2} << 30;  // bytes of all rows that are widened, at the most
+
+/// This was read off six shapes on an H200 (docs/performance.md). 8-bit numbers are widened for more rows than one tile
+/// of Ampere's kernel has, which reads them as they are: with one tile that took 1.4 times as long as a cache of 16
+/// bits, and with 32 tiles 4 times as long.
+namespace h200 {
+
 constexpr int kRowsOfOneTile = 64;
-constexpr std::int64_t kRoomForWidened = std::int64_t{2} << 30;
+
+}  // namespace h200
 
 constexpr int kFewestRows = 32;  // sequences of fewer rows are left to the kernels over a cache,
 constexpr int kRowsOfBox = 16;   // and so are pages of which TMA cannot load so many rows, or multiples of them
@@ -95,7 +100,7 @@ bool select_widened(KvcachePlan& plan, const DeviceInfo& device) {
   wide.problem = wide.cache.problem;
   plan.widened_at = rotated_bytes(cache);
   const WidenedRows rows = WidenedRows::of(plan.widened_at, p);
-  if (rows_of_sequence(p.dense()) <= kRowsOfOneTile || rows.rest - plan.widened_at > kRoomForWidened ||
+  if (rows_of_sequence(p.dense()) <= h200::kRowsOfOneTile || rows.rest - plan.widened_at > kRoomForWidened ||
       !select_prefill(wide, device))
     return false;
   plan.variant = wide.variant;

@@ -154,8 +154,8 @@ def attention_kvcache(
             changed, also where it is rotated. With ``cu_seqlens_q`` ragged: (T_q, H_q, D).
         k_cache: (B_cache, S_cache, H_k, D), of q's dtype and device: a contiguous cache, in which sequence b has the
             entry b. With ``block_table`` a paged one: (pages, page_size, H_k, D), of any page size from 1 on. H_q is a
-            multiple of H_k. Or of numbers of 8 bits, float8_e4m3fn or float8_e5m2, which a call reads in half the time
-            and takes times ``k_descale``; on CUDA D is a multiple of 16 then. See docs/fp8.md.
+            multiple of H_k. Or of numbers of 8 bits, float8_e4m3fn or float8_e5m2, half the bytes to read, which a call
+            takes times ``k_descale``; on CUDA D is a multiple of 16 then. See docs/fp8.md.
         v_cache: (B_cache, S_cache, H_k, D_v), or (pages, page_size, H_k, D_v), of k_cache's dtype. D_v may differ from
             D.
             q, the caches, k_new and v_new take any strides with a contiguous last dimension. CUDA kernels read 16 bytes

@@ -156,6 +156,33 @@ TEST(SelectKvcache, ManyRowsGoThroughTheForwardKernelOnHopper) {
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_k = 1 << 28; }).prefill);
 }
 
+TEST(SelectKvcache, ManyRowsOf8BitsAreWidenedOnHopper) {
+  const auto plan = [](const DeviceInfo& device, int seqlen_q, int capacity, bool in_line = true) {
+    KvcacheProblem cache = in_pages(decode(device, 4, 8, 4, capacity), 16);
+    cache.narrow = DType::kE4M3;
+    cache.in_line = in_line;
+    cache.problem.seqlen_q = seqlen_q;
+    cache.rotary_dim = 64;
+    cache.appends = true;
+    cache.seqlen_new = seqlen_q;
+    return select_kvcache(cache, device);
+  };
+  const KvcachePlan found = plan(kH100, 512, 8192);
+  ASSERT_TRUE(found.widened);
+  EXPECT_EQ(found.variant, found.widened->variant);
+  EXPECT_EQ(found.variant.dtype, DType::kBFloat16);
+  const KvcacheProblem& wide = found.widened->cache;
+  EXPECT_FALSE(wide.appends || wide.rotary_dim > 0 || wide.has_table);
+  EXPECT_EQ(wide.page_size, 8192);
+  const std::int64_t rows = std::int64_t{4} * 8192 * 8 * 256 * 2;  // bytes of K and V
+  EXPECT_GE(found.workspace_bytes, found.widened_at + rows + found.widened->workspace_bytes);
+  EXPECT_TRUE(plan(kH100, 17, 8192).widened);   // 68 rows of a KV head
+  EXPECT_FALSE(plan(kH100, 16, 8192).widened);  // one tile
+  EXPECT_FALSE(plan(kA100, 512, 8192).widened);
+  EXPECT_FALSE(plan(kH100, 512, 8192, false).widened);
+  EXPECT_FALSE(plan(kH100, 512, 1 << 17).widened);  // 2 GiB and a table
+}
+
 TEST(SelectKvcache, FewTilesOverPagesAreADenseBatch) {
   const auto plan = [](int batch, int seqlen_q, bool ragged) {
     KvcacheProblem cache = in_pages(decode(kH100, batch, 8, 4, 4096), 16);
