@@ -39,9 +39,13 @@ struct Descales {
             t.rank < 3 ? 0 : t.strides[2],     log2_of_block(t, rows), shared > 0 ? shared : 1};
   }
 
-  FLASHTILE_HOST_DEVICE float at(int batch_index, int head_index, int row) const {
-    if (data == nullptr) return 1;
-    return data[batch_index * batch + head_index / heads * head + (row >> log2_block) * block];
+  /// Returns where those of a head are. The way there has a division, so a kernel goes it once for all rows: a thread
+  /// that loads tiles, and went it with every block of keys, kept all others waiting.
+  FLASHTILE_HOST_DEVICE const float* of_head(int batch_index, int head_index) const {
+    return data == nullptr ? nullptr : data + batch_index * batch + head_index / heads * head;
+  }
+  FLASHTILE_HOST_DEVICE float at(const float* of_head, int row) const {
+    return of_head == nullptr ? 1 : of_head[(row >> log2_block) * block];
   }
 };
 

@@ -104,6 +104,8 @@ struct Variant {
 /// of V of 8 bits is there a second time, transposed: matmuls take bytes in no other way.
 struct ForwardMemorySm90 {
   int stages_q = 1;
+  int stages_k = 0, stages_v = 0;
+  int stages_of_rows = 0;  // of V as it comes, where its tiles are transposed
   bool staged = false;
   int bytes = 0;
   int stages_of_columns = 1;
@@ -114,11 +116,18 @@ struct ForwardMemorySm90 {
     constexpr int kBarriers = 3072;     // barriers, and what the scheduler warp tells the others of each tile
     const int q = bytes_of(v.dtype) * v.tile_m * v.head_dim;
     const int out = 2 * v.tile_m * v.head_dim_v;
-    const int columns_of_stage = v.head_dim + v.head_dim_v * (v.fp8() ? 2 : 1);
     ForwardMemorySm90 memory;
-    memory.bytes = kBarriers + q + bytes_of(v.dtype) * v.stages / 2 * v.tile_n * columns_of_stage;
+    memory.stages_k = memory.stages_v = v.stages / 2;
+    if (v.fp8()) {  // K and the rows of V come from far away, and transposed tiles are made of what is near
+      memory.stages_k = memory.stages_of_rows = (v.stages + 2) / 3;
+      memory.stages_v = v.stages - 2 * memory.stages_k;
+    }
+    memory.bytes = kBarriers + q +
+                   bytes_of(v.dtype) * v.tile_n *
+                       (memory.stages_k * v.head_dim + (memory.stages_v + memory.stages_of_rows) * v.head_dim_v);
+    if (v.fp8()) memory.staged = true, memory.bytes += out;  // LongSums are there, too
     if (memory.bytes + q <= kLimit) memory.stages_q = 2, memory.bytes += q;
-    if (memory.bytes + out <= kLimit) memory.staged = true, memory.bytes += out;
+    if (!v.fp8() && memory.bytes + out <= kLimit) memory.staged = true, memory.bytes += out;
     memory.masked_bytes = memory.bytes;
     const int columns = 16 * v.tile_n;  // the first of them have the place that ragged sequences have without a mask
     if (memory.bytes + columns <= kLimit) memory.stages_of_columns = 2, memory.masked_bytes += columns;

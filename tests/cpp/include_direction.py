@@ -40,7 +40,7 @@ FILES = {
     "mask": [{"band", "walk"}, {"mask", "columns"}],
     "mainloop/forward_sm90": [
         {"storage"},
-        {"descaled_weights", "long_sums"},
+        {"fragments", "descaled_weights", "long_sums"},
         {"scheduler", "producer", "transposer", "consumer"},
     ],
     "mainloop/backward_one_pass_sm90": [{"storage"}, {"scheduler"}, {"producer", "consumer", "writer"}],

@@ -61,6 +61,7 @@ struct ForwardProducerSm90 {
   Params const& params;
   SharedStorage& shared;
   typename Ring<Mainloop::kStages>::Cursor at{};  // stage of the next block
+  RingCursor<Mainloop::kStagesOfRows> rows_at{};  // and that of the next rows of V, where they are transposed
   typename Ring<Mainloop::kColumnStages>::Cursor columns_at{};
   QueryProducerSm90<Mainloop> queries{params, shared};
 
@@ -79,8 +80,8 @@ struct ForwardProducerSm90 {
     CUTE_UNROLL
     for (int i = 0; i < Mainloop::kDescales; ++i) {
       const int row = min(key + i * Mainloop::kRowsOfDescale, work.sequence.k.used - 1);
-      of_block.k[i] = usable_descale(params.k_descales.at(work.tile.batch, work.kv_head, row));
-      of_block.v_log2[i] = __log2f(usable_descale(params.v_descales.at(work.tile.batch, work.kv_head, row)));
+      of_block.k[i] = usable_descale(params.k_descales.at(work.more.k_descales, row));
+      of_block.v_log2[i] = __log2f(usable_descale(params.v_descales.at(work.more.v_descales, row)));
     }
     return of_block;
   }
@@ -92,17 +93,18 @@ struct ForwardProducerSm90 {
     int v_key = -1;
     const auto load_v = [&](bool of_tile_before) {
       if (v_key < 0) return;
-      const auto v_at = at.previous();
       Work const& work = shared.work[of_tile_before ? work_at.previous().stage : work_at.stage];
-      const auto load = [&](auto& barriers, auto& tiles) {
+      const auto load = [&](auto& barriers, auto& tiles, auto v_at) {
         std::uint64_t* barrier = barriers.fill(v_at, [] { return sizeof(SharedStorage::v[0]); });
         load_tile<Mainloop::kN, Mainloop::kHeadDimV, Mainloop::kColumnsV>(params.v, barrier, tiles[v_at.stage],
                                                                           work.k_rows, v_key, work.kv_head);
       };
-      if constexpr (Mainloop::kScaled)
-        load(shared.few.barriers, shared.rows_of_v);
-      else
-        load(shared.v_barriers, shared.v);
+      if constexpr (Mainloop::kScaled) {
+        load(shared.few.barriers, shared.rows_of_v, rows_at);
+        rows_at.advance();
+      } else {
+        load(shared.v_barriers, shared.v, at.previous());
+      }
     };
     CUTE_NO_UNROLL
     for (;; work_at.advance()) {
@@ -114,6 +116,7 @@ struct ForwardProducerSm90 {
         v_key = -1;
         if (work.keys.blocks < 0) break;
         works.release_by_thread(work_at);
+        continue;
       }
       // The walk is read from shared memory each time, as registers are scarce: with a copy of it here ptxas allocates
       // them otherwise in the whole kernel, and consumers of D64 have 59 instructions between two matmuls, not 50.

@@ -95,11 +95,13 @@ struct ForwardSchedulerSm90 {
     if (!Mainloop::kMasked && forward.scores.slopes.data != nullptr) work.keys.begin_at_diagonal(queries.begin);
     forget();
     if constexpr (Mainloop::kScaled) {
+      work.more.k_descales = params.k_descales.of_head(work.tile.batch, work.kv_head);
+      work.more.v_descales = params.v_descales.of_head(work.tile.batch, work.kv_head);
+      const float* const of_q = params.q_descales.of_head(work.tile.batch, work.tile.head);
       CUTE_UNROLL
       for (int w = 0; w < Mainloop::kWarpgroups; ++w) {
         const int row = work.tile.m_block * Mainloop::kM + w * (Mainloop::kM / Mainloop::kWarpgroups);
-        work.more.q_descales[w] =
-            usable_descale(params.q_descales.at(work.tile.batch, work.tile.head, max(min(row, q.used - 1), 0)));
+        work.more.q_descales[w] = usable_descale(params.q_descales.at(of_q, max(min(row, q.used - 1), 0)));
       }
     }
     work.slope = forward.scores.slopes.at(work.tile.batch, work.tile.head);  // last, as it comes from memory

@@ -67,17 +67,19 @@ struct ForwardMainloopSm90 {
   static constexpr Features kFeatures = kV.features;
   static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
   static constexpr int kHeadDimV = kV.head_dim_v;
-  static constexpr int kStages = kV.stages / 2;         // key blocks, each with a tile of K and one of V
   static constexpr int kWarpgroups = kM / 64;           // consumer warpgroups
   static constexpr int kTransposers = kScaled ? 2 : 0;  // warps that transpose V
   // There is a producer of Q, and one of K and V: together in rows, apart in pages. Beside transposers one does all.
   static constexpr int kProducers = kScaled ? 1 + kTransposers : kOverPages ? 3 : 2;
   static constexpr ForwardMemorySm90 kMemory = ForwardMemorySm90::of(kV);
   static constexpr int kStagesQ = kMemory.stages_q;
+  static constexpr int kStages = kMemory.stages_k;              // tiles of K
+  static constexpr int kStagesV = kMemory.stages_v;             // as many, unless they are transposed ones,
+  static constexpr int kStagesOfRows = kMemory.stages_of_rows;  // which are made of these
   // A second block of more than 128 columns does not fit beside the barriers.
   static constexpr int kColumnStages = kMasked && kN <= 128 ? kMemory.stages_of_columns : 1;
-  static_assert(kV.warps == 4 * (kWarpgroups + 1) && kV.stages % 2 == 0 && kM % 64 == 0 && kN % 16 == 0 &&
-                kHeadDim % 32 == 0 && kHeadDimV % 32 == 0);
+  static_assert(kV.warps == 4 * (kWarpgroups + 1) && kM % 64 == 0 && kN % 16 == 0 && kHeadDim % 32 == 0 &&
+                kHeadDimV % 32 == 0);
 
   using Element = ElementOf<kV.dtype>;
   using ShapeQK = cute::Shape<cute::Int<kM>, cute::Int<kN>, cute::Int<kHeadDim>>;
@@ -85,9 +87,7 @@ struct ForwardMainloopSm90 {
   using Warpgroups = cute::Layout<cute::Shape<cute::Int<kWarpgroups>, cute::_1, cute::_1>>;
 
   // Where registers allow, matmuls take Q from them: that spares a fifth of the reads of shared memory, and power, too.
-  static constexpr int kRegisters = kWarpgroups == 3             ? 160
-                                    : kScaled && kHeadDimV < 256 ? 232
-                                                                 : 240;  // registers of a consumer thread
+  static constexpr int kRegisters = kWarpgroups == 3 ? 160 : kScaled ? 232 : 240;  // registers of a consumer thread
   static constexpr int kOfWord = 4 / sizeof(Element);
   static constexpr int kRegistersOfTiles =  // O, Q, S, P
       kHeadDimV / 2 + kHeadDim / 2 / kOfWord + kN / 2 + kN / 2 / kOfWord;
@@ -111,8 +111,8 @@ struct ForwardMainloopSm90 {
   using SmemLayoutK = SmemTile<Element, kN, kHeadDim, kStages>;
   // This is V as the matmul sees it, (head_dim, N): the same memory, or, of 8 bits, a transposed tile (see
   // ValueTransposerSm90).
-  using SmemLayoutVt = std::conditional_t<kScaled, SmemTile<Element, kHeadDimV, kScaled ? kN : 64, kStages>,
-                                          SmemTileT<Element, kN, kHeadDimV, kStages>>;
+  using SmemLayoutVt = std::conditional_t<kScaled, SmemTile<Element, kHeadDimV, kScaled ? kN : 64, kStagesV>,
+                                          SmemTileT<Element, kN, kHeadDimV, kStagesV>>;
 
   // Blocks that need no mask have loops of their own: plain ones where registers allow one more copy of the step.
   static constexpr bool kPeelsPlain = kMaps != Maps::kAlways && kHeadDimV < 192;
@@ -152,6 +152,7 @@ struct ForwardMainloopSm90 {
     };
     struct ByDescales {
       float q_descales[kWarpgroups];
+      const float *k_descales, *v_descales;  // of the head
     };
     struct Plain {};
     // There is no further member that may be empty: behind several of them nvcc 13.0 laid out code for the GPU
@@ -172,11 +173,11 @@ struct ForwardMainloopSm90 {
   struct Tiles {
     alignas(1024) Element q[kStagesQ][kM * kHeadDim];
     alignas(1024) Element k[kStages][kN * kHeadDim];
-    alignas(1024) Element v[kStages][kN * kHeadDimV];
+    alignas(1024) Element v[kStagesV][kN * kHeadDimV];
   };
   /// Of 8 bits V comes to `rows_of_v`, and warps transpose it into `v`.
   struct ScaledTiles : Tiles {
-    alignas(1024) Element rows_of_v[kStages][kN * kHeadDimV];
+    alignas(1024) Element rows_of_v[kStagesOfRows][kN * kHeadDimV];
   };
   struct SharedStorage : std::conditional_t<kScaled, ScaledTiles, Tiles> {
     alignas(1024) OutElement staging[kStagingWarps][kStagingPerWarp];
@@ -184,7 +185,7 @@ struct ForwardMainloopSm90 {
     struct NoSequences {};
     // This is of 8 bits: the barriers of the rows of V, and the descales of the block whose K is in a stage.
     struct ScaledSequences : FewSequences {
-      Ring<kStages> barriers;
+      Ring<kStagesOfRows> barriers;
       BlockDescales descales[kStages];
     };
     [[no_unique_address]] std::conditional_t<kMasked, NoSequences,
@@ -197,7 +198,9 @@ struct ForwardMainloopSm90 {
     Ring<kWorks> work_barriers;              // producers and all consumers wait for a tile, the scheduler for its slot
     cutlass::arch::ClusterBarrier near_end;  // a ragged scheduler waits for the producer to near a tile's end
     Ring<kStagesQ> q_barriers[kWarpgroups];  // each warpgroup waits for its own rows of Q
-    Ring<kStages> k_barriers, v_barriers;    // all consumers wait for tiles, the producer for their warps
+    // All consumers wait for tiles, the producer for their warps.
+    Ring<kStages> k_barriers;
+    Ring<kStagesV> v_barriers;
 
     /// Some threads call it before Q is loaded, whose idle rows are not (see HeadPacking): NaN among what they hold
     /// would have the weights of each block computed twice.

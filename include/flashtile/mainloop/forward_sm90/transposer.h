@@ -23,7 +23,7 @@ struct ValueTransposerSm90 {
   static constexpr int kN = Mainloop::kN, kHeadDimV = Mainloop::kHeadDimV;
   static constexpr int kColumns = Mainloop::kColumnsV;                     // of a box of V,
   static constexpr int kKeys = columns_per_box(kN, int(sizeof(Element)));  // and of one of the transposed tile
-  static constexpr int kKeysAtOnce = 16, kColumnsAtOnce = 32, kSteps = Mainloop::kRegisters == 240 ? 2 : 4;
+  static constexpr int kKeysAtOnce = 16, kColumnsAtOnce = 32, kSteps = 4;
   static_assert(kN % (kSteps * kKeysAtOnce) == 0);
 
   SharedStorage& shared;
@@ -32,7 +32,8 @@ struct ValueTransposerSm90 {
 
   CUTE_DEVICE void run() {
     typename Ring<Mainloop::kWorks>::Cursor work_at{};
-    typename Ring<Mainloop::kStages>::Cursor at{};
+    RingCursor<Mainloop::kStagesOfRows> rows_at{};
+    RingCursor<Mainloop::kStagesV> at{};
     auto& loaded = shared.few.barriers;
     CUTE_NO_UNROLL
     for (;; work_at.advance()) {
@@ -41,11 +42,12 @@ struct ValueTransposerSm90 {
       if (shared.work[work_at.stage].keys.blocks < 0) break;
       CUTE_NO_UNROLL
       for (int n_block = walk().first(); n_block < walk().end(); n_block = walk().next(n_block)) {
-        loaded.wait_full(at);
+        loaded.wait_full(rows_at);
         shared.v_barriers.empty[at.stage].wait(at.parity ^ 1);
-        transpose(shared.rows_of_v[at.stage], shared.v[at.stage]);
+        transpose(shared.rows_of_v[rows_at.stage], shared.v[at.stage]);
         cutlass::arch::fence_view_async_shared();  // matmuls read it by another way
-        loaded.release_by_warp(at);
+        loaded.release_by_warp(rows_at);
+        rows_at.advance();
         if (lane == 0) shared.v_barriers.full[at.stage].arrive();
         at.advance();
       }
