@@ -1,5 +1,7 @@
 #include "select/choose.h"
 
+#include "flashtile/forward_memory.h"
+
 namespace flashtile {
 namespace {
 

@@ -5,6 +5,7 @@
 #include "flashtile/cuda/marked_count.h"
 #include "flashtile/error.h"
 #include "flashtile/flashtile.h"
+#include "flashtile/forward_memory.h"
 #include "flashtile/forward_parts.h"
 #include "flashtile/mask_words.h"
 #include "flashtile/scheduler/ragged.h"

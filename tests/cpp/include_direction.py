@@ -19,7 +19,7 @@ LEVELS = [
     {"range"},
     {"cuda"},
     {"variant", "sequence", "cache"},
-    {"mask"},
+    {"mask", "forward_memory"},
     {"math"},
     {"scheduler"},
     {"load"},

@@ -10,6 +10,7 @@
 
 #include "caches.h"
 #include "flashtile/flashtile.h"
+#include "flashtile/forward_memory.h"
 #include "flashtile/prefill.h"
 #include "flashtile/registry.h"
 

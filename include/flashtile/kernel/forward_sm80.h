@@ -6,6 +6,7 @@
 #include "flashtile/cuda/constants.h"
 #include "flashtile/cuda/launch.h"
 #include "flashtile/epilogue/final.h"
+#include "flashtile/forward_memory.h"
 #include "flashtile/mainloop/forward_sm80.h"
 #include "flashtile/order_tiles.h"
 #include "flashtile/params.h"

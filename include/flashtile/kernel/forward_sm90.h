@@ -12,6 +12,7 @@
 #include "flashtile/epilogue/direct.h"
 #include "flashtile/epilogue/partial.h"
 #include "flashtile/epilogue/staged.h"
+#include "flashtile/forward_memory.h"
 #include "flashtile/join_parts.h"
 #include "flashtile/load/tensor_map.h"
 #include "flashtile/mainloop/forward_sm90.h"

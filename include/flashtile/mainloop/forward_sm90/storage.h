@@ -7,6 +7,7 @@
 #include "flashtile/cuda/barrier.h"
 #include "flashtile/cuda/marked_count.h"
 #include "flashtile/descales.h"
+#include "flashtile/forward_memory.h"
 #include "flashtile/load/tma.h"
 #include "flashtile/mainloop/wgmma.h"
 #include "flashtile/mask/mask.h"
