@@ -160,11 +160,11 @@ def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="time flashtile against PyTorch's attention")
     bench.add_argument(
         "--suite",
-        choices=("forward", "backward", "varlen", "masks", "decode", "prefill", "memory", "host", "cpu", "random"),
+        choices="forward backward varlen masks decode prefill fp8 memory host cpu random".split(),
         help="varlen: ragged batches, forward and backward; masks: FlashMask's kinds of column masks, the same; "
-        "decode: one new token over a cache; prefill: many; memory: bytes at the peak instead of time; host: "
-        "until a call returns; random: shapes and options of all kinds, drawn by --seed, of which the worst are shown "
-        "(default: forward, or cpu without CUDA)",
+        "decode: one new token over a cache; prefill: many; fp8: forward of e4m3 numbers, and beside it of 16 bits; "
+        "memory: bytes at the peak instead of time; host: until a call returns; random: shapes and options of all "
+        "kinds, drawn by --seed, of which the worst are shown (default: forward, or cpu without CUDA)",
     )
     bench.add_argument(
         "--dtype", default="bfloat16", choices=("float16", "bfloat16"), help="of the GPU suites but random"

@@ -14,6 +14,7 @@ from test_bench import timed_cell
 from flashtile.bench import command, plots, report
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.decode import OURS_ALL
+from flashtile.bench.fp8 import IN_16_BITS
 from flashtile.bench.masked import BAND, VARLEN
 from flashtile.bench.memory import FORMULA
 from flashtile.bench.peers import OURS
@@ -60,7 +61,7 @@ def test_every_number_of_a_stored_run_has_its_place(path):
         assert any(panel.lines.values())
     assert figure.unit and (figure.axis != "case" or record["suite"] == "ladder")  # which no command draws
     assert ("lower is better" in figure.title) == (record["suite"] in ("host", "memory"))
-    peers = [name for name in figure.names if name not in (*OURS_ALL, DENSE, BAND, VARLEN, FORMULA)]
+    peers = [name for name in figure.names if name not in (*OURS_ALL, DENSE, BAND, VARLEN, IN_16_BITS, FORMULA)]
     colours = {plots.style_of(name, figure.names).colour for name in peers}
     assert len(colours) == min(len(peers), len(plots.COLOURS))
 

@@ -26,6 +26,7 @@ class Work(enum.Enum):
     BACKWARD = "backward"
     DECODE = "decode"  # a forward of one new token, whose keys and values are in a cache
     PREFILL = "prefill"  # the same of many new tokens
+    FP8 = "fp8"  # a forward of inputs that were rounded to e4m3 beforehand
 
 
 TRAINING = (Work.FORWARD, Work.BACKWARD)

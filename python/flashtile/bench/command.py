@@ -62,8 +62,8 @@ def measure(
     further = further_peers(suite, peers, flex=flex)
     if suite in ("forward", "backward", "memory") and not has_cuda:
         raise Refusal(f"bench: suite {suite} needs a CUDA device, and torch sees none; try --suite cpu")
-    if suite == "random" and cases is None and not (has_cuda or quick):
-        raise Refusal("bench: suite random needs a CUDA device, and torch sees none; try --quick")
+    if suite in ("fp8", "random") and cases is None and not (has_cuda or quick):
+        raise Refusal(f"bench: suite {suite} needs a CUDA device, and torch sees none; try --quick")
     console = wide_console()
     device = torch.device("cuda" if has_cuda and suite != "cpu" else "cpu")
     if cases is None:

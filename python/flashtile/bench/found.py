@@ -1,5 +1,5 @@
 """Peers that run wherever they are found: PyTorch's math kernels where memory allows, other packages where they can be
-imported. A new one is a row of PACKAGES."""
+imported. A new one is a row of PACKAGES or, in 8 bits, PACKAGES_OF_FP8."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from typing import Any
 
 import torch
 
-from flashtile.bench import decode, options, ragged
+from flashtile.bench import decode, fp8, options, ragged
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.masked import Renamed, as_documents
 from flashtile.bench.oracle import Attention, attention_sdpa
-from flashtile.bench.peers import MATH, RECORDED, Peer, math_setting, output_of
+from flashtile.bench.peers import MATH, RECORDED, Peer, Rounding, math_setting, output_of
 
-SUITES = ("forward", "backward", "varlen", "masks", *decode.SUITES, "memory", "random")
+SUITES = ("forward", "backward", "varlen", "masks", *decode.SUITES, fp8.SUITE, "memory", "random")
 MATH_SUITES = ("forward", "backward", "memory")
 
 
 @dataclasses.dataclass(frozen=True)
 class Package:
     """An attention of another project: the name of its column, the module that has it, the distribution that the module
-    came in, and what makes an attention of the module."""
+    came in, and what makes an attention of the module. With a rounding it is one of e4m3 numbers, and is called with
+    what that makes and the case."""
 
     name: str
     module: str
     distribution: str
-    adapter: Callable[[ModuleType], Attention]
+    adapter: Callable[[ModuleType], Callable[..., Any]]
+    rounding: Rounding | None = None
 
 
 def found_peers(suite: str, device_type: str) -> tuple[list[Peer], dict[str, str]]:
@@ -41,7 +43,7 @@ def found_peers(suite: str, device_type: str) -> tuple[list[Peer], dict[str, str
         return [], {}
     peers = [Peer(MATH, attention_math, math_setting)] if suite in MATH_SUITES else []
     versions: dict[str, str] = {}
-    for package in PACKAGES:
+    for package in PACKAGES_OF_FP8 if suite == fp8.SUITE else PACKAGES:
         try:
             module = importlib.import_module(package.module)
         except Exception as error:  # what a module does as it is imported may fail in any way
@@ -51,8 +53,13 @@ def found_peers(suite: str, device_type: str) -> tuple[list[Peer], dict[str, str
         if module.__file__ is None or module.__name__.startswith("flashtile.compat"):
             continue  # a folder that other packages share, or what flashtile.compat.install() has put there
         versions[package.name] = _version(package, module)
-        attention: Attention = Adapted(package.name, package.adapter(module))
-        peers.append(Peer(package.name, Renamed(attention, as_documents) if suite == "masks" else attention))
+        adapted = package.adapter(module)
+        if package.rounding is not None:
+            adapted = fp8.Rounded(package.rounding, adapted)
+        attention: Attention = Adapted(package.name, adapted)
+        if suite == "masks":
+            attention = Renamed(attention, as_documents)
+        peers.append(Peer(package.name, attention, rounding=package.rounding))
     return peers, versions
 
 
@@ -203,6 +210,10 @@ PACKAGES: Sequence[Package] = (
     Package("FA4", "flash_attn.cute", "flash-attn-4", FlashAttention),
     Package("FlashInfer", "flashinfer", "flashinfer-python", FlashInfer),
     Package("xFormers", "xformers.ops", "xformers", XFormers),
+)
+PACKAGES_OF_FP8: Sequence[Package] = (
+    Package("FA3 fp8", "flash_attn_interface", "flash-attn-3", fp8.FlashAttention3, fp8.by_heads),
+    Package("cuDNN fp8", "cudnn", "nvidia-cudnn-frontend", fp8.Cudnn, fp8.by_tensors),
 )
 
 

@@ -16,6 +16,7 @@ from flashtile._refusal import Refusal
 from flashtile.bench import decode, found, options, ragged
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.columns import is_hidden, mask_of
+from flashtile.bench.fp8 import IN_16_BITS
 from flashtile.bench.masked import BAND, VARLEN, Renamed, as_documents
 from flashtile.bench.memory import FORMULA
 from flashtile.bench.options import alibi_slopes
@@ -38,6 +39,7 @@ TAKEN = (
     DENSE,
     BAND,
     VARLEN,
+    IN_16_BITS,
     TORCH_VARLEN,
     BEST_PEER,
     BEST_VARLEN,

@@ -22,6 +22,9 @@ GRADIENTS = ("dq", "dk", "dv")
 # Rows are independent, so the float64 scores exist for this many at a time: a backward forms them again.
 ROWS_AT_A_TIME = 2048
 MASK_LIMIT = 2**31  # bytes of a mask that SDPA is given
+# What comes of weights of e4m3: each is off by up to 1/16, and many average.
+WEIGHTS_ERROR, WEIGHT_ERROR = 0.04, 1 / 16
+TILE = 128  # rows, whose error is looked at by itself
 
 # Attention over (B, S, H, D) tensors, masked as the case says.
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Case], torch.Tensor]
@@ -170,6 +173,36 @@ class Oracle:
             )
             for name in found
         ]
+
+
+class RoundedOracle:
+    """The same of e4m3 numbers. PyTorch has no attention of them for a yardstick: what is allowed is what comes of
+    rounding the weights too, and as much again of rounding out. Errors are relative to what is exact, by 2-norms, of
+    the whole and of the worst tile, which the whole would hide."""
+
+    def __init__(self, inputs: Inputs, case: Case, *, gradients: bool) -> None:
+        if gradients:
+            raise NotImplementedError("there are no gradients of e4m3 numbers")
+        self.exact = results(attention_float64, inputs, case, gradients=False)["out"]
+
+    def judge(self, found: dict[str, torch.Tensor]) -> list[Verdict]:
+        """One verdict for the output, and one for its worst tile."""
+        out = found["out"]
+        error, exact = _norms_of_tiles(out.double() - self.exact), _norms_of_tiles(self.exact)
+        errors = {
+            "out": ((error.norm() / exact.norm()).item(), WEIGHTS_ERROR),
+            f"a tile of {TILE} rows of out": ((error / exact).max().item(), WEIGHT_ERROR),
+        }
+        roundings = math.sqrt(2 if out.dtype.itemsize == 1 else 1)
+        return [
+            Verdict(name, error=of, torch_error=0.0, slack=allowed * roundings)
+            for name, (of, allowed) in errors.items()
+        ]
+
+
+def _norms_of_tiles(x: torch.Tensor) -> torch.Tensor:
+    """The 2-norm of each TILE rows of (B, S, H, D), those of all heads together."""
+    return torch.stack([tile.norm() for tile in x.split(TILE, dim=1)])
 
 
 def _max_error(found: torch.Tensor, exact: torch.Tensor) -> float:

@@ -15,12 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flashtile.bench import options
 from flashtile.bench.cases import Case, Inputs, Work
 from flashtile.bench.oracle import Attention, attention_sdpa
+from flashtile.fp8 import Quantized
 
 OURS, MATH = "flashtile", "SDPA math"
 PLAIN = "plain"  # flashtile's column of the case without its options
 TRITON = "Triton"  # the ladder's rung
 RECORDED = (Work.FORWARD_WITH_GRAD, Work.BACKWARD)  # by autograd
 Setting = Callable[[], contextlib.AbstractContextManager[Any]]
+Rounding = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Quantized]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Peer:
     setting: Setting = contextlib.nullcontext
     plain: bool = False  # it is asked for the case without its options
     heads_first: bool = False  # its tensors, (B, S, H, D), lie in memory as (B, H, S, D)
+    rounding: Rounding | None = None  # what it makes of its inputs first, so that it computes with these
 
     def laid_out(self, inputs: Inputs) -> Inputs:
         """The inputs in its layout."""

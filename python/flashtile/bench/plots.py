@@ -17,6 +17,7 @@ from typing import Any
 from flashtile._refusal import Refusal
 from flashtile.bench.cases import Work, pair
 from flashtile.bench.decode import FP8, GRAPH, PAGE_SIZES, SUITES
+from flashtile.bench.fp8 import IN_16_BITS, SUITE
 from flashtile.bench.machine import MATMUL_SIZE
 from flashtile.bench.masked import BAND, VARLEN
 from flashtile.bench.memory import FORMULA
@@ -46,6 +47,7 @@ STYLES = {
     BAND: Style(VERMILION, "D", "--"),
     VARLEN: Style(VERMILION, "s", "--"),
     FP8: Style(VERMILION, "P"),
+    IN_16_BITS: Style(VERMILION, "s", "--"),
     **{
         f"{prefix}page {size}": Style(VERMILION, marker, ":")
         for prefix, markers in (("", "v^"), (f"{FP8} ", "<>"))
@@ -58,6 +60,8 @@ STYLES = {
     "SDPA efficient": Style(PINK, "v"),
     "SDPA math": Style(INK, "h", "-."),
     "FA3": Style(SKY, "P"),
+    "FA3 fp8": Style(SKY, "X"),
+    "cuDNN fp8": Style(BLUE, "v"),
     "Triton": Style(PURPLE, "p"),
     "Flex": Style(RED, "^"),
     FORMULA: Style(INK, "", "--"),
@@ -65,7 +69,7 @@ STYLES = {
 
 
 LENGTH = "sequence length (tokens)"
-AXES = dict.fromkeys(("forward", "backward", "memory"), LENGTH) | {
+AXES = dict.fromkeys(("forward", "backward", "fp8", "memory"), LENGTH) | {
     "varlen": "length of the sequences (tokens)",
     "masks": "kind of mask",
     "decode": "batch, tokens in the cache",
@@ -256,7 +260,7 @@ def _place(suite: str, cell: Record) -> tuple[str, str, str, bool]:
             str(case["seqlen_k"]) if case["work"] == Work.DECODE.value else f"{case['seqlen_q']}/{case['seqlen_k']}"
         )
         return "", f"{heads}, {head_dim}", f"B{case['batch']}\n{length}", True
-    if suite in ("forward", "backward"):
+    if suite in ("forward", "backward", "fp8"):
         return mask, head_dim, f"{case['seqlen_q']}" + (f"\n{heads}" if grouped else ""), not grouped
     if suite == "memory":
         return f"{case['work']}, {mask}", head_dim, str(case["seqlen_q"]), True
@@ -274,7 +278,8 @@ def _place(suite: str, cell: Record) -> tuple[str, str, str, bool]:
 def _roof(record: Record, unit: str) -> tuple[str, float] | None:
     machine = record["machine"]
     if unit.startswith("TFLOP/s") and (rate := machine.get("matmul_tflops")):
-        return f"an {MATMUL_SIZE}³ matmul in this run: {rate:.0f}", rate
+        of = "bf16 matmul" if record["suite"] == SUITE else "matmul"
+        return f"an {MATMUL_SIZE}³ {of} in this run: {rate:.0f}", rate
     if unit.startswith("GB/s") and (rate := machine.get("read_gb_s")):
         return f"reading alone in this run: {rate:.0f}", rate
     return None

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashtile._refusal import Refusal
-from flashtile.bench import cliffs
+from flashtile.bench import cliffs, fp8
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.decode import CACHE_FORMS, GRAPH, OURS_ALL, SUITES
 from flashtile.bench.machine import MATMUL_SIZE
@@ -124,7 +124,7 @@ def brief_row(record: Record) -> str:
 def peer_names(record: Record) -> list[str]:
     """Who was timed beside flashtile in its several forms."""
     names = dict.fromkeys(name for cell in record["cells"] for name in cell["ratios"])
-    return [name for name in names if name not in (*OURS_ALL, DENSE, BAND, VARLEN, FORMULA)]
+    return [name for name in names if name not in (*OURS_ALL, DENSE, BAND, VARLEN, fp8.IN_16_BITS, FORMULA)]
 
 
 def _ratios_to(cell: Record, names: Sequence[str]) -> dict[str, float]:
@@ -281,6 +281,9 @@ def _summary(suite: str, machine: dict[str, Any], cells: Sequence[Cell]) -> Reco
         return cliffs.summary(cells)
     if suite in SUITES:
         return _decode_summary(machine, cells)
+    if suite == fp8.SUITE:
+        best = against_the_best(cells, besides=(fp8.IN_16_BITS,))
+        return summary(cells) | ({BEST_PEER: best} if best else {})
     return summary(cells) | (_forward_summary(machine, cells) if suite == "forward" else {})
 
 

@@ -12,10 +12,11 @@ import torch
 from flashtile.bench import memory
 from flashtile.bench.cases import Case, Inputs, Work, make_inputs
 from flashtile.bench.decode import OURS_ALL, cache_peers_of
+from flashtile.bench.fp8 import fp8_peers_of, numbers_of
 from flashtile.bench.graphs import OwnStream, captured
 from flashtile.bench.masked import masked_peers_of
-from flashtile.bench.oracle import GRADIENTS, Oracle, Verdict, results
-from flashtile.bench.peers import OURS, Contestant, Peer, contestant, host_contestants, peers_of
+from flashtile.bench.oracle import GRADIENTS, Oracle, RoundedOracle, Verdict, results
+from flashtile.bench.peers import OURS, Contestant, Peer, Rounding, contestant, host_contestants, peers_of
 from flashtile.bench.profile import Profiler
 from flashtile.bench.ragged import ragged_peers_of
 from flashtile.bench.rivals import explained, rivals_of
@@ -73,6 +74,8 @@ def usual_peers(device_type: str, attention: Callable[..., torch.Tensor], case: 
     """Those of all suites but random."""
     if case.over_a_cache:
         return cache_peers_of(device_type, attention, case)
+    if case.work is Work.FP8:
+        return fp8_peers_of(device_type, attention, case)
     if case.columns:
         return masked_peers_of(attention, case)
     if case.lengths is None:
@@ -217,21 +220,22 @@ def totals(ratios: Sequence[float]) -> dict[str, float]:
 
 def run_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, measure: Measure) -> list[Entry]:
     """Checks `peers`, then measures those that are right; one entry each, in their order."""
-    judges: dict[Case, _Judge] = {}
+    judges: dict[tuple[Case, Rounding | None], _Judge] = {}
     entries: dict[str, Entry] = {}
     ready: list[Contestant] = []
     for peer in peers:
         asked = case.plain() if peer.plain else case
         # With dropout everyone drops weights of their own: what is judged is the case without, so that all agree.
         judged = dataclasses.replace(asked, dropout_p=0.0) if asked.dropout_p else asked
-        if judged not in judges:
-            judges[judged] = _Judge(inputs, judged)
+        by = judged, peer.rounding
+        if by not in judges:
+            judges[by] = _Judge(inputs, *by)
         try:
             with peer.setting():
                 found = results(peer.attention, peer.laid_out(inputs), judged, gradients=case.work is Work.BACKWARD)
                 if asked is not judged:  # whether it is served at all
                     results(peer.attention, peer.laid_out(inputs), asked, gradients=case.work is Work.BACKWARD)
-            entry = Entry(peer.name, verdicts=judges[judged](found))
+            entry = Entry(peer.name, verdicts=judges[by](found))
             if not entry.wrong:
                 ready.append(contestant(peer, inputs, asked))
         except Exception as refusal:
@@ -255,15 +259,19 @@ def _reason(refusal: Exception) -> str:
 
 class _Judge:
     """Knows float64's results of one KV head: of a batch's last entry, or of every sequence of a ragged batch. These
-    are judged one by one, for a short one's errors would hide a long one's, and need memory for the longest alone."""
+    are judged one by one, for a short one's errors would hide a long one's, and need memory for the longest alone.
+    With a `rounding` they are those of the numbers that it makes of the inputs."""
 
-    def __init__(self, inputs: Inputs, case: Case) -> None:
+    def __init__(self, inputs: Inputs, case: Case, rounding: Rounding | None = None) -> None:
         self._group = case.heads_q // case.heads_k
+        oracle: Callable[..., Oracle | RoundedOracle] = Oracle
+        if rounding is not None:
+            inputs, oracle = numbers_of(rounding(*inputs[:3]), inputs.dout), RoundedOracle
         problems = [(case, None)] if case.lengths is None else case.sequences()
         self._oracles = [
             (
                 rows,
-                Oracle(
+                oracle(
                     Inputs(*(_rows_of(tensor, rows) for tensor in inputs)).one_kv_head(),
                     dataclasses.replace(problem, batch=1),
                     gradients=case.work is Work.BACKWARD,

@@ -22,7 +22,7 @@ PREFILL_SIZES = ((16, 128, 2048), (4, 512, 8192), (1, 2048, 32768))  # B, S_q, S
 MASK_TOKENS = 32768
 MASK_HEADS = ((32, 8, 64), (16, 16, 128), (8, 8, 256))  # H_q, H_k, D
 LONG_MASKS = ("causal", "causal_document", "document", "share_question")
-NAMES = ("forward", "backward", "varlen", "masks", "decode", "prefill", "memory", "host", "cpu", "random")
+NAMES = ("forward", "backward", "varlen", "masks", "decode", "prefill", "fp8", "memory", "host", "cpu", "random")
 MEMORY = (Work.FORWARD, Work.FORWARD_WITH_GRAD, Work.BACKWARD)
 
 
@@ -42,6 +42,8 @@ def cases(
         return _decode(dtype, device_type)
     if name == "prefill":
         return _prefill(dtype, device_type)
+    if name == "fp8":
+        return _fp8(dtype, full)
     if name == "memory":
         return _memory(dtype, full)
     if name == "host":
@@ -74,6 +76,12 @@ def quick(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda") -> l
         return [Case.decode(*each, dtype=dtype) for each in sizes]
     if name == "prefill":
         return [Case.prefill(*each, dtype=dtype) for each in ((2, 64, 256, 4, 2, 64), (1, 192, 320, 8, 1, 128))]
+    if name == "fp8":
+        heads = ((1, 256, 2, 2, 64), (2, 200, 4, 2, 128), (1, 130, 2, 1, 256))
+        return [
+            Case(batch, rows, rows, heads_q, heads_k, head_dim, head_dim, dtype=dtype, causal=causal, work=Work.FP8)
+            for (batch, rows, heads_q, heads_k, head_dim), causal in itertools.product(heads, (False, True))
+        ]
     if name == "random":
         return _of_every_kind(dtype)
     if name == "cpu":
@@ -116,13 +124,25 @@ def demo(device_type: str) -> list[Case]:
 
 
 def _gpu(work: Work, dtype: str, full: bool) -> list[Case]:
-    squares = [
+    return _squares(work, dtype, _seqlens(full)) + _llama(work, dtype, (8192,))
+
+
+def _fp8(dtype: str, full: bool) -> list[Case]:
+    lengths = sorted({*_seqlens(full), 8192})
+    return _squares(Work.FP8, dtype, lengths) + _llama(Work.FP8, dtype, (2048, 8192))
+
+
+def _squares(work: Work, dtype: str, lengths: Sequence[int]) -> list[Case]:
+    return [
         Case.square(TOKENS // seqlen, seqlen, HIDDEN // head_dim, head_dim, dtype=dtype, causal=causal, work=work)
-        for head_dim, seqlen, causal in itertools.product((64, 128, 256), _seqlens(full), (False, True))
+        for head_dim, seqlen, causal in itertools.product((64, 128, 256), lengths, (False, True))
     ]
-    return squares + [
-        Case(2, 8192, 8192, heads, LLAMA_KV_HEADS, 128, 128, dtype=dtype, causal=True, work=work)
-        for heads in LLAMA_HEADS
+
+
+def _llama(work: Work, dtype: str, lengths: Sequence[int]) -> list[Case]:
+    return [
+        Case(TOKENS // seqlen, seqlen, seqlen, heads, LLAMA_KV_HEADS, 128, 128, dtype=dtype, causal=True, work=work)
+        for seqlen, heads in itertools.product(lengths, LLAMA_HEADS)
     ]
 
 
