@@ -12,6 +12,7 @@
 
 #include "flashtile/error.h"
 #include "flashtile/flashtile.h"
+#include "flashtile/forward_memory.h"
 #include "problems.h"
 
 namespace flashtile {
@@ -344,6 +345,22 @@ TEST(Registry, BackwardTilesFitWhatRunsBeforeThem) {
     EXPECT_LE(row.variant.tile_m, kMostRowsOfBackwardTile) << name_of(row.variant);
     EXPECT_EQ(row.variant.tile_m % 4, 0) << name_of(row.variant);
   }
+}
+
+/// Of e4m3 numbers every tile that a row counts has a place, and second sums lie where the output is staged.
+TEST(Registry, TilesOfE4M3FitIntoSharedMemory) {
+  int rows = 0;
+  for (const ForwardRow& row : forward_rows()) {
+    if (!row.variant.fp8()) continue;
+    const ForwardMemorySm90 memory = ForwardMemorySm90::of(row.variant);
+    EXPECT_EQ(memory.stages_k + memory.stages_v + memory.stages_of_rows, row.variant.stages) << name_of(row.variant);
+    EXPECT_EQ(memory.stages_k, memory.stages_of_rows) << name_of(row.variant);
+    EXPECT_GE(memory.stages_v, 2) << name_of(row.variant);
+    EXPECT_TRUE(memory.staged) << name_of(row.variant);
+    EXPECT_LE(memory.bytes, 227 * 1024) << name_of(row.variant);
+    ++rows;
+  }
+  EXPECT_EQ(rows, built_with_cuda() ? 3 : 0);
 }
 
 }  // namespace
