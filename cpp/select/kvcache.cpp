@@ -77,10 +77,11 @@ std::int64_t plan_splits(KvcachePlan& plan, std::int64_t tiles, const DeviceInfo
 
 /// Returns into how many parts the keys of a tile of few rows are cut at the most. Each part more leaves less to read
 /// for a thread block, and more to join for the last one. With the square root of the keys to a row the two take about
-/// as long; up to twice as many parts are as fast, since they are whole blocks of keys.
+/// as long; up to twice as many parts are as fast, since they are whole blocks of keys. A key of 8 bits is half a key.
 std::int64_t most_parts(const KvcachePlan& plan) {
   const auto rows = static_cast<double>(std::min<std::int64_t>(rows_of_sequence(plan.problem), plan.variant.tile_m));
-  const auto good = static_cast<std::int64_t>(std::ceil(std::sqrt(plan.problem.seqlen_k / std::max(rows, 1.0))));
+  const double keys = plan.problem.seqlen_k * (bytes_of(plan.cache.stored()) / 2.0);
+  const auto good = static_cast<std::int64_t>(std::ceil(std::sqrt(keys / std::max(rows, 1.0))));
   return key_blocks(plan) <= 2 * good ? key_blocks(plan) : good;
 }
 

@@ -165,14 +165,15 @@ def _check(function, q, k, v, descales, out_dtype, options):
 
 def _check_shape(function, name, descale, of, k, batch, ragged):
     rows, heads = of.shape[-3:-1]
-    of_heads = dict.fromkeys((heads, k.shape[-2]))
-    counts = sorted({-(-rows // block) for block in BLOCKS})
-    shapes = [(batch, h, *blocks) for h in of_heads for blocks in ((), *([] if ragged else [(n,) for n in counts]))]
-    if tuple(descale.shape) not in shapes:
-        blocks = "" if ragged else f" or (B, H, {' or '.join(map(str, counts))}), for blocks of 64 or 128 rows"
+    of_heads = (heads, k.shape[-2])
+    counts = [] if ragged else [-(-rows // block) for block in BLOCKS]
+    shape = tuple(descale.shape)
+    fits = len(shape) == 2 or (len(shape) == 3 and shape[2] in counts)
+    if not (fits and shape[0] == batch and shape[1] in of_heads):
+        listed = [" or ".join(map(str, dict.fromkeys(numbers))) for numbers in (sorted(counts), of_heads)]
+        blocks = "" if ragged else f" or (B, H, {listed[0]}), for blocks of 64 or 128 rows"
         raise ValueError(
-            f"{function}: {name} has shape {tuple(descale.shape)}, expected (B, H){blocks}, where B is {batch} and H "
-            f"{' or '.join(map(str, of_heads))}"
+            f"{function}: {name} has shape {shape}, expected (B, H){blocks}, where B is {batch} and H {listed[1]}"
         )
 
 

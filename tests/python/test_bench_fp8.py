@@ -18,7 +18,7 @@ from flashtile.bench import command, fp8, further, plots, report, run, suites, t
 from flashtile.bench.cases import Case, Work, make_inputs
 from flashtile.bench.found import Adapted, found_peers
 from flashtile.bench.fp8 import E4M3, IN_16_BITS
-from flashtile.bench.oracle import RoundedOracle, attention_float64
+from flashtile.bench.oracle import RoundedInputsOracle, RoundedOracle, attention_float64
 from flashtile.bench.peers import OURS, Peer
 from flashtile.cli import main
 
@@ -115,6 +115,32 @@ def test_the_bar_is_that_of_weights_of_e4m3_and_of_out():
     in_16_bits, in_8_bits = (oracle.judge({"out": exact.to(dtype)})[0] for dtype in (torch.bfloat16, E4M3))
     assert in_16_bits.allowed == 0.04 and in_8_bits.allowed == pytest.approx(0.04 * math.sqrt(2))
     assert in_16_bits.error < 0.01 < in_8_bits.error
+
+
+def test_tiles_that_see_nothing_are_right():
+    oracle = oracle_of(Case(2, 300, 60, 4, 2, 16, 16, causal=True, work=Work.FP8))
+    assert all(verdict.ok for verdict in oracle.judge({"out": oracle.exact}))
+    wrong = oracle.exact.clone()
+    wrong[:, 5] += 1e-6
+    assert [verdict.ok for verdict in oracle.judge({"out": wrong})] == [True, False]
+    wrong[:, 5] = math.nan
+    assert not any(verdict.ok for verdict in oracle.judge({"out": wrong}))
+
+
+def test_the_bar_by_the_inputs_is_that_of_rounding_them():
+    case = Case(1, 200, 300, 2, 1, 16, 16, work=Work.FP8)
+    given = make_inputs(case, CPU)
+    numbers = fp8.numbers_of(fp8.in_blocks(*given[:3]), given.dout)
+    oracle = RoundedInputsOracle(numbers, case, gradients=False, given=given)
+    of_given = attention_float64(*given[:3], case)
+    by_rounding = (oracle.exact - of_given).abs().max().item()
+    out, of_tile = oracle.judge({"out": oracle.exact})
+    assert (out.name, of_tile.name) == ("out", "a tile of 128 rows of out")
+    assert out.error == out.torch_error == by_rounding and out.ok and of_tile.error == 0
+    assert out.allowed == pytest.approx(2 * by_rounding + of_given.abs().max().item() / 16)
+    # Who does not round is right by the inputs, and not by the numbers.
+    out, of_tile = oracle.judge({"out": of_given})
+    assert out.error == 0 and out.ok and of_tile.error > 0.02
 
 
 @pytest.mark.parametrize("case", [*CASES, dataclasses.replace(CASES[0], dtype="float16")], ids=str)

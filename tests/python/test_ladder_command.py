@@ -75,6 +75,56 @@ def test_a_wrong_rung_is_not_timed(shown):
     assert f"flash2 is WRONG on {SMALL}: out is off by" in shown.getvalue()
 
 
+def test_fp8_is_judged_by_attention_of_its_inputs_and_of_its_numbers(shown, tmp_path):
+    """And not timed if it is near neither, or near the inputs alone by the largest error, and not by a tile's."""
+    right = rung("fp8")
+
+    def found_with(factor, case=SMALL):
+        wrong = dataclasses.replace(right, of_numbers=lambda *x, **options: factor * right.of_numbers(*x, **options))
+        status = command.show(case, CPU, quick=True, rungs=[wrong], json_path=tmp_path / "run.json")
+        (cell,) = report.read(tmp_path / "run.json")["cells"]
+        return status, cell["results"]["fp8"]
+
+    status, found = found_with(1)
+    of_inputs, of_tile = found["errors"]["out"], found["errors"]["a tile of 128 rows of out"]
+    assert status == 0 and "median_us" in found
+    assert 1e-3 < of_inputs["found"] < of_inputs["allowed"] < 1 and of_tile["found"] < of_tile["allowed"] == 1 / 16
+    assert re.search(rf"10 +flashtile, fp8 +[\d.]+ (ms|µs) .* {of_inputs['found']:.1e} +{of_inputs['allowed']:.1e}\n",
+                     shown.getvalue())  # fmt: skip
+    for factor, wrong in ((1.08, {"a tile of 128 rows of out"}), (2, {"out", "a tile of 128 rows of out"})):
+        status, found = found_with(factor)
+        assert status == 1 and "median_us" not in found
+        assert {name for name, of in found["errors"].items() if not of["ok"]} == wrong
+        assert re.search(r"10 +flashtile, fp8 +— +—.* WRONG +\S+\n", shown.getvalue())
+    assert f"fp8 is WRONG on {SMALL}: a tile of 128 rows of out is off by" in shown.getvalue()
+    for sizes in ((1, 300, 60, 2, 1), (1, 1, 60, 2, 2), (2, 1, 1, 1, 1)):  # tiles that see nothing, a row, a key
+        assert found_with(1, Case(*sizes, 16, 16, dtype="float32", causal=True))[0] == 0, sizes
+
+
+def test_fp8_says_which_case_it_does_not_run(shown):
+    case = Case(1, 40, 60, 2, 1, 40, 40, dtype="float32")
+    assert command.show(case, CPU, quick=True, rungs=[rung("fp8"), rung("standard")]) == 0
+    assert f"fp8 did not run {case}: has D = 40 and D_v = 40, expected multiples of 16" in shown.getvalue()
+    assert command.once(["fp8", "standard"], case, CPU) == 0
+
+
+def test_rounding_is_not_timed(shown, monkeypatch):
+    """Once for who is timed, and once for who judges."""
+    rounded, timed = [], []
+    right = rung("fp8")
+    counting = dataclasses.replace(
+        right,
+        rounding=lambda *inputs: rounded.append(len(timed)) or right.rounding(*inputs),
+        of_numbers=lambda *x, **options: timed.append(1) or right.of_numbers(*x, **options),
+    )
+    assert command.show(SMALL, CPU, quick=True, rungs=[counting]) == 0
+    assert rounded == [0, 0] and len(timed) > 3
+    rounded.clear()
+    monkeypatch.setattr(command, "rung", lambda key: counting)
+    assert command.once(["fp8"], SMALL, CPU) == 0
+    assert rounded == [len(timed) - 2]
+
+
 def test_a_rung_that_refuses_a_case_says_so(shown):
     def refuse(q, k, v, causal):
         raise NotImplementedError("flash2: not this one, but 'flashtile[triton]'")

@@ -6,7 +6,13 @@ import shutil
 import pytest
 import torch
 from cases import BF16, F16, F32
-from test_ladder import IN_PYTORCH, assert_gradients_are_right, assert_is_attention, tensors
+from test_ladder import (
+    IN_PYTORCH,
+    assert_gradients_are_right,
+    assert_is_attention,
+    assert_is_attention_of_numbers,
+    tensors,
+)
 
 import flashtile
 from flashtile import _capability
@@ -87,6 +93,22 @@ def test_flashtile(key, dtype, head_dim, sizes, options):
     assert_is_attention(needs(key).attention, *on_gpu(*sizes, head_dim, dtype=dtype), **options)
 
 
+@pytest.mark.parametrize("dtype, head_dim", [(F16, 64), (BF16, 128), (BF16, 256)])
+@pytest.mark.parametrize("sizes, options", list(itertools.product(SIZES, OPTIONS)), ids=str)
+def test_fp8(dtype, head_dim, sizes, options):
+    needs("fp8")
+    assert_is_attention_of_numbers(*on_gpu(*sizes, head_dim, dtype=dtype), **options)
+
+
+def test_fp8_takes_no_float32():
+    case = Case(1, 64, 64, 1, 1, 64, 64, dtype="float32")
+    needs("fp8")
+    assert rung("fp8").refusal(case, GPU).startswith("q has dtype torch.float32 on cuda, expected")
+    with pytest.raises(NotImplementedError, match=r"^fp8: q has dtype torch.float32 on cuda"):
+        rung("fp8").attention(*on_gpu(64, 64, 1, 1, 64))
+    assert command.show(case, GPU, quick=True, rungs=[rung("fp8")]) == 0
+
+
 def test_the_limit_chooses_the_kernels():
     needs("sm90")
     q, k, v = on_gpu(64, 64, 1, 1, 64, dtype=BF16)
@@ -114,7 +136,8 @@ def test_once(key, capsys):
 
 
 def test_ncu_counts_every_rung(capsys):
-    """The caches are empty when a rung begins, so that most of Q, K and V comes from HBM, and through L2."""
+    """The caches are empty when a rung begins, so that most of Q, K and V comes from HBM, and through L2: three
+    quarters of all, of e4m3 numbers three eighths."""
     if shutil.which("ncu") is None:
         pytest.skip("needs ncu (Nsight Compute)")
     case = Case.square(2, 2048, 8, 64)
@@ -126,4 +149,4 @@ def test_ncu_counts_every_rung(capsys):
     assert list(counts) == [each.key for each in rungs], said
     for key, found in counts.items():
         for metric in command.METRICS:
-            assert found[metric] > case.bytes / 2, (key, metric)
+            assert found[metric] > case.bytes / (3 if key == "fp8" else 2), (key, metric)

@@ -32,7 +32,7 @@ def fp8_peers_of(device_type: str, attention: Callable[..., torch.Tensor], case:
     PyTorch's own of these, on a GPU its fastest."""
 
     def ours(x: Quantized, case: Case) -> torch.Tensor:
-        given = options.arguments(case, x.q.device) | _descales(x)
+        given = options.arguments(case, x.q.device) | descales_of(x)
         return attention(x.q, x.k, x.v, causal=case.causal, out_dtype=case.torch_dtype, **given)
 
     if device_type == "cuda":
@@ -73,7 +73,7 @@ def numbers_of(x: Quantized, dout: torch.Tensor) -> Inputs:
     return Inputs(q, k, v, dout)
 
 
-def _descales(x: Quantized) -> dict[str, torch.Tensor]:
+def descales_of(x: Quantized) -> dict[str, torch.Tensor]:
     return {"q_descale": x.q_descale, "k_descale": x.k_descale, "v_descale": x.v_descale}
 
 
@@ -107,7 +107,7 @@ class FlashAttention3:
         self._module = module
 
     def __call__(self, x: Quantized, case: Case) -> Any:
-        return self._module.flash_attn_func(x.q, x.k, x.v, causal=case.causal, **_descales(x))
+        return self._module.flash_attn_func(x.q, x.k, x.v, causal=case.causal, **descales_of(x))
 
 
 class Cudnn:

@@ -190,8 +190,8 @@ class RoundedOracle:
         out = found["out"]
         error, exact = _norms_of_tiles(out.double() - self.exact), _norms_of_tiles(self.exact)
         errors = {
-            "out": ((error.norm() / exact.norm()).item(), WEIGHTS_ERROR),
-            f"a tile of {TILE} rows of out": ((error / exact).max().item(), WEIGHT_ERROR),
+            "out": (_ratio(error.norm(), exact.norm()).item(), WEIGHTS_ERROR),
+            f"a tile of {TILE} rows of out": (_ratio(error, exact).max().item(), WEIGHT_ERROR),
         }
         roundings = math.sqrt(2 if out.dtype.itemsize == 1 else 1)
         return [
@@ -200,9 +200,32 @@ class RoundedOracle:
         ]
 
 
+class RoundedInputsOracle(RoundedOracle):
+    """The largest error against attention of the `given` inputs, before they were rounded: at most twice what comes of
+    rounding them alone, and what comes of the weights. And the worst tile's as above: the whole may be a single row,
+    too few weights to average."""
+
+    def __init__(self, inputs: Inputs, case: Case, *, gradients: bool, given: Inputs) -> None:
+        super().__init__(inputs, case, gradients=gradients)
+        self._of_given = results(attention_float64, given, case, gradients=False)["out"]
+
+    def judge(self, found: dict[str, torch.Tensor]) -> list[Verdict]:
+        """One verdict for the output, one for its worst tile."""
+        error = _max_error(found["out"], self._of_given)
+        slack = (WEIGHT_ERROR + torch.finfo(found["out"].dtype).eps) * _largest(self._of_given)
+        of_inputs = Verdict("out", error, torch_error=_max_error(self.exact, self._of_given), slack=slack)
+        _, of_tile = super().judge(found)
+        return [of_inputs, of_tile]
+
+
 def _norms_of_tiles(x: torch.Tensor) -> torch.Tensor:
     """The 2-norm of each TILE rows of (B, S, H, D), those of all heads together."""
     return torch.stack([tile.norm() for tile in x.split(TILE, dim=1)])
+
+
+def _ratio(error: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """error / exact, and 0 where there is no error, as in rows that see nothing."""
+    return torch.where(error == 0, 0.0, error / exact)
 
 
 def _max_error(found: torch.Tensor, exact: torch.Tensor) -> float:

@@ -35,6 +35,7 @@ class Peer:
     plain: bool = False  # it is asked for the case without its options
     heads_first: bool = False  # its tensors, (B, S, H, D), lie in memory as (B, H, S, D)
     rounding: Rounding | None = None  # what it makes of its inputs first, so that it computes with these
+    by_inputs: bool = False  # it is judged by attention of the inputs too, not of these alone
 
     def laid_out(self, inputs: Inputs) -> Inputs:
         """The inputs in its layout."""

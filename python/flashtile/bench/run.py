@@ -15,7 +15,7 @@ from flashtile.bench.decode import OURS_ALL, cache_peers_of
 from flashtile.bench.fp8 import fp8_peers_of, numbers_of
 from flashtile.bench.graphs import OwnStream, captured
 from flashtile.bench.masked import masked_peers_of
-from flashtile.bench.oracle import GRADIENTS, Oracle, RoundedOracle, Verdict, results
+from flashtile.bench.oracle import GRADIENTS, Oracle, RoundedInputsOracle, RoundedOracle, Verdict, results
 from flashtile.bench.peers import OURS, Contestant, Peer, Rounding, contestant, host_contestants, peers_of
 from flashtile.bench.profile import Profiler
 from flashtile.bench.ragged import ragged_peers_of
@@ -220,14 +220,14 @@ def totals(ratios: Sequence[float]) -> dict[str, float]:
 
 def run_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, measure: Measure) -> list[Entry]:
     """Checks `peers`, then measures those that are right; one entry each, in their order."""
-    judges: dict[tuple[Case, Rounding | None], _Judge] = {}
+    judges: dict[tuple[Case, Rounding | None, bool], _Judge] = {}
     entries: dict[str, Entry] = {}
     ready: list[Contestant] = []
     for peer in peers:
         asked = case.plain() if peer.plain else case
         # With dropout everyone drops weights of their own: what is judged is the case without, so that all agree.
         judged = dataclasses.replace(asked, dropout_p=0.0) if asked.dropout_p else asked
-        by = judged, peer.rounding
+        by = judged, peer.rounding, peer.by_inputs
         if by not in judges:
             judges[by] = _Judge(inputs, *by)
         try:
@@ -260,21 +260,22 @@ def _reason(refusal: Exception) -> str:
 class _Judge:
     """Knows float64's results of one KV head: of a batch's last entry, or of every sequence of a ragged batch. These
     are judged one by one, for a short one's errors would hide a long one's, and need memory for the longest alone.
-    With a `rounding` they are those of the numbers that it makes of the inputs."""
+    With a `rounding` they are those of the numbers that it makes of the inputs; `by_inputs` those of the inputs too."""
 
-    def __init__(self, inputs: Inputs, case: Case, rounding: Rounding | None = None) -> None:
+    def __init__(self, inputs: Inputs, case: Case, rounding: Rounding | None = None, by_inputs: bool = False) -> None:
         self._group = case.heads_q // case.heads_k
-        oracle: Callable[..., Oracle | RoundedOracle] = Oracle
+        given, oracle = inputs, Oracle if rounding is None else RoundedInputsOracle if by_inputs else RoundedOracle
         if rounding is not None:
-            inputs, oracle = numbers_of(rounding(*inputs[:3]), inputs.dout), RoundedOracle
+            inputs = numbers_of(rounding(*inputs[:3]), inputs.dout)
         problems = [(case, None)] if case.lengths is None else case.sequences()
         self._oracles = [
             (
                 rows,
                 oracle(
-                    Inputs(*(_rows_of(tensor, rows) for tensor in inputs)).one_kv_head(),
+                    _problem_of(inputs, rows),
                     dataclasses.replace(problem, batch=1),
                     gradients=case.work is Work.BACKWARD,
+                    **({"given": _problem_of(given, rows)} if by_inputs else {}),
                 ),
             )
             for problem, rows in problems
@@ -291,6 +292,10 @@ class _Judge:
 
 def _badness(verdict: Verdict) -> tuple[bool, float]:
     return not verdict.ok, verdict.error / verdict.allowed if verdict.allowed else 0.0
+
+
+def _problem_of(inputs: Inputs, rows: slice | None) -> Inputs:
+    return Inputs(*(_rows_of(tensor, rows) for tensor in inputs)).one_kv_head()
 
 
 def _rows_of(tensor: torch.Tensor, rows: slice | None) -> torch.Tensor:

@@ -19,16 +19,27 @@ Importing this compiles nothing and does not import triton.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
 
 from flashtile._refusal import Refusal
 from flashtile.bench.cases import Case
-from flashtile.reference import cuda_minimal, flash1, flash2, flash_decoding, flash_decoding_pp, standard, triton_flash2
+from flashtile.bench.peers import Rounding
+from flashtile.reference import (
+    cuda_minimal,
+    flash1,
+    flash2,
+    flash_decoding,
+    flash_decoding_pp,
+    fp8,
+    standard,
+    triton_flash2,
+)
 from flashtile.reference.flashtile_rungs import Kernels
 
-__all__ = ["RUNGS", "Rung", "rung"]
+__all__ = ["RUNGS", "RoundedRung", "Rung", "rung"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +52,29 @@ class Rung:
     attention: Callable[..., torch.Tensor]
     bytes_moved: Callable[[Case], int]
     available: Callable[[torch.device], str | None] = lambda device: None  # the reason why not, or None
+
+    def refusal(self, case: Case, device: torch.device) -> str | None:
+        """Why it is not called with this case, or None where it is, and may still refuse."""
+        return self.available(device)
+
+    def bound(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[..., torch.Tensor]:
+        """What is timed: `attention` of these inputs, called with its options."""
+        return functools.partial(self.attention, q, k, v)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundedRung(Rung):
+    """One whose attention is `of_numbers`, to which `rounding` rounds the inputs beforehand."""
+
+    rounding: Rounding
+    of_numbers: Callable[..., torch.Tensor]
+    unserved: Callable[[torch.device, torch.dtype, int, int], str | None]
+
+    def refusal(self, case: Case, device: torch.device) -> str | None:
+        return self.unserved(device, case.torch_dtype, case.head_dim, case.head_dim_v)
+
+    def bound(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[..., torch.Tensor]:
+        return functools.partial(self.of_numbers, self.rounding(q, k, v), out_dtype=q.dtype)
 
 
 def _flashtile_rung(number: int, architecture: str, title: str) -> Rung:
@@ -72,7 +106,18 @@ RUNGS = (
     ),
     _flashtile_rung(8, "sm80", "flashtile sm_80"),
     _flashtile_rung(9, "sm90", "flashtile sm_90a"),
-    _flashtile_rung(10, "cpu", "flashtile, CPU"),  # instead of the two before it, where there is no GPU
+    RoundedRung(
+        10,
+        "fp8",
+        "flashtile, fp8",
+        fp8.attention,
+        fp8.bytes_moved,
+        fp8.available,
+        rounding=fp8.rounded,
+        of_numbers=fp8.of_numbers,
+        unserved=fp8.unserved,
+    ),
+    _flashtile_rung(11, "cpu", "flashtile, CPU"),  # instead of 8 and 9, where there is no GPU
 )
 
 

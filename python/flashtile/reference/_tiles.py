@@ -139,5 +139,10 @@ def row_tiles_seeing(case: Case, columns: slice, block: int = BLOCK) -> list[sli
 
 def key_rows_swept(case: Case, block_m: int = BLOCK, block_n: int = 1) -> int:
     """How many rows of K each head reads in all, if every tile of `block_m` rows reads what it sees in `block_n`s."""
+    return sum(key_rows_of_tiles(case, block_m, block_n))
+
+
+def key_rows_of_tiles(case: Case, block_m: int, block_n: int) -> list[int]:
+    """How many of these each tile reads."""
     ends = [columns_seen(rows, case.seqlen_q, case.seqlen_k, case.causal) for rows in tiles(0, case.seqlen_q, block_m)]
-    return sum(min(case.seqlen_k, math.ceil(end / block_n) * block_n) for end in ends)
+    return [min(case.seqlen_k, math.ceil(end / block_n) * block_n) for end in ends]

@@ -18,9 +18,11 @@ from flashtile._refusal import Refusal
 from flashtile.bench import machine, report, timing
 from flashtile.bench.cases import Case, make_inputs
 from flashtile.bench.command import wide_console
+from flashtile.bench.fp8 import Rounded
 from flashtile.bench.peers import Peer
 from flashtile.bench.run import Entry, by_time, run_cell
-from flashtile.reference import RUNGS, Rung, record, rung
+from flashtile.fp8 import Quantized
+from flashtile.reference import RUNGS, RoundedRung, Rung, record, rung
 from flashtile.reference.record import METRICS
 
 # A rung is a range: all that is between a start and a stop of the profiler, counted as one, kernels and caches being as
@@ -92,21 +94,22 @@ def once(keys: Sequence[str], case: Case, device: torch.device) -> int:
     ready = []
     for chosen in chosen_rungs:
         try:
-            chosen.attention(q, k, v, causal=case.causal)  # what compiles does so here
+            attention = chosen.bound(q, k, v)
+            attention(causal=case.causal)  # what compiles does so here
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         except Exception as refusal:  # a rung may fail in any way, and the others run nevertheless
             print(f"flashtile: ladder: --once leaves out {chosen.key!r}: {refusal}", file=sys.stderr, flush=True)
         else:
-            ready.append(chosen)
-    for chosen in ready:
+            ready.append((chosen, attention))
+    for chosen, attention in ready:
         if device.type == "cuda":
             # Reading this leaves none of the inputs in the L2 cache, nor anything that has yet to be written back.
             l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
             torch.zeros(2 * l2_bytes, dtype=torch.int8, device=device).sum()
             torch.cuda.synchronize(device)
             torch.cuda.profiler.start()
-        chosen.attention(q, k, v, causal=case.causal)
+        attention(causal=case.causal)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.profiler.stop()
@@ -188,7 +191,7 @@ def _output_of(ncu: Sequence[str]) -> str:
 
 def _entries(case: Case, device: torch.device, quick: bool, rungs: Sequence[Rung]) -> dict[str, Entry]:
     """What became of every rung: a reason, or its error and, if that is small enough, its time."""
-    reasons = {each.key: each.available(device) for each in rungs}
+    reasons = {each.key: each.refusal(case, device) for each in rungs}
     peers = [_peer(each) for each in rungs if reasons[each.key] is None]
     effort = timing.CUDA_EFFORT if device.type == "cuda" else timing.CPU_EFFORT
     measure = by_time(device, timing.QUICK_EFFORT if quick else effort)
@@ -206,6 +209,12 @@ def _check_memory(case: Case, device: torch.device) -> None:
 
 
 def _peer(each: Rung) -> Peer:
+    if isinstance(each, RoundedRung):
+
+        def of_numbers(x: Quantized, case: Case) -> torch.Tensor:
+            return each.of_numbers(x, causal=case.causal, out_dtype=case.torch_dtype)
+
+        return Peer(each.key, Rounded(each.rounding, of_numbers), rounding=each.rounding, by_inputs=True)
     return Peer(each.key, lambda q, k, v, case: each.attention(q, k, v, causal=case.causal))
 
 
