@@ -16,7 +16,7 @@ from torch.autograd import profiler
 from . import _C
 from ._arguments import of_attention, to_attention
 from ._autograd import attend, is_traced
-from ._core import as_float32, readable, readable_options, recorded, refuse_nested, require_tensors, under_functorch
+from ._core import as_float32, readable, readable_options, recorded, require_tensors, under_functorch
 from ._flops import forward_flops
 from ._ops import EAGER, define_forward
 from ._options import (
@@ -68,31 +68,31 @@ def attend_fp8(function, q, k, v, descales, out_dtype, options, return_lse):
         out, lse = operator(q, k, v, *descales, out_dtype, *given)
     elif profiler._is_profiler_enabled:
         with recorded(function, q, k, v):
-            out, lse = _forward(function, q, k, v, descales, out_dtype, options)
+            out, lse = _forward(function, q, k, v, descales, out_dtype, options, return_lse)
     else:
-        out, lse = _forward(function, q, k, v, descales, out_dtype, options)
+        out, lse = _forward(function, q, k, v, descales, out_dtype, options, return_lse)
     return (out, lse) if return_lse else out
 
 
-def _forward(function, q, k, v, descales, out_dtype, options):
-    """(out, lse) by the first way that serves the call."""
+def _forward(function, q, k, v, descales, out_dtype, options, wants_lse=True):
+    """(out, lse) by the first way that serves the call; what is not wanted may be None."""
     if q.device.type != "cpu" and not (q.shape[-1] % _AT_ONCE or v.shape[-1] % _AT_ONCE):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         try:
-            return _by_kernel(q, k, v, descales, out_dtype, options)
+            return _by_kernel(q, k, v, descales, out_dtype, options, wants_lse)
         except NotImplementedError:
             pass
     sequences = options[SEQUENCES]
     begins = (None,) * 3 if sequences is None else (sequences[0], sequences[1], sequences[1])
     q, k, v = (dequantized(*given) for given in zip((q, k, v), descales, begins, strict=True))
     if q.device.type == "cpu":
-        out, lse = _by_kernel(q, k, v, (None,) * 3, torch.float32, options)
+        out, lse = _by_kernel(q, k, v, (None,) * 3, torch.float32, options, wants_lse)
         return out.to(out_dtype), lse
     return attend(function, q.to(out_dtype), k.to(out_dtype), v.to(out_dtype), options, True, True)
 
 
-def _by_kernel(q, k, v, descales, out_dtype, options):
-    out, lse = _new_results(q, k, v, out_dtype)
+def _by_kernel(q, k, v, descales, out_dtype, options, wants_lse):
+    out, lse = _new_results(q, k, v, out_dtype, wants_lse)
     try:
         _C.forward_fp8(q, k, v, descales, options, out, lse)
     except _C.Unreadable:
@@ -100,10 +100,10 @@ def _by_kernel(q, k, v, descales, out_dtype, options):
     return out, lse
 
 
-def _new_results(q, k, v, out_dtype):
+def _new_results(q, k, v, out_dtype, wants_lse=True):
     *batch, rows, heads, _ = q.shape if q.dim() > 2 else (0, 0, 0)  # for the module to say what is wrong
     out = q.new_empty((*batch, rows, heads, *v.shape[-1:]), dtype=out_dtype)
-    return out, q.new_empty((*batch, heads, rows), dtype=torch.float32)
+    return out, q.new_empty((*batch, heads, rows), dtype=torch.float32) if wants_lse else None
 
 
 def dequantized(x, descale, sequences=None):
@@ -154,7 +154,6 @@ def _check(function, q, k, v, descales, out_dtype, options):
         batch = q.shape[0] if sequences is None else sequences[0].numel() - 1
         for name, x in given.items():
             _check_shape(function, name, x, q if name == "q_descale" else k, k, batch, sequences is not None)
-    refuse_nested(function, q=q, k=k, v=v)
     others = (options[SINKS], options[ALIBI_SLOPES], *descales)
     if is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v, *others)):
         raise NotImplementedError(
