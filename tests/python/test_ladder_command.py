@@ -284,6 +284,8 @@ def test_a_stored_run_becomes_the_table_of_the_page(shown, tmp_path, monkeypatch
     command.show(SMALL, CPU, quick=True, json_path=path, rungs=[*COUNTED[:2], refusing])
     run = report.read(path)
     results = run["cells"][0]["results"]
+    for key, error in {"standard": 0.00044, "flash1": 0.011}.items():
+        results[key]["errors"]["out"] |= dict(found=error, ok=True)
     results["standard"] |= dict(median_us=1234567.0, low_us=1234567.0, high_us=1234567.0, tflops=0.7654)
     results["flash1"] |= dict(median_us=20.0, low_us=19.0, high_us=22.0, tflops=591.3, formula_bytes=2215e6)
     report.write(path, run)
@@ -296,10 +298,10 @@ def test_a_stored_run_becomes_the_table_of_the_page(shown, tmp_path, monkeypatch
     assert (kept_before, kept_after) == (before, after)
     assert text.startswith(f"{SMALL}; the least is 0.0 MB. Measured on ") and "at 0123456789ab, torch" in text
     assert rows(text) == [
-        ["rung", "time", "TFLOP/s", "bytes by formula"],
-        ["---|---|---:|---:|---:"],
-        ["1", "standard attention", "1,234.57 ms ±0%", "0.765", "0.1 MB"],
-        ["2", "FlashAttention-1, PyTorch", "20.0 µs ±8%", "591", "2,215.0 MB"],
+        ["rung", "time", "TFLOP/s", "error", "bytes by formula"],
+        ["---|---|---:|---:|---:|---:"],
+        ["1", "standard attention", "1,234.57 ms ±0%", "0.765", "4.4e-04", "0.1 MB"],
+        ["2", "FlashAttention-1, PyTorch", "20.0 µs ±8%", "591", "1.1e-02", "2,215.0 MB"],
     ]
     assert text.endswith(f"\n- flash2 did not run {SMALL}: needs more")
 

@@ -72,9 +72,10 @@ def markdown(record: Record) -> str:
     (cell,) = record["cells"]
     ran = [of for of in cell["results"].values() if _ran(of)]
     counted = any("counted_bytes" in of for of in ran)
-    header = ["", "rung", "time", "TFLOP/s", "bytes by formula", *(METRICS.values() if counted else ())]
+    header = ["", "rung", "time", "TFLOP/s", "error", "bytes by formula", *(METRICS.values() if counted else ())]
     rows = [
-        [str(of["number"]), of["title"], *_time_cells(of), _formula_cell(of), *(_count_cells(of) if counted else ())]
+        [str(of["number"]), of["title"], *_time_cells(of), _error_cells(of)[0], _formula_cell(of)]
+        + (_count_cells(of) if counted else [])
         for of in ran
     ]
     said = f"{cell['name']}; the least is {_megabytes(cell['bytes'])}. {report.source(record)}."
