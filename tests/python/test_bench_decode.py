@@ -224,6 +224,18 @@ def test_what_is_wrong_in_any_form_fails_the_run(attention, wrong, capsys, monke
     assert f"{wrong} is WRONG on" in capsys.readouterr().out
 
 
+def test_a_form_without_room_for_its_caches_is_a_note(capsys, monkeypatch):
+    def without_room(*caches, **options):
+        if "block_table" in options:
+            raise torch.OutOfMemoryError("tried to allocate pages")
+        return flashtile.attention_kvcache(*caches, **options)
+
+    monkeypatch.setattr(timing, "CPU_EFFORT", EFFORT)
+    monkeypatch.setattr(timing, "DECODE_EFFORT", EFFORT)
+    assert command.measure("decode", cases=[Case.decode(2, 128, 4, 2, 64)], attention=without_room) == 0
+    assert "page 16 did not run" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("much_memory")
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):

@@ -239,8 +239,10 @@ def run_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, measure: Measure
             if not entry.wrong:
                 ready.append(contestant(peer, inputs, asked))
         except Exception as refusal:
-            # A peer may refuse, or fail, in any way; what flashtile does not serve it refuses with this one.
-            if peer.name in OURS_ALL and not isinstance(refusal, NotImplementedError):
+            # A peer may refuse, or fail, in any way; what flashtile does not serve it refuses with the first of these,
+            # and for its further forms, which have caches of their own, a GPU may be too small.
+            may = (NotImplementedError,) if peer.name == OURS else (NotImplementedError, torch.OutOfMemoryError)
+            if peer.name in OURS_ALL and not isinstance(refusal, may):
                 raise
             entry = Entry(peer.name, refusal=_reason(refusal))
         entries[peer.name] = entry
