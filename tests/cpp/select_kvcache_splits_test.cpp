@@ -53,6 +53,18 @@ TEST(SelectKvcache, SplitsAreOfRowsThatHaveThem) {
   });
 }
 
+/// Keys of 8 bits take half the time to read, so fewer parts are worth a thread block: 12 of 2048 for 8 rows, where
+/// keys of 16 bits have 16, or twice as many.
+TEST(SelectKvcache, KeysOf8BitsHaveFewerParts) {
+  KvcacheProblem cache = decode(kH100, 4, 2, 8, 2048);
+  cache.problem.head_dim = cache.problem.head_dim_v = 256;
+  EXPECT_GT(select_kvcache(cache, kH100).teams, 4 * 12);
+  cache.narrow = DType::kE4M3;
+  const KvcachePlan plan = select_kvcache(cache, kH100);
+  EXPECT_GT(plan.teams, 4);
+  EXPECT_LE(plan.teams, 4 * 12);
+}
+
 TEST(SelectKvcache, ManyRowsHaveLargeTilesOnlyWithoutSplits) {
   for (const DeviceInfo& device : {kH100, kA100, kSmall}) {
     KvcacheProblem cache = decode(device, 4, 8, 4, 4096);

@@ -6,13 +6,8 @@ import shutil
 import pytest
 import torch
 from cases import BF16, F16, F32
-from test_ladder import (
-    IN_PYTORCH,
-    assert_gradients_are_right,
-    assert_is_attention,
-    assert_is_attention_of_numbers,
-    tensors,
-)
+from test_ladder import IN_PYTORCH, assert_gradients_are_right, assert_is_attention, tensors
+from test_ladder_fp8 import assert_is_attention_of_numbers
 
 import flashtile
 from flashtile import _capability

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flashtile._fp8 import E4M3, dequantized
 from flashtile.bench import options
 from flashtile.bench.cases import Case, Inputs, Work
 from flashtile.bench.oracle import attention_sdpa
@@ -21,7 +22,6 @@ from flashtile.fp8 import Quantized, quantize
 SUITE = Work.FP8.value
 IN_16_BITS = "flashtile 16-bit"  # flashtile's column of the inputs as they are
 BLOCK = 128  # rows
-E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 # Of weights, which are at most 1: the largest power of two within e4m3, as cuDNN's documentation suggests.
 WEIGHT_SCALE = 256.0
@@ -62,26 +62,21 @@ def by_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Quantized:
 
 
 def _rounded(inputs: tuple[torch.Tensor, ...], descales: list[torch.Tensor]) -> Quantized:
-    numbers = [(x.float() / _of_rows(x, of)).to(E4M3) for x, of in zip(inputs, descales, strict=True)]
+    """By descales (B or 1, H, H_k or 1)."""
+    of_heads = (of.repeat_interleave(x.shape[2] // of.shape[1], 1) for x, of in zip(inputs, descales, strict=True))
+    numbers = [(x.float() / of[:, None, :, None]).to(E4M3) for x, of in zip(inputs, of_heads, strict=True)]
     return Quantized(*numbers, *descales)
 
 
 def numbers_of(x: Quantized, dout: torch.Tensor) -> Inputs:
     """The numbers times their descales, float32: what attention of them is judged by."""
     pairs = (x.q, x.q_descale), (x.k, x.k_descale), (x.v, x.v_descale)
-    q, k, v = (numbers.float() * _of_rows(numbers, descale) for numbers, descale in pairs)
+    q, k, v = (dequantized(*pair) for pair in pairs)
     return Inputs(q, k, v, dout)
 
 
 def descales_of(x: Quantized) -> dict[str, torch.Tensor]:
     return {"q_descale": x.q_descale, "k_descale": x.k_descale, "v_descale": x.v_descale}
-
-
-def _of_rows(x: torch.Tensor, descale: torch.Tensor) -> torch.Tensor:
-    """Descales (B or 1, H, H_k or 1), or (B, H, blocks), as what (B, S, H, D) is multiplied with."""
-    rows, heads = x.shape[1:3]
-    of_rows = descale.repeat_interleave(BLOCK, 2)[..., :rows] if descale.dim() == 3 else descale[..., None]
-    return of_rows.repeat_interleave(heads // of_rows.shape[1], 1).transpose(1, 2)[..., None]
 
 
 class Rounded:

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile._core import WIDEST
 from flashtile.bench.cases import Case
 from flashtile.bench.fp8 import E4M3, descales_of, in_blocks
 from flashtile.fp8 import Quantized
 from flashtile.reference._tiles import STATE_BYTES, key_rows_of_tiles, out_bytes
 
 KERNELS = "sm90_e4m3"
-HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 16, 256
+HEAD_DIM_MULTIPLE = 16
 DESCALED_ROWS = 64  # for as many the kernel reads a descale
 
 
@@ -80,8 +81,8 @@ def unserved(device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v
     dtypes = (torch.float16, torch.bfloat16, *([torch.float32] if device.type == "cpu" else []))
     if dtype not in dtypes:
         return f"q has dtype {dtype} on {device.type}, expected one of {', '.join(map(str, dtypes))}"
-    if head_dim % HEAD_DIM_MULTIPLE or head_dim_v % HEAD_DIM_MULTIPLE or max(head_dim, head_dim_v) > MAX_HEAD_DIM:
-        expected = f"multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"
+    if head_dim % HEAD_DIM_MULTIPLE or head_dim_v % HEAD_DIM_MULTIPLE or max(head_dim, head_dim_v) > WIDEST:
+        expected = f"multiples of {HEAD_DIM_MULTIPLE} up to {WIDEST}"
         return f"has D = {head_dim} and D_v = {head_dim_v}, expected {expected}"
     return None
 
