@@ -48,7 +48,7 @@ CUtensorMap encode(const Key& key, const TensorView& t) {
                                static_cast<std::uint32_t>(key.packing.heads),
                                static_cast<std::uint32_t>(key.packing.queries_of(key.rows)), 1, 1};
   const std::uint32_t element_strides[] = {1, 1, 1, 1, 1};
-  const CUtensorMapDataType type = key.dtype == DType::kE4M3      ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+  const CUtensorMapDataType type = is_fp8(key.dtype)              ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                    : key.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   CUtensorMap map;

@@ -3,9 +3,12 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <span>
 #include <utility>
+#include <vector>
 
 #include "flashtile/flashtile.h"
+#include "flashtile/forward_memory.h"
 #include "flashtile/prefill.h"
 #include "select/choose.h"
 #include "select/plans.h"
@@ -15,16 +18,24 @@ namespace flashtile {
 namespace {
 
 constexpr const char* kPrefill = "many rows over a cache, on Hopper: the forward kernel";
+constexpr const char* kWidening = "many rows over 8-bit numbers, on Hopper: the forward kernel, which widens them";
 constexpr const char* kWidened = "many rows over 8-bit numbers, on Hopper: widened, then the forward kernel";
 
 constexpr std::int64_t kRoomForWidened = std::int64_t{2} << 30;  // bytes of all rows that are widened, at the most
 
-/// This was read off six shapes on an H200 (docs/performance.md). 8-bit numbers are widened for more rows than one tile
-/// of Ampere's kernel has, which reads them as they are: with one tile that took 1.4 times as long as a cache of 16
-/// bits, and with 32 tiles 4 times as long.
+/// These were read off a few shapes on H200s (docs/performance.md).
 namespace h200 {
 
+// 8-bit numbers are widened for more rows than one tile of Ampere's kernel has, which reads them as they are: with one
+// tile that took 1.4 times as long as a cache of 16 bits, and with 32 tiles 4 times as long.
 constexpr int kRowsOfOneTile = 64;
+
+// The forward kernel that widens them itself does so for each tile of rows, and takes longer than that for 16 bits: 1.4
+// times as long at D256, 1.1 times at D128. A kernel ahead widens them once for all rows, and pays from so many rows of
+// a KV head on that see a key. Of float16 queries keys take a fourth of the instructions.
+constexpr int kRowsOfWidening = 2048;
+constexpr int kRowsOfWideningHalves = 8192;  // at D128, of float16
+constexpr int kRowsOfWideningWide = 640;     // above D128
 
 }  // namespace h200
 
@@ -59,14 +70,31 @@ struct Found {
   KvcacheKernel run = nullptr;
 };
 
+/// Returns the rows for what a cache holds. Those for 8 bits stand there as what they become: rows of q's dtype.
+std::vector<KvcacheRow> rows_for(const KvcacheProblem& cache) {
+  std::vector<KvcacheRow> rows;
+  for (KvcacheRow row : kvcache_rows()) {
+    if (row.variant.dtype != cache.stored()) continue;
+    row.variant = as_of_queries(row.variant, cache.problem.dtype);
+    rows.push_back(row);
+  }
+  return rows;
+}
+
 Found over_pages(const KvcacheProblem& cache, const DeviceInfo& device) {
+  const bool widens = is_fp8(cache.stored());
   const auto suits = [&](const KvcacheRow& row) {
     return row.variant.arch == Arch::kSm90 && rows_of_box(cache, row.variant) % kRowsOfBox == 0;
   };
-  if (gpu_arch(kvcache_rows(), device, cache.problem, suits) != Arch::kSm90) return {};
+  const std::vector<KvcacheRow> rows = rows_for(cache);
+  if (gpu_arch(std::span(rows), device, cache.problem, suits) != Arch::kSm90) return {};
   const Problem sequences = as_ragged(cache);
-  const auto choice = choose_forward(sequences, device, kvcache_rows(), suits);
-  const auto planned = [&](const Problem& p) { return plan_tiles(p, choice.row->variant, choice.estimate, device); };
+  const auto choice = choose_forward(sequences, device, std::span(rows), suits);
+  const auto planned = [&](const Problem& p) {
+    ForwardPlan plan = plan_tiles(p, choice.row->variant, choice.estimate, device);
+    plan.shared_memory = ForwardMemorySm90::of(plan.variant, widens).bytes;
+    return plan;
+  };
   // Where no tile waits for another, none has to be handed out by the lengths that the GPU finds: that would take a
   // kernel ahead, and a part of this one's time.
   if (!cache.problem.ragged) {
@@ -100,9 +128,7 @@ bool select_widened(KvcachePlan& plan, const DeviceInfo& device) {
   wide.problem = wide.cache.problem;
   plan.widened_at = rotated_bytes(cache);
   const WidenedRows rows = WidenedRows::of(plan.widened_at, p);
-  if (rows_of_sequence(p.dense()) <= h200::kRowsOfOneTile || rows.rest - plan.widened_at > kRoomForWidened ||
-      !select_prefill(wide, device))
-    return false;
+  if (rows.rest - plan.widened_at > kRoomForWidened || !select_prefill(wide, device)) return false;
   plan.variant = wide.variant;
   plan.packed_heads = wide.packed_heads;
   plan.tiles = wide.tiles;
@@ -116,22 +142,36 @@ bool select_widened(KvcachePlan& plan, const DeviceInfo& device) {
   return true;
 }
 
+/// Returns whether a kernel ahead is to widen 8-bit numbers.
+bool pays_to_widen(const KvcacheProblem& cache) {
+  const Problem p = cache.problem.dense();
+  const int width = p.wider_head_dim();
+  const int rows = width > 128                                ? h200::kRowsOfWideningWide
+                   : width > 64 && p.dtype == DType::kFloat16 ? h200::kRowsOfWideningHalves
+                                                              : h200::kRowsOfWidening;
+  return p.seqlen_k > 0 && p.visible_elements() / p.seqlen_k * p.group() > rows;
+}
+
 }  // namespace
 
 bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   const KvcacheProblem& cache = plan.cache;
-  if (is_fp8(cache.stored())) return select_widened(plan, device);
+  const bool widens = is_fp8(cache.stored());
+  if (widens && rows_of_sequence(plan.problem.dense()) <= h200::kRowsOfOneTile) return false;
   if (!may_prefill(cache, device)) return false;
-  auto [forward, run] = cache.has_table ? over_pages(cache, device) : over_rows(cache, device);
-  if (!forward) return false;
+  if (widens && (cache.descales_of_rows || pays_to_widen(cache)) && select_widened(plan, device)) return true;
+  if (cache.descales_of_rows) return false;
+  auto [forward, run] = cache.has_table || widens ? over_pages(cache, device) : over_rows(cache, device);
+  if (!forward) return widens && select_widened(plan, device);
   plan.variant = forward->variant;
+  if (widens) plan.variant.dtype = cache.stored();
   plan.packed_heads = forward->packed_heads;
   plan.tiles = forward->tiles;
   plan.grid = forward->grid;
   plan.shared_memory = forward->shared_memory;
   plan.prefill_at = rotated_bytes(cache);
   plan.workspace_bytes = PrefillWorkspace::of(plan.prefill_at, plan.problem, *forward).bytes;
-  plan.why = kPrefill;
+  plan.why = widens ? kWidening : kPrefill;
   plan.run = run;
   plan.prefill = std::make_shared<const ForwardPlan>(*std::move(forward));
   return true;

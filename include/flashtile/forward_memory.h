@@ -9,17 +9,19 @@ namespace flashtile {
 /// loaded while the last is still in use. Where that fits too, the output is staged for TMA to store it, which takes
 /// fewer instructions than to store it from registers: those of the first epilogue come from memory, all at once. Under
 /// a column mask there are 16 bytes for each column of a block at an edge, of two such blocks where they fit. Each tile
-/// of V of 8 bits is there a second time, transposed: matmuls take bytes in no other way.
+/// of V of 8 bits is there a second time, transposed: matmuls take bytes in no other way. And where keys and values of
+/// 8 bits meet queries of 16, tiles of both are there as they come, and once more, widened.
 struct ForwardMemorySm90 {
   int stages_q = 1;
   int stages_k = 0, stages_v = 0;
-  int stages_of_rows = 0;  // of V as it comes, where its tiles are transposed
+  int stages_of_rows = 0;  // of V as it comes, where its tiles are transposed, and of K too, where both are widened
   bool staged = false;
   int bytes = 0;
   int stages_of_columns = 1;
   int masked_bytes = 0;
 
-  static constexpr ForwardMemorySm90 of(const Variant& v) {
+  static constexpr ForwardMemorySm90 of(const Variant& v, bool widens = false) {
+    constexpr int kMostOfRows = 3;
     constexpr int kLimit = 227 * 1024;  // shared memory that a thread block may have
     constexpr int kBarriers = 3072;     // barriers, and what the scheduler warp tells the others of each tile
     const int q = bytes_of(v.dtype) * v.tile_m * v.head_dim;
@@ -33,6 +35,11 @@ struct ForwardMemorySm90 {
     memory.bytes = kBarriers + q +
                    bytes_of(v.dtype) * v.tile_n *
                        (memory.stages_k * v.head_dim + (memory.stages_v + memory.stages_of_rows) * v.head_dim_v);
+    if (widens) {
+      const int rows = v.tile_n * (v.head_dim + v.head_dim_v);
+      while (memory.stages_of_rows < kMostOfRows && memory.bytes + rows <= kLimit)
+        ++memory.stages_of_rows, memory.bytes += rows;
+    }
     if (v.fp8()) memory.staged = true, memory.bytes += out;  // LongSums are there, too
     if (memory.bytes + q <= kLimit) memory.stages_q = 2, memory.bytes += q;
     if (!v.fp8() && memory.bytes + out <= kLimit) memory.staged = true, memory.bytes += out;

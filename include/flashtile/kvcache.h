@@ -76,6 +76,7 @@ struct KvcacheProblem {
   bool in_line = false;          // the cache's rows have one stride across entries, so do q's, and no leftpad is given
   bool has_table = false;        // a block_table or a cache_batch_idx is given
   DType narrow = DType::kOther;  // the dtype of keys and values, if they are of 8 bits
+  bool descales_of_rows = false;  // whether each of their rows has a descale of its own
 
   Spans queries(const KvcacheTensors& tensors) const;
   CachedRows rows(const KvcacheTensors& tensors) const;

@@ -62,9 +62,16 @@ struct WidenedRows {
   }
 };
 
-/// Returns how many keys TMA loads at a time: those of a box lie in one page, where the cache has a table of pages.
+/// Returns how many keys TMA loads at a time: those of a box lie in one page, unless that is the sequence's only one.
 inline int rows_of_box(const KvcacheProblem& cache, const Variant& v) {
-  return std::gcd(cache.page_size, v.tile_n);
+  return cache.of_sequence == 1 ? v.tile_n : std::gcd(cache.page_size, v.tile_n);
+}
+
+/// Returns the variant by which queries of a dtype meet keys and values of 8 bits, the dtype of the row `v`: these are
+/// widened to that of the queries.
+constexpr Variant as_of_queries(Variant v, DType dtype) {
+  v.dtype = dtype;
+  return v;
 }
 
 /// Launches a forward kernel on tensors that fit plan.prefill.

@@ -1,6 +1,6 @@
 // The forward kernel for Hopper has one persistent thread block per multiprocessor. Two or three of its warpgroups are
 // consumers; one more has the producers, a few threads (over pages, warps), and the scheduler, a warp that hands out
-// tiles.
+// tiles; and over keys of 8 bits the last one widens them.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -29,10 +29,13 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   constexpr int kWarpgroups = Mainloop::kWarpgroups;
   // Consumers get the registers that the producer gives up of the launch's, 168 or 128 a thread: to ask for one more
   // would wait for ever.
-  constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : Mainloop::kRegisters == 232 ? 40 : 24;
-  constexpr int kLaunchRegisters = kWarpgroups == 2 ? 168 : 128;
-  static_assert(kProducerRegisters + kWarpgroups * Mainloop::kRegisters <= (kWarpgroups + 1) * kLaunchRegisters);
-  static_assert(sizeof(typename Mainloop::SharedStorage) <= forward_shared_memory(Row::kVariant, Mainloop::kMasked));
+  constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : Mainloop::kRegisters == 240 ? 24 : 40;
+  constexpr int kWidenerRegisters = 56, kWidenerWarpgroups = Mainloop::kWideners / 4;
+  constexpr int kLaunchRegisters = kWarpgroups + kWidenerWarpgroups == 2 ? 168 : 128;
+  static_assert(kProducerRegisters + kWidenerWarpgroups * kWidenerRegisters + kWarpgroups * Mainloop::kRegisters <=
+                (1 + kWidenerWarpgroups + kWarpgroups) * kLaunchRegisters);
+  static_assert(sizeof(typename Mainloop::SharedStorage) <=
+                (Mainloop::kMasked ? Mainloop::kMemory.masked_bytes : Mainloop::kMemory.bytes));
 
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Mainloop::SharedStorage*>(shared_bytes);
@@ -41,7 +44,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   if (threadIdx.x == 0) shared.init_barriers();
   if (warp == 2) prefetch_constants(params);
   if (params.forward.scores.packing.has_idle_rows() && threadIdx.x >= 128)
-    shared.clear_q(threadIdx.x - 128, 128 * kWarpgroups);
+    shared.clear_q(threadIdx.x - 128, Row::kVariant.threads() - 128);
   if (threadIdx.x == 96) {
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.q));
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.k));
@@ -77,6 +80,11 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
       if (warp == 2) PagesProducerSm90<Mainloop>{params, shared}.run_values();
     } else {
       if (threadIdx.x == 0) ForwardProducerSm90<Mainloop>{params, shared}.run();
+    }
+  } else if (Mainloop::kWidens && threadIdx.x >= 128 * (1 + kWarpgroups)) {
+    if constexpr (Mainloop::kWidens) {
+      cutlass::arch::warpgroup_reg_dealloc<kWidenerRegisters>();
+      KeyWidenerSm90<Mainloop>{params, shared, int(threadIdx.x % 128)}.run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Mainloop::kRegisters>();
@@ -142,8 +150,8 @@ ForwardParamsSm90 forward_params_sm90(const ForwardPlan& plan, const ForwardTens
       .forward = ForwardParams::of(plan, tensors, memory),
       .q = head_tiles(tensors.q, plan.packing.rows_of_box(Mainloop::kM / Mainloop::kWarpgroups), Mainloop::kColumns,
                       ragged, plan.packing),
-      .k = head_tiles(tensors.k, key_rows, Mainloop::kColumns, keys_in_line),
-      .v = head_tiles(tensors.v, key_rows, Mainloop::kColumnsV, keys_in_line),
+      .k = head_tiles(tensors.k, key_rows, Mainloop::kColumnsOfStoredK, keys_in_line),
+      .v = head_tiles(tensors.v, key_rows, Mainloop::kColumnsOfStoredV, keys_in_line),
       .out = Mainloop::kMemory.staged
                  ? head_tiles(tensors.out, Mainloop::kRowsOfWarp, Mainloop::kColumnsO, ragged, plan.packing)
                  : CUtensorMap{},
@@ -170,17 +178,16 @@ void launch_forward_sm90(const ForwardPlan& plan, const Params& params, Stream s
       find_mask_tables(forward.mask_tables, plan.variant, forward.columns, plan.problem, forward.sequences, at_once,
                        stream);
       constexpr Maps kMaps = Row::kVariant.maps_masked() ? Maps::kAsAsked : Maps::kNever;
-      return launch(forward_sm90<Row, Keys::kInRowsMasked, kMaps>, masked, device, shape, params, stream);
+      return launch(forward_sm90<Row, Keys::kMasked, kMaps>, masked, device, shape, params, stream);
     }
   }
   if constexpr (Row::kVariant.may_split()) {
     if (plan.splits > 1) {
-      constexpr Keys kSplit = kKeys == Keys::kInPages ? Keys::kInPagesSplit : Keys::kInRowsSplit;
-      launch(forward_sm90<Row, kSplit, Maps::kAsAsked>, split, device, shape, params, stream);
+      launch(forward_sm90<Row, kKeys | Keys::kSplit, Maps::kAsAsked>, split, device, shape, params, stream);
       return join_parts(plan, params.forward, stream);
     }
   }
-  if constexpr (kKeys == Keys::kInPages)
+  if constexpr (are(kKeys, Keys::kInPages))
     launch(forward_sm90<Row, kKeys, Maps::kAsAsked>, plain, device, shape, params, stream);
   else if (params.forward.scores.map.maps())
     launch(forward_sm90 < Row, kKeys, Row::kVariant.fp8() ? Maps::kAsAsked : Maps::kAlways >, mapped, device, shape,

@@ -1,4 +1,5 @@
 // Many queries over a cache in pages take Hopper's forward kernel, whose producer looks up where each page lies.
+// Numbers of 8 bits are widened there, in pages or not: a cache without a table is one of a page for each sequence.
 #pragma once
 
 #include "flashtile/kernel/forward_sm90.h"
@@ -6,20 +7,40 @@
 
 namespace flashtile {
 
-template <class Row>
+template <class Row, Keys kKeys>
 void attend_to_pages(const KvcachePlan& plan, const KvcacheTensors& cached, const ForwardTensors& tensors, void* memory,
                      Stream stream) {
-  using Mainloop = ForwardMainloopSm90<Row::kVariant, Keys::kInPages>;
+  using Mainloop = ForwardMainloopSm90<Row::kVariant, kKeys>;
   const ForwardPlan& forward = *plan.prefill;
   const int rows = rows_of_box(plan.cache, Row::kVariant);
   const PagedForwardParamsSm90 params{forward_params_sm90<Mainloop>(forward, tensors, memory, rows),
                                       plan.cache.layout(cached), plan.cache.rows(cached), rows};
-  launch_forward_sm90<Row, Keys::kInPages>(forward, params, stream);
+  if constexpr (Mainloop::kWidens) {
+    const WidenedForwardParamsSm90 widened{params, CacheDescales::of(cached.k_descale),
+                                           CacheDescales::of(cached.v_descale)};
+    launch_forward_sm90<Row, kKeys>(forward, widened, stream);
+  } else {
+    launch_forward_sm90<Row, kKeys>(forward, params, stream);
+  }
 }
+
+/// A row for caches of 8 bits becomes a kernel for each dtype of queries.
+template <class Row, DType kDType>
+struct RowOfQueries {
+  static constexpr Variant kVariant = as_of_queries(Row::kVariant, kDType);
+};
 
 template <class Row>
 void launch_kvcache_sm90(const KvcachePlan& plan, const KvcacheTensors& tensors, void* memory, Stream stream) {
-  prefill(plan, tensors, memory, stream, attend_to_pages<Row>);
+  if constexpr (Row::kVariant.fp8()) {
+    using Half = RowOfQueries<Row, DType::kFloat16>;
+    using BFloat16 = RowOfQueries<Row, DType::kBFloat16>;
+    constexpr Keys kKeys = Row::kVariant.dtype == DType::kE4M3 ? Keys::kE4M3InPages : Keys::kE5M2InPages;
+    const bool is_half = plan.problem.dtype == DType::kFloat16;
+    prefill(plan, tensors, memory, stream, is_half ? attend_to_pages<Half, kKeys> : attend_to_pages<BFloat16, kKeys>);
+  } else {
+    prefill(plan, tensors, memory, stream, attend_to_pages<Row, Keys::kInPages>);
+  }
 }
 
 }  // namespace flashtile

@@ -15,3 +15,4 @@
 #include "flashtile/mainloop/forward_sm90/scheduler.h"
 #include "flashtile/mainloop/forward_sm90/storage.h"
 #include "flashtile/mainloop/forward_sm90/transposer.h"
+#include "flashtile/mainloop/forward_sm90/widener.h"

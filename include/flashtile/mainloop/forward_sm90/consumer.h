@@ -47,6 +47,7 @@ class ForwardConsumerSm90 {
         long_sums.add_to(staging(), tOrO);
         descaled.finish(softmax, rows_and_columns(tOrO), maps);
       }
+      if constexpr (Mainloop::kWidens) descale(shared.work[at.stage]);
       finish(shared.work[at.stage], tOrO, softmax, asked);
       shared.work_barriers.release_by_thread(at);
     };
@@ -159,6 +160,7 @@ class ForwardConsumerSm90 {
     release_operands(walk.first());
     opening = ScaleOut::Zero;
     if constexpr (Mainloop::kScaled) long_sums.begin();
+    if constexpr (Mainloop::kWidens) softmax.unit_log2 = params.forward.scores.map.unit_log2 * work().more.of_scores;
     if constexpr (Mainloop::kOneCopy)
       weigh_by_one_copy();
     else
@@ -410,6 +412,14 @@ class ForwardConsumerSm90 {
       softmax.weigh(tSrS, tOrP, added, true);
     softmax.row[0].sum += added[0];
     softmax.row[1].sum += added[1];
+  }
+
+  /// Makes the rows of a finished tile those of scores in units of the score map, and multiplies its output.
+  CUTE_DEVICE void descale(Work const& finished) {
+    const float of_output[] = {finished.more.of_output, finished.more.of_output};
+    scale_rows(rows_and_columns(tOrO), of_output);
+    CUTE_UNROLL
+    for (auto& row : softmax.row) row.reference *= finished.more.of_scores;
   }
 
   CUTE_DEVICE void drop(int n_block) {

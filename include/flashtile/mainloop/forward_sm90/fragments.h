@@ -47,7 +47,7 @@ struct ForwardFragmentsSm90 {
   CUTE_DEVICE static auto weights() {
     using namespace cute;
     constexpr int kOfWord = Mainloop::kOfWord;  // of a register
-    return make_tensor<Element>(
+    return make_tensor<typename Mainloop::Weight>(
         Layout<Shape<Shape<Int<kOfWord>, _2, _2>, _1, Int<Mainloop::kN / 8 / kOfWord>>>{});  // (mma, m, k)
   }
   CUTE_DEVICE static auto output() {

@@ -163,7 +163,6 @@ template <class Mainloop>
 struct PagesProducerSm90 {
   using Params = typename Mainloop::Params;
   using SharedStorage = typename Mainloop::SharedStorage;
-  using Element = typename Mainloop::Element;
   using Work = typename Mainloop::Work;
   static constexpr int kN = Mainloop::kN;
 
@@ -175,10 +174,22 @@ struct PagesProducerSm90 {
       const BlockWalk walk = work.keys.walk();
       if (n_block == max(walk.end() - Mainloop::kBlocksAhead, walk.first())) shared.near_end.arrive();
     };
-    run<Mainloop::kHeadDim, Mainloop::kColumns>(params.k, shared.k_barriers, shared.k, loaded);
+    const auto run_to = [&](auto& barriers, auto& tiles) {
+      run<Mainloop::kHeadDim, Mainloop::kColumnsOfStoredK>(params.k, barriers, tiles, loaded);
+    };
+    if constexpr (Mainloop::kWidens)
+      run_to(shared.few.k_barriers, shared.rows_of_k);
+    else
+      run_to(shared.k_barriers, shared.k);
   }
   CUTE_DEVICE void run_values() {
-    run<Mainloop::kHeadDimV, Mainloop::kColumnsV>(params.v, shared.v_barriers, shared.v, [](Work const&, int) {});
+    const auto run_to = [&](auto& barriers, auto& tiles) {
+      run<Mainloop::kHeadDimV, Mainloop::kColumnsOfStoredV>(params.v, barriers, tiles, [](Work const&, int) {});
+    };
+    if constexpr (Mainloop::kWidens)
+      run_to(shared.few.v_barriers, shared.rows_of_v);
+    else
+      run_to(shared.v_barriers, shared.v);
   }
 
  private:
@@ -188,7 +199,7 @@ struct PagesProducerSm90 {
     const bool leads = threadIdx.x % 32 == 0;
     const int row = int(threadIdx.x % 32) * params.rows_of_box;  // of the lane's box in the tile
     typename Ring<Mainloop::kWorks>::Cursor work_at{};
-    typename Ring<Mainloop::kStages>::Cursor at{};
+    typename Barriers::Cursor at{};
     CUTE_NO_UNROLL
     for (;; work_at.advance()) {
       shared.work_barriers.wait_full(work_at);

@@ -104,6 +104,19 @@ struct ForwardSchedulerSm90 {
         work.more.q_descales[w] = usable_descale(params.q_descales.at(of_q, max(min(row, q.used - 1), 0)));
       }
     }
+    if constexpr (Mainloop::kWidens) {
+      const auto find = [&](CacheDescales const& descales, auto&& suits, float& of_sums, float& of_numbers) {
+        const float descale = descales.of(work.tile.batch, work.kv_head, Pages::Place{});
+        of_sums = suits(descale) ? descale : 1;
+        of_numbers = suits(descale) ? 1 : descale;
+      };
+      const bool maps = Mainloop::maps(forward.scores.map);
+      // Scores may be −inf, and the largest of a row has to stay so.
+      const auto suits_scores = [&](float x) { return !maps && x >= 0x1p-60f && x <= 0x1p60f; };
+      const auto suits_output = [](float x) { return fabsf(x) >= 0x1p-126f && fabsf(x) <= 0x1p126f; };
+      find(params.k_descales, suits_scores, work.more.of_scores, work.more.of_k);
+      find(params.v_descales, suits_output, work.more.of_output, work.more.of_v);
+    }
     work.slope = forward.scores.slopes.at(work.tile.batch, work.tile.head);  // last, as it comes from memory
   }
 

@@ -37,7 +37,7 @@ struct ForwardParamsSm90 {
 struct PagedForwardParamsSm90 : ForwardParamsSm90 {
   Pages pages;
   CachedRows rows;
-  int rows_of_box;  // divides a page and a tile
+  int rows_of_box;  // divides a tile, and a page unless a sequence has one alone
 };
 
 /// Numbers are e4m3, with descales; out is bfloat16, or float16.
@@ -46,9 +46,32 @@ struct ScaledForwardParamsSm90 : ForwardParamsSm90 {
   bool out_is_half;
 };
 
-/// Keys says where a kernel's keys are, in rows or in pages, and whether those of a tile are split among thread blocks:
-/// then their results are partial ones (see ForwardParts). With kInRowsMasked a column mask hides some (see MaskWords).
-enum class Keys : std::uint8_t { kInRows, kInPages, kInRowsSplit, kInPagesSplit, kInRowsMasked };
+/// The cache has numbers of 8 bits, which are widened (see KeyWidenerSm90).
+struct WidenedForwardParamsSm90 : PagedForwardParamsSm90 {
+  CacheDescales k_descales, v_descales;
+};
+
+/// Keys says what is known of a kernel's keys when it is compiled. Each combination in use has a name of its own: nvcc
+/// 13.0 writes host code that does not compile for a kernel whose template argument has none.
+enum class Keys : std::uint8_t {
+  kInRows = 0,
+  kInPages = 1,
+  kSplit = 2,   // among the thread blocks of a tile, whose results are partial ones: see ForwardParts
+  kMasked = 4,  // a column mask hides some: see MaskWords
+  kE4M3 = 8,    // they have 8 bits in memory, and queries 16: see KeyWidenerSm90
+  kE5M2 = 16,
+  kInPagesSplit = kInPages | kSplit,
+  kE4M3InPages = kInPages | kE4M3,
+  kE4M3InPagesSplit = kE4M3InPages | kSplit,
+  kE5M2InPages = kInPages | kE5M2,
+  kE5M2InPagesSplit = kE5M2InPages | kSplit,
+};
+constexpr Keys operator|(Keys a, Keys b) {
+  return static_cast<Keys>(static_cast<int>(a) | static_cast<int>(b));
+}
+constexpr bool are(Keys keys, Keys some) {
+  return (keys | some) == keys;
+}
 
 /// Maps says whether a kernel maps scores, by softcap or ALiBi (see ScoreMap): never, always, or as the call asks. Code
 /// that is jumped over takes registers, and time when a kernel begins, so most calls take a kernel without it.
@@ -56,12 +79,16 @@ enum class Maps : std::uint8_t { kNever, kAlways, kAsAsked };
 
 template <Variant kV, Keys kKeys = Keys::kInRows, Maps kMaps = Maps::kNever>
 struct ForwardMainloopSm90 {
-  static constexpr bool kOverPages = kKeys == Keys::kInPages || kKeys == Keys::kInPagesSplit;
-  static constexpr bool kSplits = kKeys == Keys::kInRowsSplit || kKeys == Keys::kInPagesSplit;
-  static constexpr bool kMasked = kKeys == Keys::kInRowsMasked;
+  static constexpr bool kOverPages = are(kKeys, Keys::kInPages);
+  static constexpr bool kSplits = are(kKeys, Keys::kSplit);
+  static constexpr bool kMasked = are(kKeys, Keys::kMasked);
+  static constexpr bool kWidens = are(kKeys, Keys::kE4M3) || are(kKeys, Keys::kE5M2);
   static constexpr bool kScaled = kV.fp8();
-  using Params = std::conditional_t<kScaled, ScaledForwardParamsSm90,
-                                    std::conditional_t<kOverPages, PagedForwardParamsSm90, ForwardParamsSm90>>;
+  static_assert(kOverPages || !kWidens);
+  using Params =
+      std::conditional_t<kScaled, ScaledForwardParamsSm90,
+                         std::conditional_t<kWidens, WidenedForwardParamsSm90,
+                                            std::conditional_t<kOverPages, PagedForwardParamsSm90, ForwardParamsSm90>>>;
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
@@ -70,25 +97,39 @@ struct ForwardMainloopSm90 {
   static constexpr int kHeadDimV = kV.head_dim_v;
   static constexpr int kWarpgroups = kM / 64;           // consumer warpgroups
   static constexpr int kTransposers = kScaled ? 2 : 0;  // warps that transpose V
+  static constexpr int kWideners = kWidens ? 4 : 0;     // warps that widen K and V: a warpgroup
   // There is a producer of Q, and one of K and V: together in rows, apart in pages. Beside transposers one does all.
-  static constexpr int kProducers = kScaled ? 1 + kTransposers : kOverPages ? 3 : 2;
-  static constexpr ForwardMemorySm90 kMemory = ForwardMemorySm90::of(kV);
+  static constexpr int kProducers = kScaled ? 1 + kTransposers : kOverPages ? 3 + kWideners : 2;
+  static constexpr ForwardMemorySm90 kMemory = ForwardMemorySm90::of(kV, kWidens);
   static constexpr int kStagesQ = kMemory.stages_q;
   static constexpr int kStages = kMemory.stages_k;              // tiles of K
   static constexpr int kStagesV = kMemory.stages_v;             // as many, unless they are transposed ones,
-  static constexpr int kStagesOfRows = kMemory.stages_of_rows;  // which are made of these
+  static constexpr int kStagesOfRows = kMemory.stages_of_rows;  // which are made of these, as widened ones are
   // A second block of more than 128 columns does not fit beside the barriers.
   static constexpr int kColumnStages = kMasked && kN <= 128 ? kMemory.stages_of_columns : 1;
-  static_assert(kV.warps == 4 * (kWarpgroups + 1) && kM % 64 == 0 && kN % 16 == 0 && kHeadDim % 32 == 0 &&
+  static_assert(kV.warps == 4 * (kWarpgroups + 1) + kWideners && kM % 64 == 0 && kN % 16 == 0 && kHeadDim % 32 == 0 &&
                 kHeadDimV % 32 == 0);
 
   using Element = ElementOf<kV.dtype>;
+  static constexpr DType kStored =  // of K and V in memory
+      !kWidens                  ? kV.dtype
+      : are(kKeys, Keys::kE4M3) ? DType::kE4M3
+                                : DType::kE5M2;
+  using Stored = ElementOf<kStored>;
+  // Weights and V. One instruction makes two numbers of 8 bits float16, four make them bfloat16.
+  using Weight = std::conditional_t<kWidens, cutlass::half_t, Element>;
   using ShapeQK = cute::Shape<cute::Int<kM>, cute::Int<kN>, cute::Int<kHeadDim>>;
-  using ShapePV = cute::Shape<cute::Int<kM>, cute::Int<kHeadDimV>, cute::Int<kN>>;
+  // Beside wideners a launch has 128 registers a thread, too few for one matmul of 256 columns.
+  static constexpr int kColumnsOfMatmul = kWidens ? cute::min(kHeadDimV, 128) : kHeadDimV;
+  using ShapePV = cute::Shape<cute::Int<kM>, cute::Int<kColumnsOfMatmul>, cute::Int<kN>>;
   using Warpgroups = cute::Layout<cute::Shape<cute::Int<kWarpgroups>, cute::_1, cute::_1>>;
 
   // Where registers allow, matmuls take Q from them: that spares a fifth of the reads of shared memory, and power, too.
-  static constexpr int kRegisters = kWarpgroups == 3 ? 160 : kScaled ? 232 : 240;  // registers of a consumer thread
+  static constexpr int kRegisters =  // registers of a consumer thread
+      kWarpgroups == 3 ? 160
+      : kWidens        ? 208
+      : kScaled        ? 232
+                       : 240;
   static constexpr int kOfWord = 4 / sizeof(Element);
   static constexpr int kRegistersOfTiles =  // O, Q, S, P
       kHeadDimV / 2 + kHeadDim / 2 / kOfWord + kN / 2 + kN / 2 / kOfWord;
@@ -102,18 +143,20 @@ struct ForwardMainloopSm90 {
   }
   using MmaQK = decltype(cute::make_tiled_mma(op_qk(), Warpgroups{}));
   using MmaPV = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::rs_op_selector<Element, Element, float, ShapePV, cute::SM90::GMMA::Major::K,
+      cute::SM90::GMMA::rs_op_selector<Weight, Weight, float, ShapePV, cute::SM90::GMMA::Major::K,
                                        kScaled ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN>(),
       Warpgroups{}));
 
   static constexpr int kColumns = columns_per_box(kHeadDim, sizeof(Element));
   static constexpr int kColumnsV = columns_per_box(kHeadDimV, sizeof(Element));
+  static constexpr int kColumnsOfStoredK = columns_per_box(kHeadDim, sizeof(Stored));
+  static constexpr int kColumnsOfStoredV = columns_per_box(kHeadDimV, sizeof(Stored));
   using SmemLayoutQ = SmemTile<Element, kM, kHeadDim, kStagesQ>;
   using SmemLayoutK = SmemTile<Element, kN, kHeadDim, kStages>;
   // This is V as the matmul sees it, (head_dim, N): the same memory, or, of 8 bits, a transposed tile (see
   // ValueTransposerSm90).
   using SmemLayoutVt = std::conditional_t<kScaled, SmemTile<Element, kHeadDimV, kScaled ? kN : 64, kStagesV>,
-                                          SmemTileT<Element, kN, kHeadDimV, kStagesV>>;
+                                          SmemTileT<Weight, kN, kHeadDimV, kStagesV>>;
 
   // Blocks that need no mask have loops of their own: plain ones where registers allow one more copy of the step.
   static constexpr bool kPeelsPlain = kMaps != Maps::kAlways && kHeadDimV < 192;
@@ -155,10 +198,17 @@ struct ForwardMainloopSm90 {
       float q_descales[kWarpgroups];
       const float *k_descales, *v_descales;  // of the head
     };
+    /// A descale of keys is the product of two factors: one of scores, which are multiplied anyway, and one of the
+    /// numbers, which is 1 unless scores are mapped or must not be multiplied with the descale. Likewise one of values.
+    struct ByFactors {
+      float of_scores, of_output, of_k, of_v;
+    };
     struct Plain {};
     // There is no further member that may be empty: behind several of them nvcc 13.0 laid out code for the GPU
     // otherwise than sizeof and offsetof say.
-    [[no_unique_address]] std::conditional_t<kMasked, ByColumns, std::conditional_t<kScaled, ByDescales, Plain>> more;
+    [[no_unique_address]] std::conditional_t<
+        kMasked, ByColumns, std::conditional_t<kScaled, ByDescales, std::conditional_t<kWidens, ByFactors, Plain>>>
+        more;
   };
   /// These are the descales of the rows of a block, of which kRowsOfDescale share one.
   static constexpr int kRowsOfDescale = kN % 64 == 0 ? 64 : 32, kDescales = kN / kRowsOfDescale;
@@ -174,13 +224,18 @@ struct ForwardMainloopSm90 {
   struct Tiles {
     alignas(1024) Element q[kStagesQ][kM * kHeadDim];
     alignas(1024) Element k[kStages][kN * kHeadDim];
-    alignas(1024) Element v[kStagesV][kN * kHeadDimV];
+    alignas(1024) Weight v[kStagesV][kN * kHeadDimV];
   };
   /// Of 8 bits V comes to `rows_of_v`, and warps transpose it into `v`.
   struct ScaledTiles : Tiles {
     alignas(1024) Element rows_of_v[kStagesOfRows][kN * kHeadDimV];
   };
-  struct SharedStorage : std::conditional_t<kScaled, ScaledTiles, Tiles> {
+  /// Both K and V come as they are stored, and warps widen them into `k` and `v`.
+  struct WidenedTiles : Tiles {
+    alignas(1024) Stored rows_of_k[kStagesOfRows][kN * kHeadDim];
+    alignas(1024) Stored rows_of_v[kStagesOfRows][kN * kHeadDimV];
+  };
+  struct SharedStorage : std::conditional_t<kScaled, ScaledTiles, std::conditional_t<kWidens, WidenedTiles, Tiles>> {
     alignas(1024) OutElement staging[kStagingWarps][kStagingPerWarp];
     Work work[kWorks];
     struct NoSequences {};
@@ -189,8 +244,13 @@ struct ForwardMainloopSm90 {
       Ring<kStagesOfRows> barriers;
       BlockDescales descales[kStages];
     };
-    [[no_unique_address]] std::conditional_t<kMasked, NoSequences,
-                                             std::conditional_t<kScaled, ScaledSequences, FewSequences>> few;
+    /// These are the barriers of the rows of K and V before they are widened.
+    struct WidenedSequences : FewSequences {
+      Ring<kStagesOfRows> k_barriers, v_barriers;
+    };
+    [[no_unique_address]] std::conditional_t<
+        kMasked, NoSequences,
+        std::conditional_t<kScaled, ScaledSequences, std::conditional_t<kWidens, WidenedSequences, FewSequences>>> few;
     // Under a column mask these are the first key of the block whose K is in a stage, and the columns of a block at an
     // edge. All consumers wait for the columns, and the producer for their warps.
     int first_key[kMasked ? kStages : 1];
@@ -217,14 +277,22 @@ struct ForwardMainloopSm90 {
       near_end.init(1);
       CUTE_UNROLL
       for (auto& barriers : q_barriers) barriers.init(kKeepQ ? 128 : 4);
-      k_barriers.init(4 * kWarpgroups);
-      v_barriers.init(4 * kWarpgroups, kScaled ? kTransposers : 1);
+      k_barriers.init(4 * kWarpgroups, kWidens ? kWideners : 1);
+      v_barriers.init(4 * kWarpgroups, kWidens ? kWideners : kScaled ? kTransposers : 1);
       if constexpr (kScaled) few.barriers.init(kTransposers);
+      if constexpr (kWidens) few.k_barriers.init(kWideners), few.v_barriers.init(kWideners);
       if constexpr (kMasked) columns_barriers.init(4 * kWarpgroups);
       cutlass::arch::fence_barrier_init();
     }
   };
   using Softmax = OnlineSoftmax<2>;
+
+  /// Returns where, in a tile, the 16 bytes from `byte` on of a row of a box are: swizzled. A box's rows have kBytes
+  /// bytes, 128 or 64.
+  template <int kBytes>
+  CUTE_DEVICE static int place_in_box(int row, int byte) {
+    return row * kBytes + (byte ^ row * kBytes / 128 % (kBytes / 16) * 16);
+  }
 
   /// Returns the first key of the block that is visited in a step.
   CUTE_DEVICE static int key_of_step(Work const& work, int step) { return work.keys.key(work.keys.visited(step)); }

@@ -64,9 +64,10 @@ struct ValueTransposerSm90 {
   CUTE_DEVICE void transpose(Element const* from, Element* to) const {
     using namespace cute;
     const int c = lane % 8, matrix = lane / 8;
-    const std::uint32_t source = cast_smem_ptr_to_uint(from) + place<kColumns>(matrix % 2 * 8 + c, matrix / 2 * 16);
+    const std::uint32_t source =
+        cast_smem_ptr_to_uint(from) + Mainloop::template place_in_box<kColumns>(matrix % 2 * 8 + c, matrix / 2 * 16);
     const int column = matrix / 2 * 16 + 2 * c + (matrix % 2 ^ c / 4);
-    const std::uint32_t target = cast_smem_ptr_to_uint(to) + place<kKeys>(column, 0);
+    const std::uint32_t target = cast_smem_ptr_to_uint(to) + Mainloop::template place_in_box<kKeys>(column, 0);
     const bool left_first = lane / 4 < 4;
     const std::uint32_t first = left_first ? 0x6420 : 0x7531, second = left_first ? 0x7531 : 0x6420;
     CUTE_NO_UNROLL
@@ -94,13 +95,6 @@ struct ValueTransposerSm90 {
         }
       }
     }
-  }
-
-  /// Returns where the 16 bytes from `byte` on of a row are in a tile whose rows have kBytes bytes, 128 or 64:
-  /// swizzled.
-  template <int kBytes>
-  CUTE_DEVICE static int place(int row, int byte) {
-    return row * kBytes + (byte ^ row * kBytes / 128 % (kBytes / 16) * 16);
   }
 };
 
