@@ -24,6 +24,57 @@ void check_sequences(const char* function, const ForwardTensors& t, const Proble
                "T_k", p.seqlen_k, p.batch, p.device);
 }
 
+/// Returns the name of an argument that only e4m3 numbers have, or null if none is given.
+const char* given_of_fp8(const ForwardTensors& t, const Options& options) {
+  if (t.q_descale.given()) return "q_descale";
+  if (t.k_descale.given()) return "k_descale";
+  if (t.v_descale.given()) return "v_descale";
+  return options.out_dtype ? "out_dtype" : nullptr;
+}
+
+/// Checks the dtypes of q and out; those of k and v are q's.
+void check_dtypes(const Operand& q, const ForwardTensors& t, const Options& options, Problem& p) {
+  p.dtype = p.out_dtype = q.view.dtype;
+  p.fp8 = p.dtype == DType::kE4M3 || options.rounds_weights;
+  if (options.rounds_weights) q.has_dtype(DType::kFloat32);
+  if (p.dtype != DType::kE4M3) {
+    if (const char* const given = given_of_fp8(t, options))
+      q.has_dtype(DType::kE4M3, (", as " + std::string(given) + " is given").c_str());
+    return check_floating(q);
+  }
+  p.out_dtype = options.out_dtype.value_or(DType::kBFloat16);
+  const bool may_be_wide = q.view.device.type == DeviceType::kCpu;
+  if (p.out_dtype != DType::kBFloat16 && p.out_dtype != DType::kFloat16 &&
+      !(may_be_wide && p.out_dtype == DType::kFloat32))
+    refuse<InvalidType>(q.function, "out_dtype", std::string("is ") + name_of(p.out_dtype),
+                        may_be_wide ? "bfloat16, float16 or float32" : "bfloat16 or float16");
+}
+
+void check_descale(const char* function, const char* name, const TensorView& descale, Size rows, int heads,
+                   const Problem& p) {
+  if (!descale.given()) return;
+  const Operand operand{function, name, "", descale};
+  operand.has_dtype(DType::kFloat32).is_on(p.device);
+  const Size blocks[] = {(rows + 127) / 128, (rows + 63) / 64};
+  const auto& shape = descale.shape;
+  const auto is_one_of = [](Size size, Size a, Size b) { return size == a || size == b; };
+  const bool fits =
+      (descale.rank == 2 || (descale.rank == 3 && !p.ragged && is_one_of(shape[2], blocks[0], blocks[1]))) &&
+      shape[0] == p.batch && is_one_of(shape[1], heads, p.heads_k);
+  if (fits) return;
+  const auto either = [](Size a, Size b) { return std::to_string(a) + (a == b ? "" : " or " + std::to_string(b)); };
+  const std::string in_blocks =
+      p.ragged ? "" : " or (B, H, " + either(blocks[0], blocks[1]) + "), for blocks of 64 or 128 rows";
+  operand.refuse_shape("(B, H)" + in_blocks + ", where B is " + std::to_string(p.batch) + " and H " +
+                       either(heads, p.heads_k));
+}
+
+void check_descales(const char* function, const ForwardTensors& t, const Problem& p) {
+  check_descale(function, "q_descale", t.q_descale, p.seqlen_q, p.heads_q, p);
+  check_descale(function, "k_descale", t.k_descale, p.seqlen_k, p.heads_k, p);
+  check_descale(function, "v_descale", t.v_descale, p.seqlen_k, p.heads_k, p);
+}
+
 }  // namespace
 
 const Names& names_of(const Problem& p) {
@@ -37,6 +88,17 @@ const Operand& has_rows(const Operand& operand, const Problem& p, Size rows, Siz
 void check_floating(const Operand& q) {
   if (q.view.dtype == DType::kInt32 || q.view.dtype == DType::kOther || is_fp8(q.view.dtype))
     q.refuse<InvalidType>(std::string("has dtype ") + name_of(q.view.dtype), "float32, float16 or bfloat16");
+}
+
+bool has_whole_rows(const TensorView& t) {
+  return t.device.type != DeviceType::kCuda || t.shape[t.rank - 1] * bytes_of(t.dtype) % kAlignment == 0;
+}
+
+void check_whole_rows(const Operand& operand) {
+  const TensorView& t = operand.view;
+  if (has_whole_rows(t)) return;
+  operand.refuse<Unsupported>("has head dimension " + std::to_string(t.shape[t.rank - 1]),
+                              "a multiple of 16 of " + std::string(name_of(t.dtype)) + " on CUDA");
 }
 
 void check_head_dim(const Operand& operand, const char* size_name) {
@@ -154,31 +216,6 @@ void check_out(const char* function, const char* name, const TensorView& out, co
   p.fp8 ? operand.has_dtype(p.out_dtype).lies_like(q) : operand.is_matrix_like(q);
 }
 
-void check_descale(const char* function, const char* name, const TensorView& descale, Size rows, int heads,
-                   const Problem& p) {
-  const bool of_q = heads == p.heads_q, in_blocks = descale.rank == 3;
-  const Operand operand{function, name,
-                        of_q ? (in_blocks ? "(B, H_q or H_k, ceil(S_q / block))" : "(B, H_q or H_k)")
-                             : (in_blocks ? "(B, H_k, ceil(S_k / block))" : "(B, H_k)"),
-                        descale};
-  operand.has_rank(in_blocks ? 3 : 2).has_dtype(DType::kFloat32).is_on(p.device);
-  const auto blocks = [&](Size block) { return (rows + block - 1) / block; };
-  const auto& shape = descale.shape;
-  const bool fits = shape[0] == p.batch && (shape[1] == heads || shape[1] == p.heads_k) &&
-                    (!in_blocks || (!p.ragged && (shape[2] == blocks(64) || shape[2] == blocks(128))));
-  if (!fits)
-    operand.refuse_shape(std::string(operand.sizes) + " with B = " + std::to_string(p.batch) +
-                         (of_q ? ", H_q = " + std::to_string(p.heads_q) : "") + ", H_k = " + std::to_string(p.heads_k) +
-                         (p.ragged ? ", and no blocks of ragged sequences"
-                                   : ", S = " + std::to_string(rows) + " and blocks of 64 or 128 rows"));
-}
-
-void check_descales(const char* function, const ForwardTensors& t, const Problem& p) {
-  if (t.q_descale.given()) check_descale(function, "q_descale", t.q_descale, p.seqlen_q, p.heads_q, p);
-  if (t.k_descale.given()) check_descale(function, "k_descale", t.k_descale, p.seqlen_k, p.heads_k, p);
-  if (t.v_descale.given()) check_descale(function, "v_descale", t.v_descale, p.seqlen_k, p.heads_k, p);
-}
-
 Problem check_forward(const char* function, const ForwardTensors& t, const Options& options) {
   Problem problem;
   problem.ragged = t.cu_seqlens_q.given() || t.cu_seqlens_k.given();
@@ -190,9 +227,7 @@ Problem check_forward(const char* function, const ForwardTensors& t, const Optio
   q.has_rank(rows + 3);
   k.has_rank(rows + 3);
   v.has_rank(rows + 3);
-  problem.fp8 = options.fp8;
-  problem.out_dtype = options.fp8 ? options.out_dtype : t.q.dtype;
-  if (!options.fp8) check_floating(q);
+  check_dtypes(q, t, options, problem);
 
   const Size seqlen_q = t.q.shape[rows], seqlen_k = t.k.shape[rows];
   const Size heads_q = t.q.shape[rows + 1], heads_k = t.k.shape[rows + 1];
@@ -206,16 +241,20 @@ Problem check_forward(const char* function, const ForwardTensors& t, const Optio
   check_heads(q, k, heads_q, heads_k);
   check_head_dim(q, "D");
   check_head_dim(v, "D_v");
-  q.is_matrix_like(t.q);
-  k.is_matrix_like(t.q);
-  v.is_matrix_like(t.q);
+  for (const Operand& operand : {q, k, v}) {
+    if (!is_fp8(t.q.dtype)) {
+      operand.is_matrix_like(t.q);
+      continue;
+    }
+    operand.has_dtype(t.q.dtype, ", as q").is_on(t.q.device).has_contiguous_last_dimension<Unreadable>();
+    if (has_whole_rows(operand.view)) operand.is_aligned();
+  }
   problem.seqlen_q = static_cast<int>(seqlen_q);
   problem.seqlen_k = static_cast<int>(seqlen_k);
   problem.heads_q = static_cast<int>(heads_q);
   problem.heads_k = static_cast<int>(heads_k);
   problem.head_dim = static_cast<int>(head_dim);
   problem.head_dim_v = static_cast<int>(head_dim_v);
-  problem.dtype = t.q.dtype;
   problem.device = t.q.device;
   if (problem.ragged) {
     check_sequences(function, t, problem);
@@ -233,11 +272,15 @@ Problem check_forward(const char* function, const ForwardTensors& t, const Optio
   check_options(function, options, problem);
   problem.alibi = t.alibi_slopes.given();
   problem.sinks = t.sinks.given();
+  check_whole_rows(q);  // last, as such a call is computed in another way if it is legal
+  check_whole_rows(v);
   return problem;
 }
 
 Problem check_backward(const char* function, const BackwardTensors& t, const Options& options) {
   const Problem problem = check_forward(function, t.forward, options);
+  if (problem.fp8)
+    refuse<Unsupported>(function, "q", std::string("has dtype ") + name_of(problem.dtype), "one of 16 bits or float32");
   const ForwardTensors& f = t.forward;
   const Names& names = names_of(problem);
   check_out(function, "out", f.out, f.q, problem);

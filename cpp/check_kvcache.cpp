@@ -109,11 +109,8 @@ void check_dtypes(const Operand& k, const Operand& v, const TensorView& q, Kvcac
   cache.narrow = k.view.dtype;
   k.lies_like(q);
   v.has_dtype(cache.stored(), ", as k_cache").lies_like(q);
-  if (q.device.type != DeviceType::kCuda) return;
-  for (const Operand& operand : {k, v})
-    if (operand.view.shape[3] % kAlignment != 0)
-      operand.refuse<Unsupported>("has head dimension " + std::to_string(operand.view.shape[3]),
-                                  "a multiple of 16 of " + std::string(name_of(cache.stored())) + " on CUDA");
+  check_whole_rows(k);
+  check_whole_rows(v);
 }
 
 /// Checks what 8-bit numbers of a cache are multiplied with.

@@ -105,6 +105,10 @@ inline std::string at_index(int value, int index) {
 
 /// These checks are common to all calls (check.cpp).
 void check_floating(const Operand& q);
+/// Returns whether rows are multiples of the bytes that kernels read, so that the tensor or a copy can be aligned. Only
+/// those of 8-bit numbers may not be.
+bool has_whole_rows(const TensorView& t);
+void check_whole_rows(const Operand& operand);
 void check_head_dim(const Operand& operand, const char* size_name);
 void check_sizes(const Operand& operand);
 void check_heads(const Operand& q, const Operand& k, Size heads_q, Size heads_k);

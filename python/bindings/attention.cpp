@@ -42,18 +42,30 @@ void view_sequences(const char* function, handle sequences, ForwardTensors& tens
   tensors.seqused_k = optional_view(function, "seqused_k", tables[3], kInts);
 }
 
+void view_fp8(const char* function, handle fp8, Given& given) {
+  check_count(function, fp8, 4, "arguments of e4m3 numbers");
+  const nb::tuple parts = nb::borrow<nb::tuple>(fp8);
+  given.tensors.q_descale = optional_view(function, "q_descale", parts[0], kFloat32);
+  given.tensors.k_descale = optional_view(function, "k_descale", parts[1], kFloat32);
+  given.tensors.v_descale = optional_view(function, "v_descale", parts[2], kFloat32);
+  given.options.out_dtype = to_out_dtype(function, parts[3]);
+}
+
 Given to_given(const char* function, handle q, handle k, handle v, const nb::tuple& options) {
   check_count(function, options, kOptionCount, "options");
   Given given;
-  given.tensors.q = tensor_view(function, "q", q);
-  given.tensors.k = tensor_view(function, "k", k);
-  given.tensors.v = tensor_view(function, "v", v);
+  const handle fp8 = option_of(options, kFp8);
+  given.tensors.q = tensor_view(function, "q", q, fp8.is_none() ? kFloats : kE4M3);
+  const char* const dtypes = given.tensors.q.dtype == DType::kE4M3 ? kE4M3 : kFloats;
+  given.tensors.k = tensor_view(function, "k", k, dtypes);
+  given.tensors.v = tensor_view(function, "v", v, dtypes);
   given.tensors.alibi_slopes = optional_view(function, "alibi_slopes", option_of(options, kAlibiSlopes));
   given.tensors.sinks = optional_view(function, "sinks", option_of(options, kSinks));
   given.tensors.mask = optional_view(function, "mask", option_of(options, kMask), kInts);
   const handle sequences = option_of(options, kSequences);
   if (!sequences.is_none()) view_sequences(function, sequences, given.tensors);
   given.options = to_options(function, options);
+  if (!fp8.is_none()) view_fp8(function, fp8, given);
   return given;
 }
 
@@ -88,15 +100,20 @@ std::string backward_string(const Problem& p, const DeviceInfo& device) try {
   return std::string("flashtile backward plan\n  none      ") + error.what() + "\n";
 }
 
-/// Computes a forward. It allocates nothing before every argument has been checked.
-Results forward(handle q, handle k, handle v, const nb::tuple& options, MakeRows make_lse, MakeRows make_state) {
+/// Computes a forward. It allocates nothing before every argument has been checked. With `rounds_weights` the numbers
+/// are float32 that stand for e4m3 ones.
+Results forward(handle q, handle k, handle v, const nb::tuple& options, MakeRows make_lse, MakeRows make_state,
+                bool rounds_weights = false) {
   const char* const function = names_of(options).forward;
   Given given = to_given(function, q, k, v, options);
+  given.options.rounds_weights = rounds_weights;
   ForwardTensors& tensors = given.tensors;
   const DeviceInfo device = device_for(function, tensors.q.device);
   const ForwardPlan plan = plan_forward(function, tensors, given.options, device);
   const Problem& p = plan.problem;
-  if (explaining()) throw Explained{to_string(plan) + "\n" + backward_string(p, device)};
+  if (explaining()) throw Explained{to_string(plan) + (p.fp8 ? "" : "\n" + backward_string(p, device))};
+  if (p.fp8 && make_state != nothing)
+    throw Unsupported(std::string(function) + ": q has dtype float8_e4m3fn, expected one with gradients");
   const Results results = {new_out(q, tensors.q, p), make_lse(q, p), make_state(q, p)};
   tensors.out = tensor_view(function, "out", results.out);
   tensors.lse = optional_view(function, "lse", results.lse);
@@ -126,28 +143,6 @@ nb::object saving_forward(handle ctx, handle q, handle k, handle v, const nb::tu
   else
     ctx.attr(interned().save_for_backward)(q, k, v, alibi_slopes, results.out, sinks);
   return results.out;
-}
-
-/// Computes a forward of e4m3 numbers into `out`, and, unless it is None, `lse`; `descales` are those of q, k and v.
-void forward_fp8(handle q, handle k, handle v, const nb::tuple& descales, const nb::tuple& options, handle out,
-                 handle lse) {
-  const char* const function = names_of(options).forward;
-  check_count(function, descales, 3, "descales");
-  Given given = to_given(function, q, k, v, options);
-  ForwardTensors& tensors = given.tensors;
-  tensors.q_descale = optional_view(function, "q_descale", descales[0]);
-  tensors.k_descale = optional_view(function, "k_descale", descales[1]);
-  tensors.v_descale = optional_view(function, "v_descale", descales[2]);
-  tensors.out = tensor_view(function, "out", out);
-  tensors.lse = optional_view(function, "lse", lse);
-  given.options.fp8 = true;
-  given.options.out_dtype = tensors.out.dtype;
-  const ForwardPlan plan = plan_forward(function, tensors, given.options, device_for(function, tensors.q.device));
-  if (explaining()) throw Explained{to_string(plan)};
-  const Stream stream = current_stream(out, plan.problem.device);
-  const Workspace workspace(function, plan, out);
-  const nb::gil_scoped_release no_gil;
-  run_forward(plan, tensors, workspace.get(), stream);
 }
 
 void backward(handle dout, handle dlse, handle q, handle k, handle v, handle out, handle rows, handle dq, handle dk,
@@ -195,8 +190,10 @@ void bind_attention(nb::module_& module) {
     const Results results = forward(q, k, v, options, new_lse, new_state);
     return nb::make_tuple(results.out, results.lse, results.state);
   });
-  module.def("forward_fp8", &forward_fp8, any("q"), any("k"), any("v"), nb::arg("descales"), nb::arg("options"),
-             nb::arg("out"), any("lse"));
+  bind_forward("forward_rounding_weights", [](handle q, handle k, handle v, const nb::tuple& options) {
+    const Results results = forward(q, k, v, options, new_lse, nothing, true);
+    return nb::make_tuple(results.out, results.lse);
+  });
   // This is for tests of an older GPU's kernels on a newer one.
   module.def("_limit_compute_capability", &limit_compute_capability, nb::arg("limit"));
   module.def("saving_forward", &saving_forward, nb::arg("ctx"), any("q"), any("k"), any("v"), nb::arg("options"),

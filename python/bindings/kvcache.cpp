@@ -51,8 +51,8 @@ KvcacheTensors to_tensors(handle q, handle k_cache, handle v_cache, const nb::tu
       .alibi_slopes = optional_view(kFunction, "alibi_slopes", option_of(options, kAlibiSlopes)),
       .sinks = optional_view(kFunction, "sinks", option_of(options, kSinks)),
       .mask = optional_view(kFunction, "mask", option_of(options, kMask), kInts),
-      .k_descale = optional("k_descale", kKDescale, "float32"),
-      .v_descale = optional("v_descale", kVDescale, "float32"),
+      .k_descale = optional("k_descale", kKDescale, kFloat32),
+      .v_descale = optional("v_descale", kVDescale, kFloat32),
   };
 }
 

@@ -5,6 +5,7 @@
 
 #include "call.h"
 #include "flashtile/error.h"
+#include "tensor.h"
 
 namespace flashtile::bindings {
 namespace {
@@ -119,6 +120,13 @@ KvcacheOptions to_cache_options(const char* function, const nb::tuple& given) {
 
 bool returns_lse(const char* function, const nb::tuple& given) {
   return to_bool(function, "return_lse", option_of(given, kReturnLse), "True or False");
+}
+
+std::optional<DType> to_out_dtype(const char* function, nb::handle object) {
+  if (object.is_none()) return std::nullopt;
+  const DType dtype = to_dtype(object);
+  if (dtype == DType::kOther) wrong_type(function, "out_dtype", object, "bfloat16, float16, or float32 on a CPU");
+  return dtype;
 }
 
 void bind_options(nb::module_& module) {

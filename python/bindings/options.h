@@ -1,6 +1,7 @@
 // This file takes the options of a call from the tuple that Python hands over.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "bindings.h"
@@ -22,9 +23,11 @@ constexpr std::size_t count_of() {
 }
 
 /// These are the options' indices in the tuple. It begins with three tensors. The fields of Options or KvcacheOptions
-/// follow, and behind them, for attention, a tuple of tables, or None for a dense batch.
+/// follow, and behind them, for attention, a tuple of tables, or None for a dense batch, and one of what only e4m3
+/// numbers have, or None.
 inline constexpr std::size_t kAlibiSlopes = 0, kSinks = 1, kMask = 2, kFirstValue = 3;
-inline constexpr std::size_t kSequences = kFirstValue + count_of<Options>(), kOptionCount = kSequences + 1;
+inline constexpr std::size_t kSequences = kFirstValue + count_of<Options>(), kFp8 = kSequences + 1;
+inline constexpr std::size_t kOptionCount = kFp8 + 1;
 inline constexpr std::size_t kReturnLse = kFirstValue + count_of<KvcacheOptions>(), kCacheOptionCount = kReturnLse + 1;
 
 inline nb::handle option_of(const nb::tuple& options, std::size_t place) {
@@ -39,5 +42,6 @@ std::string described(nb::handle object);
 Options to_options(const char* function, const nb::tuple& options);
 KvcacheOptions to_cache_options(const char* function, const nb::tuple& options);
 bool returns_lse(const char* function, const nb::tuple& cache_options);
+std::optional<DType> to_out_dtype(const char* function, nb::handle object);
 
 }  // namespace flashtile::bindings

@@ -64,17 +64,6 @@ TensorView readable(const char* function, const char* name, nb::handle object, c
 
 // ---- These functions view a tensor by its attributes.
 
-DType dtype_by_attribute(nb::handle dtype) {
-  const nb::module_ torch = nb::module_::import_("torch");
-  if (dtype.is(torch.attr("bfloat16"))) return DType::kBFloat16;
-  if (dtype.is(torch.attr("float16"))) return DType::kFloat16;
-  if (dtype.is(torch.attr("float32"))) return DType::kFloat32;
-  if (dtype.is(torch.attr("int32"))) return DType::kInt32;
-  if (dtype.is(torch.attr("float8_e4m3fn"))) return DType::kE4M3;
-  if (dtype.is(torch.attr("float8_e5m2"))) return DType::kE5M2;
-  return DType::kOther;
-}
-
 Device device_by_attribute(nb::handle device) {
   const std::string type = nb::cast<nb::str>(device.attr("type")).c_str();
   const nb::object index = device.attr("index");
@@ -99,7 +88,7 @@ TensorView view_by_attributes(const char* function, const char* name, nb::handle
       view.shape[i] = nb::cast<std::int64_t>(shape[i]);
       view.strides[i] = nb::cast<std::int64_t>(strides[i]);
     }
-    view.dtype = dtype_by_attribute(object.attr("dtype"));
+    view.dtype = to_dtype(object.attr("dtype"));
     view.device = device_by_attribute(object.attr("device"));
     view.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(object.attr("data_ptr")()));
     if (is_negated(object)) negated(function, name);
@@ -123,10 +112,23 @@ const dlpack::Exchange* find_exchange(nb::handle type) {
   return exchange && exchange->tensor_from_object ? exchange : nullptr;
 }
 
+/// Returns whether the table describes numbers of 8 bits. Those of older versions refuse to, which takes them many
+/// times as long as a view by attributes.
+bool finds_fp8(const dlpack::Exchange& exchange) {
+  using namespace nb::literals;
+  const nb::object empty = nb::module_::import_("torch").attr("empty");
+  const nb::object tensor = empty(0, "dtype"_a = torch_dtype(DType::kE4M3), "device"_a = "cpu");
+  dlpack::Tensor shown;
+  const bool found = exchange.tensor_from_object(tensor.ptr(), &shown) == 0;
+  PyErr_Clear();
+  return found;
+}
+
 /// This says how tensors of a type are viewed.
 struct Source {
   nb::handle type;
   const dlpack::Exchange* exchange = nullptr;  // null: they are viewed by their attributes
+  bool knows_fp8 = true;                       // otherwise those of 8 bits are, too
   NegativeBit negative_bit;
 };
 
@@ -140,7 +142,11 @@ const Source& source_of(nb::handle object) {
   for (const Source& source : known)
     if (source.type.is(type)) return source;
   Source source{.type = type, .exchange = find_exchange(type)};
-  if (source.exchange) source.negative_bit = NegativeBit::of(type, *source.exchange);
+  if (source.exchange) {
+    static const bool knows_fp8 = finds_fp8(*source.exchange);
+    source.knows_fp8 = knows_fp8;
+    source.negative_bit = NegativeBit::of(type, *source.exchange);
+  }
   Source& entry = known[next++ % std::size(known)];
   type.inc_ref();  // a remembered type stays alive, so that no other can take its address
   entry.type.dec_ref();
@@ -152,7 +158,7 @@ void release(dlpack::ManagedTensor* memory) {
   if (memory->free) memory->free(memory);
 }
 
-DType to_dtype(dlpack::DataType type) {
+DType dtype_of(dlpack::DataType type) {
   if (type.lanes != 1) return DType::kOther;
   if (type.code == dlpack::kBfloat && type.bits == 16) return DType::kBFloat16;
   if (type.code == dlpack::kFloat && type.bits == 16) return DType::kFloat16;
@@ -176,7 +182,7 @@ Device to_device(dlpack::Device device) {
 TensorView to_view(const dlpack::Tensor& tensor) {
   TensorView view;
   view.data = tensor.data ? static_cast<char*>(tensor.data) + tensor.byte_offset : nullptr;
-  view.dtype = to_dtype(tensor.dtype);
+  view.dtype = dtype_of(tensor.dtype);
   view.device = to_device(tensor.device);
   view.rank = tensor.rank;
   std::copy_n(tensor.shape, tensor.rank, view.shape.begin());
@@ -186,13 +192,9 @@ TensorView to_view(const dlpack::Tensor& tensor) {
 
 TensorView view_by_exchange(const char* function, const char* name, nb::handle object, const Source& source) {
   dlpack::Tensor tensor;
-  if (source.exchange->tensor_from_object(object.ptr(), &tensor) != 0) {
-    nb::python_error error;
-    // Tables of older versions know no numbers of 8 bits.
-    if (is_fp8(dtype_by_attribute(object.attr("dtype")))) return view_by_attributes(function, name, object);
-    error.restore();
-    not_viewable(function, name);
-  }
+  if (!source.knows_fp8 && is_fp8(to_dtype(nb::getattr(object, "dtype", nb::none()))))
+    return view_by_attributes(function, name, object);
+  if (source.exchange->tensor_from_object(object.ptr(), &tensor) != 0) not_viewable(function, name);
   if (tensor.rank > kMaxRank) rank_too_high(function, name, tensor.shape, tensor.rank);
   if (source.negative_bit.may_be_set(tensor) && is_negated(object)) negated(function, name);
   return to_view(tensor);
@@ -208,7 +210,33 @@ TensorView view_for_plan(const char* function, const char* name, nb::handle obje
   return view;
 }
 
+/// PyTorch's dtypes, in the order of DType.
+struct TorchDtypes {
+  nb::handle all[static_cast<int>(DType::kOther)];
+
+  TorchDtypes() {
+    const nb::module_ torch = nb::module_::import_("torch");
+    for (int i = 0; i < static_cast<int>(DType::kOther); ++i)
+      all[i] = nb::object(torch.attr(name_of(static_cast<DType>(i)))).release();  // lives as long as the process
+  }
+};
+
+const TorchDtypes& torch_dtypes() {
+  static const TorchDtypes dtypes;
+  return dtypes;
+}
+
 }  // namespace
+
+DType to_dtype(nb::handle dtype) {
+  const auto& all = torch_dtypes().all;
+  const auto is_dtype = [&](nb::handle other) { return dtype.is(other); };
+  return static_cast<DType>(std::find_if(std::begin(all), std::end(all), is_dtype) - std::begin(all));
+}
+
+nb::handle torch_dtype(DType dtype) {
+  return torch_dtypes().all[static_cast<int>(dtype)];
+}
 
 TensorView tensor_view(const char* function, const char* name, nb::handle object, const char* dtypes) {
   if (PyCapsule_IsValid(object.ptr(), kHiddenMemory)) return to_view(held_by(object.ptr())->tensor);

@@ -13,6 +13,12 @@ namespace flashtile::bindings {
 /// Messages say that they expect these where the core does not know a tensor's dtype.
 inline constexpr const char* kFloats = "float32, float16 or bfloat16";
 inline constexpr const char* kInts = "int32";
+inline constexpr const char* kFloat32 = "float32";
+inline constexpr const char* kE4M3 = "float8_e4m3fn";
+
+/// These say which torch.dtype a DType is, and the other way round.
+DType to_dtype(nb::handle dtype);
+nb::handle torch_dtype(DType dtype);
 
 /// Returns a view of the argument `name` of `function`, a tensor or hidden_memory; the object must outlive the view.
 /// Throws InvalidType if it is no tensor.

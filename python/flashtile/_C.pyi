@@ -34,15 +34,9 @@ def forward_with_state(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tu
 def saving_forward(
     ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, options: _Options, sinks: Tensor | None = None
 ) -> Tensor: ...
-def forward_fp8(
-    q: Tensor,  # on a GPU e4m3 numbers; on a CPU float32, multiplied with their descales
-    k: Tensor,
-    v: Tensor,
-    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
-    options: _Options,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None: ...
+
+# Of float32 numbers on a CPU, which stand for e4m3 ones: they have been multiplied with their descales.
+def forward_rounding_weights(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]: ...
 def backward(
     dout: Tensor,
     dlse: Tensor | None,

@@ -54,10 +54,10 @@ def of_cache(function, options):
     return _plain(CACHE_ARGUMENTS, options[:RETURN_LSE], fits, lambda: _C.check_cache_options(function, options))
 
 
-def to_attention(*given):
+def to_attention(*given, fp8=None):
     """The options of `_C.forward`, of an operator's arguments."""
     window, sequences = given[WINDOW : WINDOW + 2], given[DENSE_COUNT:] or None
-    options = (*given[:WINDOW], window, *given[WINDOW + 2 : DENSE_COUNT], sequences)
+    options = (*given[:WINDOW], window, *given[WINDOW + 2 : DENSE_COUNT], sequences, fp8)
     seed = options[SEED]
     return options if seed is None else replaced(options, SEED, operator.index(seed) % 2**64)
 

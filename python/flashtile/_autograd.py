@@ -19,8 +19,9 @@ from ._core import (
     require_tensors,
     under_functorch,
 )
+from ._fp8 import dequantized_forward, descales_of, fp8_operator, is_fp8, refuse_gradients, requires_grad
 from ._ops import attend_operator, gradient_operator
-from ._options import ALIBI_SLOPES, DROPOUT_P, MASK, SEED, SEQUENCES, SINKS, TENSORS, replaced
+from ._options import ALIBI_SLOPES, DROPOUT_P, FP8, MASK, SEED, SEQUENCES, SINKS, TENSORS, replaced
 
 _count_of_modes = torch._C._len_torch_dispatch_stack
 _is_jit_tracing = torch._C._is_tracing
@@ -33,9 +34,9 @@ def attend(function, q, k, v, options, return_lse, is_recorded=False):
     profiler records a call by that name, once."""
     if return_lse is not False and return_lse is not True:
         raise TypeError(f"{function}: return_lse is {_C.described(return_lse)}, expected True or False")
-    alibi_slopes, sinks = options[ALIBI_SLOPES], options[SINKS]
+    alibi_slopes, sinks, fp8 = options[ALIBI_SLOPES], options[SINKS], options[FP8]
     if forward_ad._current_level >= 0:
-        refuse_tangents(function, q=q, k=k, v=v, sinks=sinks)
+        refuse_tangents(function, q=q, k=k, v=v, sinks=sinks, **descales_of(options))
     if alibi_slopes is not None:
         _refuse_gradient(function, alibi_slopes)
     if sinks is not None:
@@ -57,7 +58,11 @@ def attend(function, q, k, v, options, return_lse, is_recorded=False):
             return attend(function, q, k, v, options, return_lse, True)
     try:
         differentiable = is_grad_enabled() and (
-            q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (sinks is not None and sinks.requires_grad)
+            or (fp8 is not None and requires_grad(fp8))
         )
     except AttributeError:
         differentiable = False  # one is no tensor; the module says which
@@ -69,10 +74,16 @@ def attend(function, q, k, v, options, return_lse, is_recorded=False):
         return _C.forward_with_lse(q, k, v, options) if return_lse else _C.forward(q, k, v, options)
     except _C.Unreadable:
         q, k, v, options = readable(q), readable(k), readable(v), readable_options(options)
-    except (TypeError, RuntimeError):
+    except (TypeError, RuntimeError) as refusal:
         refuse_nested(function, q=q, k=k, v=v)
         if takes_operators(q, k, v):
             return _attend_traced(function, q, k, v, options, return_lse)
+        if is_fp8(q, options):
+            if not isinstance(refusal, NotImplementedError):
+                raise
+            refuse_gradients(function, q, k, v, options)
+            out, lse = dequantized_forward(q, k, v, options)
+            return (out, lse) if return_lse else out
         dtype = _autocast_dtype(q, k, v)
         if dtype is None:
             raise
@@ -89,6 +100,8 @@ def is_traced():
 def _attend_traced(function, q, k, v, options, return_lse):
     """Casts as eager calls do, who ask the module what it serves."""
     require_tensors(function, q=q, k=k, v=v)
+    if is_fp8(q, options):
+        return fp8_operator(function, q, k, v, options, return_lse)
     dtype = _autocast_dtype(q, k, v)
     if dtype is not None and (not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES[q.device.type]):
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -154,7 +167,7 @@ for _function in (_Attention, _AttentionWithLse):
 
 def _gradients(ctx, dout, dlse, state, options, q, k, v, alibi_slopes, out, sinks=None, mask=None, *sequences):
     needed = (*ctx.needs_input_grad[:3], sinks is not None and ctx.needs_input_grad[4])
-    options = (alibi_slopes, sinks, mask, *options[TENSORS:SEQUENCES], sequences or None)
+    options = (alibi_slopes, sinks, mask, *options[TENSORS:SEQUENCES], sequences or None, None)
     function = "attention_varlen" if sequences else "attention"
     given = (needed, dout, dlse, q, k, v, out)
     try:

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
 
 from . import _C
-from ._options import DETERMINISTIC, SINKS, TENSORS, replaced
+from ._options import DETERMINISTIC, SINKS, replaced
 
 is_compiling = torch.compiler.is_dynamo_compiling
 under_functorch = torch._C._are_functorch_transforms_active
@@ -70,10 +70,8 @@ def readable(x, written=()):
 
 
 def readable_options(options):
-    """The same with slopes, sinks and, of ragged sequences, tables that a kernel can read."""
-    sequences = options[-1]
-    tables = tuple(map(readable, sequences)) if isinstance(sequences, tuple) else sequences
-    return (*map(readable, options[:TENSORS]), *options[TENSORS:-1], tables)
+    """The same with tensors that a kernel can read, among them those of a tuple."""
+    return tuple(tuple(map(readable, x)) if isinstance(x, tuple) else readable(x) for x in options)
 
 
 def require_tensors(function, **operands):

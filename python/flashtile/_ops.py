@@ -47,13 +47,14 @@ def _forward(q, k, v, *options):
         return _C.forward_with_state(readable(q), readable(k), readable(v), readable_options(options))
 
 
-def _new_results(q, k, v, *_):
+def empty_results(q, k, v, *_, dtype=None):
     *batch, rows, heads, _ = q.shape if q.dim() > 2 else (0, 0, 0)  # for the kernel to say what is wrong
-    return q.new_empty(*batch, rows, heads, *v.shape[-1:]), q.new_empty(*batch, heads, rows, dtype=torch.float32)
+    out = q.new_empty(*batch, rows, heads, *v.shape[-1:], dtype=dtype)
+    return out, q.new_empty(*batch, heads, rows, dtype=torch.float32)
 
 
 def _new_results_and_state(q, k, v, *_):
-    out, lse = _new_results(q, k, v)
+    out, lse = empty_results(q, k, v)
     return out, lse, lse.new_empty(2, *lse.shape)
 
 
@@ -194,7 +195,7 @@ def call_kvcache(k_cache, v_cache, operands, tables, options):
 
 
 def _new_cache_results(q, k_cache, v_cache, *_):
-    return _new_results(q, k_cache, v_cache)
+    return empty_results(q, k_cache, v_cache)
 
 
 def kvcache_operator(k_cache, v_cache, operands, tables, options):

@@ -30,6 +30,8 @@ ATTENTION = (
     Option("deterministic", "bool? deterministic"),
     # A tuple; None where the batch is dense. Only the operators of ragged batches have these arguments.
     Option("sequences", "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k"),
+    # A tuple; None where none of them is given. Only the operators of e4m3 numbers have these arguments, in front.
+    Option("fp8", "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, ScalarType out_dtype"),
 )
 CACHE = (
     *SCORES,
@@ -52,12 +54,15 @@ def _arguments(options):
 # Places in the tuple, where tensors come first.
 ALIBI_SLOPES, SINKS, MASK, WINDOW = _places(SCORES, "alibi_slopes", "sinks", "mask", "window")
 TENSORS = sum(option.arguments.startswith("Tensor?") for option in SCORES)
-DROPOUT_P, SEED, DETERMINISTIC, SEQUENCES = _places(ATTENTION, "dropout_p", "seed", "deterministic", "sequences")
+DROPOUT_P, SEED, DETERMINISTIC, SEQUENCES, FP8 = _places(
+    ATTENTION, "dropout_p", "seed", "deterministic", "sequences", "fp8"
+)
 (RETURN_LSE,) = _places(CACHE, "return_lse")
 
 # The arguments of operators, as their schemas have them.
 DENSE_ARGUMENTS = _arguments(ATTENTION[:SEQUENCES])
-RAGGED_ARGUMENTS = _arguments(ATTENTION)
+RAGGED_ARGUMENTS = _arguments(ATTENTION[:FP8])
+FP8_ARGUMENTS = ATTENTION[FP8].arguments
 CACHE_ARGUMENTS = _arguments(CACHE)
 # A window is two arguments, so that what stands behind it is one place further on than in the tuple.
 DENSE_COUNT, CACHE_COUNT = SEQUENCES + 1, RETURN_LSE + 1

@@ -5,7 +5,7 @@ from typing import Literal, overload
 from torch import Tensor, dtype
 
 from ._autograd import attend
-from ._fp8 import attend_fp8, is_fp8
+from ._fp8 import fp8_option
 from ._misnamed import hides_misnamed, refuse_misnamed
 from .masks import ColumnMask, ranges_of
 
@@ -189,8 +189,7 @@ def attention(
     if attn_mask is not ... or is_causal is not ...:
         refuse_misnamed("attention", attn_mask)
     columns = ranges_of("attention", mask, q)
-    options = (alibi_slopes, sinks, columns, causal, window, scale, softcap, dropout_p, seed, deterministic, None)
-    descales = q_descale, k_descale, v_descale
-    if is_fp8(q, descales, out_dtype):
-        return attend_fp8("attention", q, k, v, descales, out_dtype, options, return_lse)
+    fp8 = fp8_option(q_descale, k_descale, v_descale, out_dtype)
+    scores = (alibi_slopes, sinks, columns, causal, window, scale, softcap)
+    options = (*scores, dropout_p, seed, deterministic, None, fp8)
     return attend("attention", q, k, v, options, return_lse)

@@ -15,6 +15,8 @@ from ._ops import call_kvcache, kvcache_operator
 from .attention import Window
 from .masks import ColumnMask, ranges_of
 
+_FLOATS = "q k_new v_new rotary_cos rotary_sin k_cache v_cache alibi_slopes sinks k_descale v_descale".split()
+
 
 @overload
 def attention_kvcache(
@@ -263,19 +265,17 @@ def attention_kvcache(
     """
     if attn_mask is not ... or is_causal is not ...:
         refuse_misnamed("attention_kvcache", attn_mask)
-    inputs = dict(q=q, k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, rotary_cos=rotary_cos)
-    inputs.update(rotary_sin=rotary_sin, alibi_slopes=alibi_slopes, sinks=sinks)  # PyTorch 2.6 cannot trace |=
-    inputs.update(k_descale=k_descale, v_descale=v_descale)
+    operands = (q, k_new, v_new, rotary_cos, rotary_sin)
+    floats = (*operands, k_cache, v_cache, alibi_slopes, sinks, k_descale, v_descale)
     if forward_ad._current_level >= 0:
-        refuse_tangents("attention_kvcache", **inputs)
+        refuse_tangents("attention_kvcache", **dict(zip(_FLOATS, floats, strict=True)))
     if is_grad_enabled():
-        _refuse_gradients(inputs)
+        _refuse_gradients(floats)
     if not isinstance(cache_seqlens, Tensor):
         cache_seqlens = _for_all_sequences(cache_seqlens, q, cu_seqlens_q)
     if sinks is not None:
         sinks = as_float32(sinks)
     tables = (cache_seqlens, block_table, cache_batch_idx, leftpad, cu_seqlens_q, k_descale, v_descale)
-    operands = (q, k_new, v_new, rotary_cos, rotary_sin)
     columns = ranges_of("attention_kvcache", mask, q)
     scores = (alibi_slopes, sinks, columns, causal, window, scale, softcap)
     options = (*scores, rotary_interleaved, num_splits, batch_invariant, return_lse)
@@ -324,8 +324,8 @@ def _rows(x):
     return x.shape[0] if isinstance(x, Tensor) and x.dim() > 0 else 0
 
 
-def _refuse_gradients(inputs):
-    for name, x in inputs.items():
+def _refuse_gradients(floats):
+    for name, x in zip(_FLOATS, floats, strict=True):
         if x is not None and getattr(x, "requires_grad", False):
             raise NotImplementedError(
                 f"attention_kvcache: {name} requires grad, expected inputs that do not: there is no backward; "

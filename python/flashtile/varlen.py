@@ -9,7 +9,7 @@ from torch import Tensor, dtype
 from . import _C
 from ._autograd import attend
 from ._core import is_compiling
-from ._fp8 import attend_fp8, is_fp8
+from ._fp8 import fp8_option
 from ._misnamed import hides_misnamed, refuse_misnamed
 from .attention import Window
 from .masks import ColumnMask, ranges_of
@@ -224,10 +224,9 @@ def attention_varlen(
         _check_length("max_seqlen_k", max_seqlen_k)
     sequences = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     columns = ranges_of("attention_varlen", mask, q, ragged=True)
-    options = (alibi_slopes, sinks, columns, causal, window, scale, softcap, dropout_p, seed, deterministic, sequences)
-    descales = q_descale, k_descale, v_descale
-    if is_fp8(q, descales, out_dtype):
-        return attend_fp8("attention_varlen", q, k, v, descales, out_dtype, options, return_lse)
+    fp8 = fp8_option(q_descale, k_descale, v_descale, out_dtype)
+    scores = (alibi_slopes, sinks, columns, causal, window, scale, softcap)
+    options = (*scores, dropout_p, seed, deterministic, sequences, fp8)
     return attend("attention_varlen", q, k, v, options, return_lse)
 
 

@@ -94,7 +94,7 @@ def test_close_to_float64(options, widths, device):
 def test_blocks_and_dtypes_of_out(out_dtype, block, device):
     x = quantized(device, block=block, of=with_outliers)
     if (out_dtype, device) == (F32, "cuda"):
-        with pytest.raises(TypeError, match=r"^attention: out_dtype is torch.float32, expected torch.bfloat16 or"):
+        with pytest.raises(TypeError, match=r"^attention: out_dtype is float32, expected bfloat16 or"):
             flashtile.attention(x.q, x.k, x.v, out_dtype=out_dtype, **descales(x))
         return
     out = flashtile.attention(x.q, x.k, x.v, out_dtype=out_dtype, causal=True, **descales(x))
@@ -332,17 +332,62 @@ def test_a_plan_names_the_kernel():
         assert "float8_e4m3fn" in plan and f"sm90_e4m3_d{widths[0]}" in plan and rows in plan
 
 
+def test_autocast_casts_no_e4m3_numbers():
+    x = quantized(rows=(300, 300))
+    expected = flashtile.attention(x.q, x.k, x.v, **descales(x))
+    with torch.autocast("cpu"):
+        assert torch.equal(flashtile.attention(x.q, x.k, x.v, **descales(x)), expected)
+        for q, k in ((x.q, x.k.float()), (x.q.float(), x.k)):
+            with pytest.raises(TypeError, match=r"^attention: [qk] has dtype float32, expected float8_e4m3fn, as q"):
+                flashtile.attention(q, k, x.v, **descales(x))
+
+
+def test_a_descale_that_is_negated_lazily():
+    x = quantized(rows=(300, 300))
+    negated = {name: torch._neg_view(-d) for name, d in descales(x).items()}
+    expected = flashtile.attention(x.q, x.k, x.v, **descales(x))
+    assert torch.equal(flashtile.attention(x.q, x.k, x.v, **negated), expected)
+
+
+def test_descales_carry_no_tangents():
+    x = quantized(rows=(300, 300))
+    with torch.autograd.forward_ad.dual_level():
+        k_descale = torch.autograd.forward_ad.make_dual(x.k_descale, torch.ones_like(x.k_descale))
+        with pytest.raises(NotImplementedError, match=r"^attention: k_descale carries a forward-mode tangent"):
+            flashtile.attention(x.q, x.k, x.v, k_descale=k_descale)
+
+
+def test_a_compiled_call_says_what_is_wrong():
+    x = quantized(rows=(300, 300))
+    compiled = torch.compile(flashtile.attention, backend="aot_eager")
+    with pytest.raises(ValueError, match=r"^attention: k_descale has shape \(1, 2, 3\), expected \(B, H\) or"):
+        compiled(x.q, x.k, x.v, k_descale=x.k_descale[:1])
+    with pytest.raises(TypeError, match=r"^attention: q has dtype float32, expected float8_e4m3fn, as q_descale"):
+        compiled(x.q.float(), x.k, x.v, **descales(x))
+
+
 def test_wrong_calls():
     x = quantized(rows=(300, 300))
     for wrong, error, message in (
-        (dict(q=x.q.float()), TypeError, "q has dtype torch.float32, expected torch.float8_e4m3fn, as q_descale is"),
-        (dict(k=x.k.float()), TypeError, "k has dtype torch.float32, expected torch.float8_e4m3fn, as q"),
-        (dict(q_descale=x.q_descale.double()), TypeError, "q_descale has dtype torch.float64, expected torch.float32"),
+        (dict(q=x.q.float()), TypeError, "q has dtype float32, expected float8_e4m3fn, as q_descale is"),
+        (dict(k=x.k.float()), TypeError, "k has dtype float32, expected float8_e4m3fn, as q"),
+        (dict(q_descale=x.q_descale.double()), TypeError, "q_descale has dtype torch.float64, expected float32"),
         (dict(k_descale=x.k_descale[:, :1]), ValueError, r"k_descale has shape \(2, 1, 3\), expected \(B, H\) or"),
         (dict(v_descale=x.v_descale[:1]), ValueError, r"v_descale has shape \(1, 2, 3\), expected \(B, H\) or"),
         (dict(v_descale=x.v_descale[:, :, :2]), ValueError, r"v_descale has shape \(2, 2, 2\), expected \(B, H\) or"),
+        (dict(k=x.k.double()), TypeError, "k has dtype torch.float64, expected float8_e4m3fn"),
+        (dict(v=x.v.view(torch.float8_e5m2)), TypeError, "v has dtype float8_e5m2, expected float8_e4m3fn, as q"),
+        (dict(k_descale=x.k_descale[None, None]), ValueError, "k_descale has shape .*, expected at most 4 dimensions"),
+        (dict(v_descale=x.v_descale.to("meta")), TypeError, "v_descale is not a dense strided tensor"),
         (dict(q_descale=3.0), TypeError, "q_descale is of type float, expected a torch.Tensor"),
-        (dict(out_dtype=torch.float64), TypeError, "out_dtype is torch.float64, expected torch.bfloat16 or"),
+        (
+            dict(out_dtype=torch.float64),
+            TypeError,
+            "out_dtype is torch.float64, expected bfloat16, float16, or float32 on a CPU",
+        ),
+        (dict(out_dtype=torch.int32), TypeError, "out_dtype is int32, expected bfloat16, float16 or float32"),
+        (dict(out_dtype=3), TypeError, "out_dtype is 3, expected bfloat16"),
+        (dict(q=x.q.clone().requires_grad_()), NotImplementedError, "a gradient is asked for"),
         (dict(q_descale=x.q_descale.clone().requires_grad_()), NotImplementedError, "a gradient is asked for"),
         (dict(sinks=torch.zeros(4, requires_grad=True)), NotImplementedError, "a gradient is asked for"),
         (dict(return_lse=1), TypeError, "return_lse is 1, expected True or False"),
@@ -365,5 +410,5 @@ def test_wrong_calls():
     with pytest.raises(TypeError, match=r"^attention_varlen: cu_seqlens_q is of type list, expected a torch.Tensor"):
         flashtile.attention_varlen(x.q[0], x.k[0], x.v[0], cu_seqlens_q=[0, 300], cu_seqlens_k=begins)
     q = torch.randn(1, 4, 2, 64)
-    with pytest.raises(TypeError, match=r"^attention: q has dtype torch.float32, expected .*, as out_dtype is given"):
+    with pytest.raises(TypeError, match=r"^attention: q has dtype float32, expected .*, as out_dtype is given"):
         flashtile.attention(q, q, q, out_dtype=BF16)

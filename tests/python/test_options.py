@@ -32,6 +32,7 @@ MASKS = {
     "attention_varlen": ColumnMask.concatenate([ColumnMask.full(5, 7)]),
     "attention_kvcache": ColumnMask.full(1, 7),
 }
+TUPLES = ("sequences", "fp8")  # which hold arguments of their own
 CALLS = {
     "attention": (flashtile.attention, DENSE),
     "attention_varlen": (flashtile.attention_varlen, RAGGED),
@@ -244,11 +245,12 @@ def test_a_function_hands_options_over_in_the_order_of_the_list(name, next_funct
     function, given = CALLS[name]
     calls = []
     monkeypatch.setitem(function.__globals__, next_function, lambda *call: calls.append(call) or (None, None))
-    named = {option.name: object() for option in options if option.name not in ("sequences", "mask")}
+    named = {option.name: object() for option in options if option.name not in (*TUPLES, "mask")}
     function(**given | named | dict(mask=MASKS[name]))
     handed = calls[0][4]  # behind q, k and v, or the caches, operands and tables
     found = {option.name: x for option, x in zip(options, handed, strict=True)}
-    found.pop("sequences", None)
+    for option in TUPLES:
+        found.pop(option, None)
     assert found.pop("mask") is MASKS[name].ranges
     assert found == named
 
@@ -258,7 +260,7 @@ def test_the_compiled_module_takes_options_in_the_order_of_the_list(check, optio
     defaults = tuple(option.default for option in options)
     check("it", defaults)
     for place, option in enumerate(options):
-        if place >= TENSORS and option.name != "sequences":  # a call looks at the others
+        if place >= TENSORS and option.name not in TUPLES:  # a call looks at the others
             with pytest.raises(TypeError, match=rf"^it: {option.name} is <object "):
                 check("it", replaced(defaults, place, object()))
     with pytest.raises(TypeError, match=f"^it: expected {len(options)} options"):
@@ -268,7 +270,7 @@ def test_the_compiled_module_takes_options_in_the_order_of_the_list(check, optio
 @pytest.mark.parametrize("name, options", [("attention", ATTENTION), ("attention_kvcache", CACHE)])
 def test_defaults_are_those_of_the_list(name, options):
     parameters = inspect.signature(CALLS[name][0]).parameters
-    defaults = {option.name: option.default for option in options if option.name != "sequences"}
+    defaults = {option.name: option.default for option in options if option.name not in TUPLES}
     if name == "attention_kvcache":
         defaults["causal"] = True
     assert {option: parameters[option].default for option in defaults} == defaults
