@@ -29,20 +29,20 @@ const char* given_of_fp8(const ForwardTensors& t, const Options& options) {
   if (t.q_descale.given()) return "q_descale";
   if (t.k_descale.given()) return "k_descale";
   if (t.v_descale.given()) return "v_descale";
-  return options.out_dtype ? "out_dtype" : nullptr;
+  return options.out_dtype != DType::kOther ? "out_dtype" : nullptr;
 }
 
 /// Checks the dtypes of q and out; those of k and v are q's.
 void check_dtypes(const Operand& q, const ForwardTensors& t, const Options& options, Problem& p) {
   p.dtype = p.out_dtype = q.view.dtype;
-  p.fp8 = p.dtype == DType::kE4M3 || options.rounds_weights;
-  if (options.rounds_weights) q.has_dtype(DType::kFloat32);
+  p.fp8 = p.dtype == DType::kE4M3 || options.fp8;
+  if (options.fp8) q.has_dtype(DType::kFloat32);
   if (p.dtype != DType::kE4M3) {
     if (const char* const given = given_of_fp8(t, options))
       q.has_dtype(DType::kE4M3, (", as " + std::string(given) + " is given").c_str());
     return check_floating(q);
   }
-  p.out_dtype = options.out_dtype.value_or(DType::kBFloat16);
+  p.out_dtype = options.out_dtype == DType::kOther ? DType::kBFloat16 : options.out_dtype;
   const bool may_be_wide = q.view.device.type == DeviceType::kCpu;
   if (p.out_dtype != DType::kBFloat16 && p.out_dtype != DType::kFloat16 &&
       !(may_be_wide && p.out_dtype == DType::kFloat32))

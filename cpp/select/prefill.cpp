@@ -120,6 +120,7 @@ bool select_widened(KvcachePlan& plan, const DeviceInfo& device) {
   KvcachePlan wide;
   wide.cache = cache;
   wide.cache.narrow = DType::kOther;
+  wide.cache.descales_of_rows = false;
   wide.cache.pages = p.batch;
   wide.cache.page_size = p.seqlen_k;
   wide.cache.of_sequence = 1;
@@ -159,8 +160,10 @@ bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   const bool widens = is_fp8(cache.stored());
   if (widens && rows_of_sequence(plan.problem.dense()) <= h200::kRowsOfOneTile) return false;
   if (!may_prefill(cache, device)) return false;
-  if (widens && (cache.descales_of_rows || pays_to_widen(cache)) && select_widened(plan, device)) return true;
-  if (cache.descales_of_rows) return false;
+  if (widens && (cache.descales_of_rows || pays_to_widen(cache))) {
+    if (select_widened(plan, device)) return true;
+    if (cache.descales_of_rows) return false;
+  }
   auto [forward, run] = cache.has_table || widens ? over_pages(cache, device) : over_rows(cache, device);
   if (!forward) return widens && select_widened(plan, device);
   plan.variant = forward->variant;

@@ -24,8 +24,9 @@ struct Options {
   double dropout_p = 0;                      // 0: none
   std::uint64_t seed = 0;                    // seed of dropout's random numbers
   std::optional<bool> deterministic;         // whether a backward gives the same bits in every run; unset: false
-  std::optional<DType> out_dtype;            // of e4m3 numbers; unset: bfloat16
-  bool rounds_weights = false;               // no caller's option: float32 numbers stand for e4m3 ones, see Problem
+  // `fp8` says that float32 numbers stand for e4m3 ones (see Problem), out_dtype is kOther where none is given.
+  bool fp8 = false;
+  DType out_dtype = DType::kOther;
 
   /// Calls `visit` with the name and the value of each option. The bindings read options by this, so the order is that
   /// in which Python hands them over (_options.py).

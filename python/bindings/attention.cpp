@@ -100,13 +100,13 @@ std::string backward_string(const Problem& p, const DeviceInfo& device) try {
   return std::string("flashtile backward plan\n  none      ") + error.what() + "\n";
 }
 
-/// Computes a forward. It allocates nothing before every argument has been checked. With `rounds_weights` the numbers
-/// are float32 that stand for e4m3 ones.
+/// Computes a forward. It allocates nothing before every argument has been checked. With `stands_for_fp8` they
+/// are float32 numbers that stand for e4m3 ones.
 Results forward(handle q, handle k, handle v, const nb::tuple& options, MakeRows make_lse, MakeRows make_state,
-                bool rounds_weights = false) {
+                bool stands_for_fp8 = false) {
   const char* const function = names_of(options).forward;
   Given given = to_given(function, q, k, v, options);
-  given.options.rounds_weights = rounds_weights;
+  given.options.fp8 = stands_for_fp8;
   ForwardTensors& tensors = given.tensors;
   const DeviceInfo device = device_for(function, tensors.q.device);
   const ForwardPlan plan = plan_forward(function, tensors, given.options, device);

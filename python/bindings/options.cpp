@@ -39,7 +39,7 @@ std::int64_t to_int64(const char* function, const char* name, nb::handle object,
 }
 
 std::optional<std::int64_t> to_distance(const char* function, const char* name, nb::handle object) {
-  if (object.is_none()) return std::nullopt;
+  if (object.is_none()) return DType::kOther;
   return to_int64(function, name, object, "an int or None");
 }
 
@@ -122,8 +122,8 @@ bool returns_lse(const char* function, const nb::tuple& given) {
   return to_bool(function, "return_lse", option_of(given, kReturnLse), "True or False");
 }
 
-std::optional<DType> to_out_dtype(const char* function, nb::handle object) {
-  if (object.is_none()) return std::nullopt;
+DType to_out_dtype(const char* function, nb::handle object) {
+  if (object.is_none()) return DType::kOther;
   const DType dtype = to_dtype(object);
   if (dtype == DType::kOther) wrong_type(function, "out_dtype", object, "bfloat16, float16, or float32 on a CPU");
   return dtype;

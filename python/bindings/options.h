@@ -1,7 +1,6 @@
 // This file takes the options of a call from the tuple that Python hands over.
 #pragma once
 
-#include <optional>
 #include <string>
 
 #include "bindings.h"
@@ -42,6 +41,7 @@ std::string described(nb::handle object);
 Options to_options(const char* function, const nb::tuple& options);
 KvcacheOptions to_cache_options(const char* function, const nb::tuple& options);
 bool returns_lse(const char* function, const nb::tuple& cache_options);
-std::optional<DType> to_out_dtype(const char* function, nb::handle object);
+/// Returns kOther for None.
+DType to_out_dtype(const char* function, nb::handle object);
 
 }  // namespace flashtile::bindings

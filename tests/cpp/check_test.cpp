@@ -158,7 +158,7 @@ TEST(Check, OnlyE4m3NumbersHaveDescalesAndAnOutDtype) {
             "InvalidType: attention: q has dtype float16, expected float8_e4m3fn, as k_descale is given");
   EXPECT_EQ(forward([](Call& c) { c.options.out_dtype = DType::kFloat16; }),
             "InvalidType: attention: q has dtype float16, expected float8_e4m3fn, as out_dtype is given");
-  EXPECT_EQ(forward([](Call& c) { c.options.rounds_weights = true; }),
+  EXPECT_EQ(forward([](Call& c) { c.options.fp8 = true; }),
             "InvalidType: attention: q has dtype float16, expected float32");
 }
 

@@ -48,13 +48,15 @@ TEST(SelectKvcache, EveryRowOfPagesIsReached) {
   for (const KvcacheRow& row : kvcache_rows()) {
     if (row.variant.arch != Arch::kSm90) continue;
     for (const int head_dim : {row.variant.head_dim - 8, row.variant.head_dim}) {
-      for (const int seqlen_q : {16, 500, 2048}) {
+      for (const int seqlen_q : {16, 100, 500, 2048}) {
         KvcacheProblem cache = in_pages(decode(kH100, 4, 8, 4, 4096), 16);
         cache.problem.seqlen_q = seqlen_q;
-        cache.problem.dtype = row.variant.dtype;
+        const bool widens = is_fp8(row.variant.dtype);
+        (widens ? cache.narrow : cache.problem.dtype) = row.variant.dtype;
         cache.problem.head_dim = cache.problem.head_dim_v = head_dim;
         const KvcachePlan plan = select_kvcache(cache, kH100);
-        EXPECT_EQ(plan.shared_memory, forward_shared_memory(plan.variant));
+        if (!plan.prefill || plan.widened) continue;
+        EXPECT_EQ(plan.shared_memory, ForwardMemorySm90::of(plan.prefill->variant, widens).bytes);
         EXPECT_LE(plan.shared_memory, kH100.max_shared_memory);
         reached.insert(name_of(plan.variant));
       }
@@ -157,31 +159,60 @@ TEST(SelectKvcache, ManyRowsGoThroughTheForwardKernelOnHopper) {
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_k = 1 << 28; }).prefill);
 }
 
+/// Few rows of 8 bits go through the forward kernel that widens them, which needs no memory for that. For many a kernel
+/// ahead widens them once, as it does where rows have descales of their own, or where a box of TMA has too few of a
+/// page. One tile of rows, and what the forward kernel does not serve, is left to Ampere's kernel.
 TEST(SelectKvcache, ManyRowsOf8BitsAreWidenedOnHopper) {
-  const auto plan = [](const DeviceInfo& device, int seqlen_q, int capacity, bool in_line = true) {
+  const auto plan = [](const DeviceInfo& device, int seqlen_q, int capacity, auto&& change) {
     KvcacheProblem cache = in_pages(decode(device, 4, 8, 4, capacity), 16);
     cache.narrow = DType::kE4M3;
-    cache.in_line = in_line;
     cache.problem.seqlen_q = seqlen_q;
     cache.rotary_dim = 64;
     cache.appends = true;
     cache.seqlen_new = seqlen_q;
+    change(cache);
     return select_kvcache(cache, device);
   };
-  const KvcachePlan found = plan(kH100, 512, 8192);
-  ASSERT_TRUE(found.widened);
-  EXPECT_EQ(found.variant, found.widened->variant);
-  EXPECT_EQ(found.variant.dtype, DType::kBFloat16);
-  const KvcacheProblem& wide = found.widened->cache;
-  EXPECT_FALSE(wide.appends || wide.rotary_dim > 0 || wide.has_table);
-  EXPECT_EQ(wide.page_size, 8192);
-  const std::int64_t rows = std::int64_t{4} * 8192 * 8 * 256 * 2;  // bytes of K and V
-  EXPECT_GE(found.workspace_bytes, found.widened_at + rows + found.widened->workspace_bytes);
-  EXPECT_TRUE(plan(kH100, 17, 8192).widened);   // 68 rows of a KV head
-  EXPECT_FALSE(plan(kH100, 16, 8192).widened);  // one tile
-  EXPECT_FALSE(plan(kA100, 512, 8192).widened);
-  EXPECT_FALSE(plan(kH100, 512, 8192, false).widened);
-  EXPECT_FALSE(plan(kH100, 512, 1 << 17).widened);  // 2 GiB and a table
+  const auto nothing = [](KvcacheProblem&) {};
+  const auto expect_meanwhile = [](const KvcachePlan& found) {
+    ASSERT_TRUE(found.prefill) << to_string(found);
+    EXPECT_FALSE(found.widened) << to_string(found);
+    EXPECT_EQ(found.variant.arch, Arch::kSm90);
+    EXPECT_EQ(found.variant.dtype, DType::kE4M3);
+    EXPECT_EQ(found.prefill->variant.dtype, DType::kBFloat16);
+    EXPECT_EQ(found.shared_memory, ForwardMemorySm90::of(found.prefill->variant, true).bytes);
+    EXPECT_LE(found.shared_memory, kH100.max_shared_memory);
+  };
+  const auto expect_ampere = [](const KvcachePlan& found) {
+    EXPECT_FALSE(found.prefill || found.widened) << to_string(found);
+    EXPECT_EQ(found.variant.arch, Arch::kSm80);
+  };
+  expect_meanwhile(plan(kH100, 17, 8192, nothing));  // 68 rows of a KV head
+  expect_meanwhile(plan(kH100, 256, 8192, nothing));
+  expect_meanwhile(plan(kH100, 256, 1 << 17, nothing));
+  expect_meanwhile(plan(kH100, 1024, 1 << 17, nothing));  // whose rows take 2 GiB in 16 bits
+  expect_meanwhile(plan(kH100, 256, 8192, [](KvcacheProblem& cache) { cache.has_table = false; }));
+  const auto of_one_page = [](KvcacheProblem& cache) { cache.of_sequence = 1, cache.page_size = 8191; };
+  expect_meanwhile(plan(kH100, 256, 8191, of_one_page));
+  expect_ampere(plan(kH100, 16, 8192, nothing));  // one tile
+  expect_ampere(plan(kA100, 512, 8192, nothing));
+  expect_ampere(plan(kH100, 512, 8192, [](KvcacheProblem& cache) { cache.in_line = false; }));
+  expect_ampere(plan(kH100, 512, 1 << 17, [](KvcacheProblem& cache) { cache.descales_of_rows = true; }));
+
+  const auto expect_ahead = [](const KvcachePlan& found) {
+    ASSERT_TRUE(found.widened) << to_string(found);
+    EXPECT_EQ(found.variant, found.widened->variant);
+    EXPECT_EQ(found.variant.dtype, DType::kBFloat16);
+    const KvcacheProblem& wide = found.widened->cache;
+    EXPECT_FALSE(wide.appends || wide.rotary_dim > 0 || wide.has_table);
+    EXPECT_EQ(wide.page_size, 8192);
+    const std::int64_t rows = std::int64_t{4} * 8192 * 8 * 256 * 2;  // bytes of K and V
+    EXPECT_GE(found.workspace_bytes, found.widened_at + rows + found.widened->workspace_bytes);
+  };
+  expect_ahead(plan(kH100, 2048, 8192, nothing));
+  expect_ahead(plan(kH100, 256, 8192, [](KvcacheProblem& cache) { cache.descales_of_rows = true; }));
+  expect_ahead(plan(kH100, 256, 8192, [](KvcacheProblem& cache) { cache.page_size = 8; }));
+  expect_ahead(plan(kH100, 256, 8192, [](KvcacheProblem& cache) { cache.problem.sinks = true; }));
 }
 
 TEST(SelectKvcache, FewTilesOverPagesAreADenseBatch) {

@@ -234,9 +234,10 @@ def test_queries_of_any_size(power, device):
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
 @pytest.mark.parametrize("kind", ["all", "heads", "rows"])
-def test_unusual_descales(kind, device):
+@pytest.mark.parametrize("seqlen_q, options", [(2, {"leftpad": (0, 0)}), (50, {}), (50, {"softcap": 20.0})])
+def test_unusual_descales(seqlen_q, options, kind, device):
     """They are factors, whatever they are: 0 makes zeros, and a NaN makes NaN of what sees it."""
-    case = Cached("unusual", held=(100, 60), heads_q=4, heads_k=2, seqlen_q=2, dtype=BF16, leftpad=(0, 0))
+    case = Cached("unusual", held=(100, 60), heads_q=4, heads_k=2, seqlen_q=seqlen_q, dtype=BF16, **options)
     for value in (0.0, -0.5, 2.0**-40, 2.0**20):
         given = in_8_bits(case.arguments(device), kind, E4M3)
         for name in ("k_descale", "v_descale"):
@@ -244,10 +245,11 @@ def test_unusual_descales(kind, device):
             out = flashtile.attention_kvcache(**changed)
             exact, _ = cached.attention(whole(changed, torch.float64))
             torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2 * float(exact.abs().max()))
-    given = in_8_bits(case.arguments(device), kind, E4M3)
-    given["v_descale"][-1] = math.nan
-    out = flashtile.attention_kvcache(**given)
-    assert out.isnan().all() if kind == "all" else out[1].isnan().all() and not out[0].isnan().any()
+    for name in ("k_descale", "v_descale"):
+        given = in_8_bits(case.arguments(device), kind, E4M3)
+        given[name][-1] = math.nan
+        out = flashtile.attention_kvcache(**given)
+        assert out.isnan().all() if kind == "all" else out[1].isnan().all() and not out[0].isnan().any()
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
@@ -286,6 +288,20 @@ def test_compiled(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("layout", [dict(), dict(page_size=48), dict(indexed=True, room=30)], ids=str)
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("stored", [E4M3, E5M2])
+def test_many_rows_over_many_blocks(stored, head_dim, dtype, layout):
+    """Hopper's forward kernel widens them: tile after tile, and, for one sequence, with keys that are split."""
+    sizes = dict(seqlen_q=100, heads_q=4, heads_k=2, head_dim=head_dim, dtype=dtype)
+    for held in ((3000, 1, 0, 1500), (2500,)):
+        for kind in ("none", "heads"):
+            for options in (dict(), dict(window=(700, 0)), dict(causal=False, alibi="per head")):
+                check(Cached("blocks", held=held, **sizes, **layout, **options), "cuda", kind, stored)
+
+
+@pytest.mark.gpu
 def test_a_graph():
     case = Cached("graph", held=(100, 60), new=1, page_size=16, dtype=BF16, heads_q=8, heads_k=2, head_dim=128)
     given = in_8_bits(case.arguments("cuda"), "rows", E4M3)
@@ -305,6 +321,8 @@ def test_a_plan_names_the_kernel():
     given = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in given.items()}
     for gpu in ("H100", "A100"):
         assert "sm80_e5m2_d128" in flashtile.explain(q, k_cache, v_cache, device=gpu, **given)
+    many = q.expand(-1, 100, -1, -1)
+    assert "sm90_e5m2_d128" in flashtile.explain(many, k_cache, v_cache, device="H100", **given)
 
 
 def test_wrong_calls():
