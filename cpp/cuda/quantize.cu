@@ -262,10 +262,10 @@ __global__ void __launch_bounds__(RunLayout<Element, kHeadDim, kRows>::threads,
     }
     if (part.rotates) rotate_run<Layout::side>(x);
 
-    float largest = 0;
+    float most[4] = {};  // of every fourth element, so that none waits for the one before
 #pragma unroll
-    for (const float value : x) largest = fmaxf(largest, fabsf(value));  // which ignores NaN
-    largest = largest_of_all(largest);
+    for (int i = 0; i < kRun; ++i) most[i % 4] = fmaxf(most[i % 4], fabsf(x[i]));  // which ignores NaN
+    float largest = largest_of_all(fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])));
     if (largest == kInfinite) largest = largest_of_all(without_infinite(x));
     const Scale scale = Scale::of(largest);
     if (threadIdx.x == 0) store_descale(params, tile, scale.descale);
