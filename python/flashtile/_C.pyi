@@ -59,10 +59,20 @@ def check_options(function: str, options: _Options) -> None: ...  # raises what 
 def check_cache_options(function: str, options: _CacheOptions) -> None: ...
 def quantize(
     function: str,
-    x: Tensor,
-    numbers: Tensor,  # four of them in an int32
-    descale: Tensor,
+    tensors: tuple[Tensor, ...],  # queries, keys, values
+    numbers: tuple[Tensor, ...],  # four of them in an int32
+    descales: tuple[Tensor, ...],
     block: int,
+    rotates: bool,
+    signs: tuple[int, ...],
+) -> None: ...
+def quantize_ragged(
+    function: str,
+    x: Tensor,
+    begins: Tensor,
+    numbers: Tensor,  # four of them in an int32
+    descale: Tensor,  # zeros
+    largest: Tensor,  # zeros
     rotates: bool,
     signs: tuple[int, ...],
 ) -> None: ...

@@ -19,7 +19,7 @@ _FLAT = {  # what takes the parts of a jagged nested tensor
     "attention_varlen": "values(), with offsets().int() as cu_seqlens_q and cu_seqlens_k",
     "attention_kvcache": "values() as q, with offsets().int() as cu_seqlens_q",
     "combine": "values()",
-    "quantize": "a call for each tensor of unbind()",
+    "quantize": "values(), with offsets().int() as cu_seqlens_q and cu_seqlens_k",
 }
 
 

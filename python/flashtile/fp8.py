@@ -1,4 +1,4 @@
-"""Queries, keys and values as fp8 numbers (e4m3), each block of rows with a scale of its own.
+"""Queries, keys and values as fp8 numbers (e4m3), each block of rows, or each sequence, with a scale of its own.
 
 FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608, section 3.3) rounds them so: e4m3 has three bits of mantissa, and
 few large elements would leave the others of a tensor next to none. A scale for each block confines them to it, and a
@@ -8,7 +8,7 @@ random rotation of queries and keys, which leaves their products as they are, sp
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,17 @@ class Quantized(NamedTuple):
     v_descale: Tensor
 
 
-def quantize(q: Tensor, k: Tensor, v: Tensor, *, block: int = 128, rotate: bool = True, seed: int = 0) -> Quantized:
+def quantize(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block: int = 128,
+    rotate: bool = True,
+    seed: int = 0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> Quantized:
     """Rounds queries, keys and values to fp8.
 
     Each block of ``block`` neighbouring rows of a head is divided by its descale, its largest magnitude over 448, the
@@ -46,27 +56,37 @@ def quantize(q: Tensor, k: Tensor, v: Tensor, *, block: int = 128, rotate: bool 
 
         rotated = (x * signs) @ H / sqrt(p),  numbers = e4m3(rotated / descale)
 
+    With ``cu_seqlens_q`` and ``cu_seqlens_k`` the batch is ragged, as that of :func:`flashtile.attention_varlen`, which
+    takes a descale for each sequence and head: the rows of a sequence are one block. A GPU reads them twice then.
+
     Args:
-        q: (B, S_q, H_q, D), float16 or bfloat16, on the CPU also float32; D is a multiple of 8 up to 256.
-        k: (B, S_k, H_k, D), of q's dtype and device.
-        v: (B, S_k, H_k, D_v), likewise; never rotated.
-        block: 64 or 128 rows.
+        q: (B, S_q, H_q, D), float16 or bfloat16, on the CPU also float32; D is a multiple of 8 up to 256. Of a ragged
+            batch (T_q, H_q, D).
+        k: (B, S_k, H_k, D) or (T_k, H_k, D), of q's dtype and device.
+        v: (B, S_k, H_k, D_v) or (T_k, H_k, D_v), likewise; never rotated.
+        block: 64 or 128 rows, of a dense batch.
         rotate: whether to rotate q and k. H is the Hadamard matrix of side p, the largest power of two that divides D;
             where p < D, it multiplies each p neighbouring elements by themselves. Rotary embeddings come before that.
         seed: of the signs, 1 or -1 for each of D elements: an integer of 64 bits. Queries meet keys that
             were rotated with the same seed.
+        cu_seqlens_q: (B + 1), int32, contiguous, on q's device: where each sequence of queries begins, and where the
+            last one ends. Starts at 0, never decreases, ends at T_q or before. Sequences may be empty, B may be 0.
+        cu_seqlens_k: (B + 1), the same for keys and values. Given with cu_seqlens_q, or not at all.
 
     Returns:
         Quantized(q, k, v, q_descale, k_descale, v_descale): contiguous numbers, float8_e4m3fn, of the given shapes, and
-        for each block its descale, float32: (B, H_q, ceil(S_q / block)) for q, (B, H_k, ceil(S_k / block)) for k and v.
-        The same bits on every device, but for the sign of NaN.
+        for each block its descale, float32: (B, H_q, ceil(S_q / block)) for q, (B, H_k, ceil(S_k / block)) for k and v;
+        of a ragged batch (B, H_q) and (B, H_k). The same bits on every device, but for the sign of NaN.
 
-        A block of zeros has descale 0. NaN stays NaN and an infinite element becomes NaN, with a rotation each time
-        with the p elements around it; neither counts for the descale. There are no gradients.
+        A block of zeros has descale 0, and so has an empty sequence. NaN stays NaN and an infinite element becomes NaN,
+        with a rotation each time with the p elements around it; neither counts for the descale. Rows behind the last
+        sequence are not looked at: their numbers are 0. There are no gradients.
 
     Raises:
         TypeError: an argument is no dense tensor, or of another dtype.
-        ValueError: shapes, devices or ``block`` break the rules above.
+        ValueError: shapes, devices, strides of cu_seqlens or ``block`` break the rules above; on the CPU also what
+            cu_seqlens hold. On CUDA the host does not read them: values that break the rules give unspecified results
+            there, but nothing outside the tensors is read or written.
         NotImplementedError: D or D_v is no multiple of 8, or above 256.
 
     Example:
@@ -79,27 +99,39 @@ def quantize(q: Tensor, k: Tensor, v: Tensor, *, block: int = 128, rotate: bool 
         >>> error = fp8.dequantize(x.v, x.v_descale) - v
         >>> bool(error.abs().max() <= v.abs().max() / 16)
         True
+        >>> cu_seqlens = torch.tensor([0, 150, 200], dtype=torch.int32)
+        >>> x = fp8.quantize(q[0], k[0], v[0], cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+        >>> x.q.shape, x.q_descale.shape
+        (torch.Size([200, 4, 64]), torch.Size([2, 4]))
 
     Source: FlashAttention-3 (arXiv:2407.08608), section 3.3; the rotation is that of QuIP (Chee et al. 2023,
     arXiv:2307.13304).
     """
-    _check(q, k, v, block)
-    of = torch.ops.flashtile.quantize if is_compiling() else _quantize
-    seeds = (seed, seed, None) if rotate else (None,) * 3
-    results = [of(x.detach(), block, of_x) for x, of_x in zip((q, k, v), seeds, strict=True)]
-    numbers, descales = zip(*results, strict=True)
+    ragged = cu_seqlens_q is not None or cu_seqlens_k is not None
+    _check(q, k, v, block, ragged)
+    q, k, v = (x.detach() for x in (q, k, v))
+    of_q_and_k = seed if rotate else None
+    if not ragged:
+        of = torch.ops.flashtile.quantize if is_compiling() else _quantize
+        return Quantized(*of(q, k, v, block, of_q_and_k))
+    begins = _check_begins(q, cu_seqlens_q, cu_seqlens_k)
+    of_one = torch.ops.flashtile.quantize_ragged if is_compiling() else _quantize_ragged
+    given = zip((q, k, v), begins, "qkk", (of_q_and_k, of_q_and_k, None), strict=True)
+    numbers, descales = zip(*(of_one(*arguments) for arguments in given), strict=True)
     return Quantized(*numbers, *descales)
 
 
-def dequantize(x: Tensor, descale: Tensor) -> Tensor:
+def dequantize(x: Tensor, descale: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
     """The numbers that :func:`quantize` rounded to, float32 and of x's shape; q and k stay rotated.
 
     Args:
-        x: (B, S, H, D), float8_e4m3fn.
-        descale: (B, H, ceil(S / block)), float32. The number of blocks says how long they are.
+        x: (B, S, H, D), float8_e4m3fn; of a ragged batch (T, H, D).
+        descale: (B, H, ceil(S / block)), float32. The number of blocks says how long they are. Of a ragged batch
+            (B, H).
+        cu_seqlens: (B + 1), int32: where the sequences of a ragged batch begin, and where the last one ends.
 
     Raises:
-        ValueError: x has another shape, or descale does not fit it for any block of 64 or 128 rows.
+        ValueError: x has another shape, or descale does not fit it, for any block of 64 or 128 rows.
 
     Example:
         >>> import torch
@@ -109,19 +141,28 @@ def dequantize(x: Tensor, descale: Tensor) -> Tensor:
         >>> torch.equal(fp8.dequantize(x.q, x.q_descale), ones)
         True
     """
-    if x.dim() != 4:
-        raise ValueError(f"dequantize: x has shape {tuple(x.shape)}, expected (B, S, H, D)")
+    _check_rank("dequantize", "x", x, cu_seqlens is not None)
+    if cu_seqlens is not None:
+        shape = cu_seqlens.numel() - 1, x.shape[1]
+        if descale.shape != shape:
+            raise ValueError(f"dequantize: descale has shape {tuple(descale.shape)}, expected {shape} = (B, H)")
+        return dequantized(x, descale, cu_seqlens)
     if all(descale.shape != _shape_of_descale(x, block) for block in BLOCKS):
         expected = " or ".join(str(_shape_of_descale(x, block)) for block in BLOCKS)
         raise ValueError(f"dequantize: descale has shape {tuple(descale.shape)}, expected {expected}")
     return dequantized(x, descale)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, block: int) -> None:
+def _check_rank(function: str, name: str, x: Tensor, ragged: bool) -> None:
+    if x.dim() != (3 if ragged else 4):
+        expected = "(T, H, D)" if ragged else "(B, S, H, D)"
+        raise ValueError(f"{function}: {name} has shape {tuple(x.shape)}, expected {expected}")
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, block: int, ragged: bool) -> None:
     require_tensors(_FUNCTION, q=q, k=k, v=v)
     for name, x in dict(q=q, k=k, v=v).items():
-        if x.dim() != 4:
-            raise ValueError(f"{_FUNCTION}: {name} has shape {tuple(x.shape)}, expected (B, S, H, D)")
+        _check_rank(_FUNCTION, name, x, ragged)
         dtypes = DTYPES.get(x.device.type, ())
         if x.dtype not in dtypes:
             expected = " or ".join(str(dtype) for dtype in dtypes) or "a tensor on the CPU or a CUDA device"
@@ -132,12 +173,32 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block: int) -> None:
             raise NotImplementedError(
                 f"{_FUNCTION}: {name} has head dimension {x.shape[-1]}, expected a multiple of 8 up to {WIDEST}"
             )
-    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
-        raise ValueError(f"{_FUNCTION}: k has shape {tuple(k.shape)}, expected B and D of q, {tuple(q.shape)}")
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"{_FUNCTION}: v has shape {tuple(v.shape)}, expected (B, S_k, H_k) of k, {tuple(k.shape)}")
+    if q.shape[-1] != k.shape[-1] or not (ragged or q.shape[0] == k.shape[0]):
+        names = "D" if ragged else "B and D"
+        raise ValueError(f"{_FUNCTION}: k has shape {tuple(k.shape)}, expected {names} of q, {tuple(q.shape)}")
+    if k.shape[:-1] != v.shape[:-1]:
+        names = "(T_k, H_k)" if ragged else "(B, S_k, H_k)"
+        raise ValueError(f"{_FUNCTION}: v has shape {tuple(v.shape)}, expected {names} of k, {tuple(k.shape)}")
     if block not in BLOCKS:
         raise ValueError(f"{_FUNCTION}: block is {block!r}, expected {' or '.join(map(str, BLOCKS))}")
+
+
+def _check_begins(q: Tensor, of_q: Any, of_k: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of q, k and v. Their numbers are checked where they are at hand."""
+    given = dict(cu_seqlens_q=of_q, cu_seqlens_k=of_k)
+    require_tensors(_FUNCTION, **given)
+    for name, begins in given.items():
+        shape, fits = tuple(begins.shape), begins.dim() == 1 and begins.numel() > 0
+        if not fits or begins.numel() != of_q.numel():
+            expected = "(B + 1)" if not fits else f"{tuple(of_q.shape)} = (B + 1)"
+            raise ValueError(f"{_FUNCTION}: {name} has shape {shape}, expected {expected}")
+        if begins.dtype != torch.int32:
+            raise TypeError(f"{_FUNCTION}: {name} has dtype {begins.dtype}, expected torch.int32")
+        if begins.device != q.device:
+            raise ValueError(f"{_FUNCTION}: {name} is on {begins.device}, expected {q.device}, as q")
+        if not begins.is_contiguous():
+            raise ValueError(f"{_FUNCTION}: {name} has strides {begins.stride()}, expected a contiguous tensor")
+    return of_q, of_k, of_k
 
 
 def _shape_of_descale(x: Tensor, block: int) -> tuple[int, int, int]:
@@ -145,29 +206,92 @@ def _shape_of_descale(x: Tensor, block: int) -> tuple[int, int, int]:
     return batch, heads, (rows + block - 1) // block
 
 
-def _new_results(x: Tensor, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=E4M3), x.new_empty(_shape_of_descale(x, block), dtype=torch.float32)
+def _new_results(q: Tensor, k: Tensor, v: Tensor, block: int, seed: int | None) -> tuple[Tensor, ...]:
+    numbers = (x.new_empty(x.shape, dtype=E4M3) for x in (q, k, v))
+    return *numbers, *(x.new_empty(_shape_of_descale(x, block), dtype=torch.float32) for x in (q, k, v))
 
 
-def _quantize(x: Tensor, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
-    """(numbers, descale), rotated by the signs of the seed if there is one."""
-    if not x.is_cuda:
-        return _by_torch(x, block, seed)
-    batch, rows, heads, head_dim = x.shape
-    four = x.new_empty((batch, rows, heads, head_dim // 4), dtype=torch.int32)  # DLPack knows no e4m3
-    descale = x.new_empty(_shape_of_descale(x, block), dtype=torch.float32)
-    rest = (four, descale, block, seed is not None, _signs(seed))
+def _new_ragged_results(x: Tensor, begins: Tensor, side: str, seed: int | None) -> tuple[Tensor, Tensor]:
+    shape = begins.shape[0] - 1, x.shape[1]
+    return x.new_empty(x.shape, dtype=E4M3), x.new_empty(shape, dtype=torch.float32)
+
+
+def _quantize(q: Tensor, k: Tensor, v: Tensor, block: int, seed: int | None) -> tuple[Tensor, ...]:
+    """Numbers and descales, those of q and k rotated by the signs of the seed if there is one."""
+    tensors = q, k, v
+    if not q.is_cuda:
+        results = [_by_torch(x, block, of_x) for x, of_x in zip(tensors, (seed, seed, None), strict=True)]
+        numbers, descales = zip(*results, strict=True)
+        return *numbers, *descales
+    fours = tuple(_four(x) for x in tensors)
+    descales = tuple(x.new_empty(_shape_of_descale(x, block), dtype=torch.float32) for x in tensors)
+    rest = (fours, descales, block, seed is not None, _signs(seed))
     try:
-        _C.quantize(_FUNCTION, x, *rest)
+        _C.quantize(_FUNCTION, tensors, *rest)
     except _C.Unreadable:
-        _C.quantize(_FUNCTION, readable(x), *rest)
+        _C.quantize(_FUNCTION, (readable(q), readable(k), readable(v)), *rest)
+    return *(four.view(E4M3) for four in fours), *descales
+
+
+def _quantize_ragged(x: Tensor, begins: Tensor, side: str, seed: int | None) -> tuple[Tensor, Tensor]:
+    """(numbers, descale) of the queries or the keys of a ragged batch, as `side` says."""
+    if not x.is_cuda:
+        return _ragged_by_torch(x, begins, side, seed)
+    four, shape = _four(x), (begins.shape[0] - 1, x.shape[1])
+    descale, largest = x.new_zeros(shape, dtype=torch.float32), x.new_zeros(shape, dtype=torch.int32)
+    rest = (begins, four, descale, largest, seed is not None, _signs(seed))
+    try:
+        _C.quantize_ragged(_FUNCTION, x, *rest)
+    except _C.Unreadable:
+        _C.quantize_ragged(_FUNCTION, readable(x), *rest)
     return four.view(E4M3), descale
+
+
+def _four(x: Tensor) -> Tensor:
+    """Memory for x's numbers, four in each int32: DLPack knows no e4m3."""
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 4), dtype=torch.int32)
 
 
 def _by_torch(x: Tensor, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
     """The same by operators of PyTorch: what the kernel computes, in its order, so to the same bits."""
-    (batch, heads, blocks), rows, head_dim = _shape_of_descale(x, block), x.shape[1], x.shape[3]
-    x, side = x.float(), 1
+    (batch, heads, blocks), rows = _shape_of_descale(x, block), x.shape[1]
+    x, of_rotation = _rotated(x, seed)
+    of_blocks = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, blocks * block - rows)).unflatten(1, (blocks, block))
+    largest = _magnitudes(of_blocks).amax((2, 4)) if x.numel() else x.new_zeros(batch, blocks, heads)
+    descale, scale = _scales(largest)
+    numbers = (of_blocks * scale[:, :, None, :, None]).flatten(1, 2)[:, :rows].to(E4M3)
+    return numbers.contiguous(), (descale * of_rotation).transpose(1, 2).contiguous()
+
+
+def _ragged_by_torch(x: Tensor, begins: Tensor, side: str, seed: int | None) -> tuple[Tensor, Tensor]:
+    _check_numbers(f"cu_seqlens_{side}", begins, x.shape[0], f"T_{side}")
+    lengths, heads = begins.diff().long(), x.shape[1]
+    numbers = x.new_zeros(x.shape, dtype=torch.float32)
+    sequence = torch.repeat_interleave(lengths)
+    x, of_rotation = _rotated(x[: len(sequence)], seed)
+    largest = x.new_zeros(len(lengths), heads)
+    largest.scatter_reduce_(0, sequence[:, None].expand(-1, heads), _magnitudes(x).amax(-1), "amax")
+    descale, scale = _scales(largest)
+    numbers[: len(sequence)] = x * scale[sequence, :, None]
+    return numbers.to(E4M3), descale * of_rotation
+
+
+def _check_numbers(name: str, begins: Tensor, rows: int, rows_name: str) -> None:
+    before = 0
+    for i, begin in enumerate(begins.tolist()):
+        found = f"{_FUNCTION}: {name} has {begin} at index {i}"
+        if i == 0 and begin != 0:
+            raise ValueError(f"{found}, expected 0")
+        if begin < before:
+            raise ValueError(f"{found}, expected at least {before}")
+        if begin > rows:
+            raise ValueError(f"{found}, expected at most {rows} = {rows_name}")
+        before = begin
+
+
+def _rotated(x: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
+    """x in float32 without what is infinite, rotated but for a factor, and that factor."""
+    x, side, head_dim = x.float(), 1, x.shape[-1]
     if seed is not None:
         signs = torch.tensor([word >> bit & 1 for word in _signs(seed) for bit in range(_WORD)][:head_dim])
         x, side = x * (1.0 - 2.0 * signs), head_dim & -head_dim
@@ -176,18 +300,17 @@ def _by_torch(x: Tensor, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
             a, b = x.unflatten(-1, (head_dim // (2 * bit), 2, bit)).unbind(-2)
             x = torch.stack((a + b, a - b), -2).flatten(-3)
             bit *= 2
-    x = torch.where(x.isfinite(), x, math.nan)
-    of_blocks = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, blocks * block - rows)).unflatten(1, (blocks, block))
-    largest = (
-        torch.where(of_blocks.isnan(), 0.0, of_blocks.abs()).amax((2, 4))
-        if x.numel()
-        else x.new_zeros(batch, blocks, heads)
-    )
+    return torch.where(x.isfinite(), x, math.nan), torch.tensor(side, dtype=torch.float32).sqrt().reciprocal()
+
+
+def _magnitudes(x: Tensor) -> Tensor:
+    return torch.where(x.isnan(), 0.0, x.abs())
+
+
+def _scales(largest: Tensor) -> tuple[Tensor, Tensor]:
+    """(descale, its inverse) of blocks with these largest magnitudes."""
     descale = torch.where(largest == 0, 0.0, (largest / _LARGEST).clamp_min(_LEAST))
-    scale = torch.where(largest == 0, 0.0, 1 / descale)[:, :, None, :, None]
-    numbers = (of_blocks * scale).flatten(1, 2)[:, :rows].to(E4M3)
-    of_rotation = torch.tensor(side, dtype=torch.float32).sqrt().reciprocal()
-    return numbers.contiguous(), (descale * of_rotation).transpose(1, 2).contiguous()
+    return descale, torch.where(largest == 0, 0.0, 1 / descale)
 
 
 def _signs(seed: int | None) -> tuple[int, ...]:
@@ -202,4 +325,17 @@ def _mixed(x: int) -> int:
     return x ^ x >> 31
 
 
-define("quantize", "Tensor x, int block, int? seed", "(Tensor numbers, Tensor descale)", _quantize, _new_results)
+define(
+    "quantize",
+    "Tensor q, Tensor k, Tensor v, int block, int? seed",
+    "(Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale)",
+    _quantize,
+    _new_results,
+)
+define(
+    "quantize_ragged",
+    "Tensor x, Tensor begins, str side, int? seed",
+    "(Tensor numbers, Tensor descale)",
+    _quantize_ragged,
+    _new_ragged_results,
+)

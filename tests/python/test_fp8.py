@@ -227,7 +227,7 @@ GOOD = torch.zeros(1, 4, 2, 64)
         (
             dict(q=torch.nested.nested_tensor([GOOD[0]], layout=torch.jagged)),
             NotImplementedError,
-            "quantize: q is a nested tensor, expected a dense one; nearest supported: a call for each tensor",
+            r"quantize: q is a nested tensor, expected a dense one; nearest supported: values\(\), with offsets",
         ),
         (dict(k=GOOD[0]), ValueError, r"quantize: k has shape \(4, 2, 64\), expected \(B, S, H, D\)"),
         (dict(v=GOOD.double()), TypeError, "quantize: v has dtype torch.float64 on cpu, expected torch.float32 or"),
