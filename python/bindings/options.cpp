@@ -39,7 +39,7 @@ std::int64_t to_int64(const char* function, const char* name, nb::handle object,
 }
 
 std::optional<std::int64_t> to_distance(const char* function, const char* name, nb::handle object) {
-  if (object.is_none()) return DType::kOther;
+  if (object.is_none()) return std::nullopt;
   return to_int64(function, name, object, "an int or None");
 }
 
