@@ -41,7 +41,7 @@ FILES = {
     "mainloop/forward_sm90": [
         {"storage"},
         {"fragments", "descaled_weights", "long_sums"},
-        {"scheduler", "producer", "transposer", "consumer"},
+        {"scheduler", "producer", "transposer", "widener", "consumer"},
     ],
     "mainloop/backward_one_pass_sm90": [{"storage"}, {"scheduler"}, {"producer", "consumer", "writer"}],
     "kernel/kvcache_sm80": [{"scores", "shares"}, {"source", "joining"}],
