@@ -33,7 +33,7 @@ constexpr int kRowsOfOneTile = 64;
 // The forward kernel that widens them itself does so for each tile of rows, and takes longer than that for 16 bits: 1.4
 // times as long at D256, 1.1 times at D128. A kernel ahead widens them once for all rows, and pays from so many rows of
 // a KV head on that see a key. Of float16 queries keys take a fourth of the instructions.
-constexpr int kRowsOfWidening = 2048;
+constexpr int kRowsOfWidening = 1536;
 constexpr int kRowsOfWideningHalves = 8192;  // at D128, of float16
 constexpr int kRowsOfWideningWide = 640;     // above D128
 
