@@ -360,7 +360,7 @@ TEST(Registry, TilesOfE4M3FitIntoSharedMemory) {
     EXPECT_LE(memory.bytes, 227 * 1024) << name_of(row.variant);
     ++rows;
   }
-  EXPECT_EQ(rows, built_with_cuda() ? 3 : 0);
+  EXPECT_EQ(rows, 5);
 }
 
 }  // namespace

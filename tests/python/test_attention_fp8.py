@@ -326,8 +326,10 @@ def test_compiled(ragged, device):
 
 
 def test_a_plan_names_the_kernel():
-    for widths, rows in (((64, 64), "m192_n128"), ((128, 96), "m192_n64"), ((256, 16), "m128_n64")):
-        x = quantized(widths=widths)
+    tall = (((64, 64), "m192_n128"), ((128, 96), "m192_n64"), ((256, 16), "m128_n64"))
+    short = (((64, 64), "m128_n128"), ((128, 96), "m128_n128"))  # tiles of 192 rows would be idle in part
+    for length, (widths, rows) in [*((2304, each) for each in tall), *((100, each) for each in short)]:
+        x = quantized(rows=(length, length), widths=widths)
         plan = flashtile.explain(*(y.to("meta") for y in (x.q, x.k, x.v)), device="H100")
         assert "float8_e4m3fn" in plan and f"sm90_e4m3_d{widths[0]}" in plan and rows in plan
 
