@@ -194,9 +194,9 @@ def test_nan_numbers_and_rows_that_see_nothing(device):
     assert (out[:, :100] == 0).all() and (lse[:, :, :100] == -math.inf).all()
     assert distance(out, exact(x, causal=True)[0]) < TOLERANCE
     v = x.v.float()
-    v[:, 150, 0, 3] = math.nan
+    v[:, 150, 0, 3] = math.nan  # rows that share a tile of up to 192 with one that sees it may become NaN, too
     out = flashtile.attention(x.q, x.k, v.to(E4M3), **descales(x), causal=True)
-    assert out[:, 250:, :2, 3].isnan().all() and not out[:, :192].isnan().any() and not out[:, :, 2:].isnan().any()
+    assert out[:, 250:, :2, 3].isnan().all() and not out[:, :128].isnan().any() and not out[:, :, 2:].isnan().any()
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
