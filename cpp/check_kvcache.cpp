@@ -347,7 +347,7 @@ KvcacheProblem check_kvcache(const char* function, const KvcacheTensors& t, cons
   check_descales(k_descale, t.k_cache, cache);
   check_descales(v_descale, t.v_cache, cache);
   check_descales_of_rows(k_descale, v_descale, cache);
-  cache.descales_of_rows = t.k_descale.rank == 3;
+  cache.descales_of_rows = CacheDescales::of(t.k_descale).of_rows;
   check_table({function, "cache_seqlens", "(B)", t.cache_seqlens}, p.batch, p.device);
   if (t.leftpad.given()) check_table({function, "leftpad", "(B)", t.leftpad}, p.batch, p.device);
   if (p.ragged) {
