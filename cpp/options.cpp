@@ -25,6 +25,18 @@ float finite(const char* function, const char* name, double value) {
   return narrowed;
 }
 
+/// Where a call lies is told by flashtile itself, not by users, so one message serves for all that may be wrong.
+void check_place(const char* function, const Options& options, Problem& problem) {
+  const Place& first = options.first;
+  if (first.batch < 0 || first.head < 0 || first.row < 0 || first.column < 0 || std::abs(options.ahead) > (1 << 30))
+    refuse<InvalidArgument>(function, "place", "has a negative number", "places in a larger call");
+  if (options.dropout_p > 0 && (first.row % 16 != 0 || first.column % 16 != 0))
+    refuse<InvalidArgument>(function, "place",
+                            "is row " + std::to_string(first.row) + ", column " + std::to_string(first.column),
+                            "multiples of 16, as there is dropout");
+  problem.ahead = options.ahead;
+}
+
 std::string mask_string(const Band& band) {
   const auto side = [](int distance) {
     return distance == Band::kUnbounded ? std::string("None") : std::to_string(distance);
@@ -48,7 +60,8 @@ void check_options(const char* function, const Options& options, Problem& proble
   if (!(options.dropout_p >= 0 && options.dropout_p < 1))
     refuse<InvalidArgument>(function, "dropout_p", "is " + number_string(options.dropout_p),
                             "a probability of at least 0 and below 1");
-  problem.dropout = Dropout::of(options.dropout_p, options.seed);
+  check_place(function, options, problem);
+  problem.dropout = Dropout::of(options.dropout_p, options.seed, options.first);
   problem.deterministic = options.deterministic.value_or(false);
 }
 
@@ -58,7 +71,7 @@ std::string options_string(const Problem& p) {
     text += ", column mask (" + std::to_string(p.masked_entries) + ", " + std::to_string(p.masks_of_entry) + ")";
   text += ", scale " + number_string(p.scale);
   if (p.softcap > 0) text += ", softcap " + number_string(p.softcap);
-  if (p.alibi) text += ", ALiBi";
+  if (p.alibi) text += p.ahead == 0 ? ", ALiBi" : ", ALiBi " + std::to_string(p.ahead) + " ahead";
   if (p.sinks) text += ", sinks";
   if (p.dropout.active()) text += ", dropout " + number_string(1 - 1 / p.dropout.scale);
   if (p.deterministic) text += ", deterministic";

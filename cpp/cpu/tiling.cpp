@@ -55,7 +55,7 @@ Tile make_tile(const Problem& problem, const Sizes& sizes, const TileRows& rows,
   const Lengths lengths = rows.lengths;
   Tile tile{rows.queries.end - rows.queries.begin,
             rows.keys.end - rows.keys.begin,
-            rows.keys.begin - lengths.diagonal(rows.heads.query(rows.queries.begin)),
+            rows.keys.begin - problem.mask().origin(rows.heads.query(rows.queries.begin), lengths),
             {},
             buffers.dropout};
   if (problem.dropout.active()) fill_dropout(buffers.dropout, problem.dropout, rows, sizes.tile_m);

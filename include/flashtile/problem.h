@@ -24,6 +24,10 @@ struct Options {
   double dropout_p = 0;                      // 0: none
   std::uint64_t seed = 0;                    // seed of dropout's random numbers
   std::optional<bool> deterministic;         // whether a backward gives the same bits in every run; unset: false
+  // Where the call lies in a larger one, of which it is a part: the element from which dropout counts, and how far
+  // ALiBi's diagonal is ahead (see Mask).
+  Place first;
+  int ahead = 0;
   // `fp8` says that float32 numbers stand for e4m3 ones (see Problem), out_dtype is kOther where none is given.
   bool fp8 = false;
   DType out_dtype = DType::kOther;
@@ -107,6 +111,7 @@ struct Problem {
   DType dtype = DType::kOther;
   Device device;
   Band band;
+  int ahead = 0;           // see Mask
   int masks_of_entry = 0;  // heads of the column mask, 0: there is none,
   int masked_entries = 0;  // and the batch entries that it tells apart: all, or 1
   float scale = 0;
@@ -121,7 +126,7 @@ struct Problem {
   DType out_dtype = DType::kOther;
 
   Lengths lengths() const { return {seqlen_q, seqlen_k}; }
-  Mask mask() const { return {band}; }
+  Mask mask() const { return {band, ahead}; }
   bool column_masked() const { return masks_of_entry > 0; }
   ScoreMap score_map() const { return ScoreMap::of(scale, softcap, alibi); }
   int group() const { return heads_q / heads_k; }  // query heads per KV head

@@ -23,7 +23,7 @@ constexpr Names kDense = {"attention", "attention backward"};
 constexpr Names kRagged = {"attention_varlen", "attention_varlen backward"};
 
 const Names& names_of(const nb::tuple& options) {
-  const bool ragged = nb::len(options) == kOptionCount && !option_of(options, kSequences).is_none();
+  const bool ragged = nb::len(options) >= kOptionCount && !option_of(options, kSequences).is_none();
   return ragged ? kRagged : kDense;
 }
 
@@ -52,7 +52,7 @@ void view_fp8(const char* function, handle fp8, Given& given) {
 }
 
 Given to_given(const char* function, handle q, handle k, handle v, const nb::tuple& options) {
-  check_count(function, options, kOptionCount, "options");
+  check_count(function, options, nb::len(options) > kOptionCount ? kPlace + 1 : kOptionCount, "options");
   Given given;
   const handle fp8 = option_of(options, kFp8);
   given.tensors.q = tensor_view(function, "q", q, fp8.is_none() ? kFloats : kE4M3);
@@ -65,6 +65,7 @@ Given to_given(const char* function, handle q, handle k, handle v, const nb::tup
   const handle sequences = option_of(options, kSequences);
   if (!sequences.is_none()) view_sequences(function, sequences, given.tensors);
   given.options = to_options(function, options);
+  to_place(function, options, given.options);
   if (!fp8.is_none()) view_fp8(function, fp8, given);
   return given;
 }

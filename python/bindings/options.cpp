@@ -1,5 +1,6 @@
 #include "options.h"
 
+#include <iterator>
 #include <limits>
 #include <string>
 
@@ -120,6 +121,16 @@ KvcacheOptions to_cache_options(const char* function, const nb::tuple& given) {
 
 bool returns_lse(const char* function, const nb::tuple& given) {
   return to_bool(function, "return_lse", option_of(given, kReturnLse), "True or False");
+}
+
+void to_place(const char* function, const nb::tuple& given, Options& options) {
+  if (nb::len(given) == kPlace) return;
+  const nb::handle place = option_of(given, kPlace);
+  int* const values[] = {&options.first.batch, &options.first.head, &options.first.row, &options.first.column,
+                         &options.ahead};
+  check_count(function, place, std::size(values), "places");
+  for (std::size_t i = 0; i < std::size(values); ++i)
+    *values[i] = static_cast<int>(to_int64(function, "place", option_of(nb::borrow<nb::tuple>(place), i), "ints"));
 }
 
 DType to_out_dtype(const char* function, nb::handle object) {

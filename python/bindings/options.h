@@ -23,10 +23,10 @@ constexpr std::size_t count_of() {
 
 /// These are the options' indices in the tuple. It begins with three tensors. The fields of Options or KvcacheOptions
 /// follow, and behind them, for attention, a tuple of tables, or None for a dense batch, and one of what only e4m3
-/// numbers have, or None.
+/// numbers have, or None. A tuple that says where the call lies in a larger one may be last.
 inline constexpr std::size_t kAlibiSlopes = 0, kSinks = 1, kMask = 2, kFirstValue = 3;
 inline constexpr std::size_t kSequences = kFirstValue + count_of<Options>(), kFp8 = kSequences + 1;
-inline constexpr std::size_t kOptionCount = kFp8 + 1;
+inline constexpr std::size_t kOptionCount = kFp8 + 1, kPlace = kOptionCount;  // the last may be left out
 inline constexpr std::size_t kReturnLse = kFirstValue + count_of<KvcacheOptions>(), kCacheOptionCount = kReturnLse + 1;
 
 inline nb::handle option_of(const nb::tuple& options, std::size_t place) {
@@ -41,6 +41,8 @@ std::string described(nb::handle object);
 Options to_options(const char* function, const nb::tuple& options);
 KvcacheOptions to_cache_options(const char* function, const nb::tuple& options);
 bool returns_lse(const char* function, const nb::tuple& cache_options);
+/// Reads the tuple of ints (batch, head, row, column, ahead) that says where a call lies, if it is there.
+void to_place(const char* function, const nb::tuple& options, Options& read);
 /// Returns kOther for None.
 DType to_out_dtype(const char* function, nb::handle object);
 

@@ -205,12 +205,12 @@ struct ScoreTile {
     }
   }
 
-  /// Returns how far the first column of row r is behind the row's diagonal. It is converted once for a row, since a
-  /// conversion takes as long as an exponential.
+  /// Returns how far the first column of row r is behind the one from which ALiBi counts. It is converted once for a
+  /// row, since a conversion takes as long as an exponential.
   template <class Coord>
   CUTE_DEVICE float distance_of_first(Coord const& coord, int r, int first_column) const {
     using namespace cute;
-    return float(first_column + get<1>(coord(r, 0)) - lengths.diagonal(first_row + get<0>(coord(r, 0))));
+    return float(first_column + get<1>(coord(r, 0)) - params.mask.origin(first_row + get<0>(coord(r, 0)), lengths));
   }
 
   /// Returns the derivative of the cap at a score that cap() made, or 0 if mask() hid it after that.

@@ -12,15 +12,21 @@ namespace flashtile {
 /// Mask is all that hides scores. It is a value, which kernels take as a parameter.
 struct Mask {
   Band band;
+  // ALiBi counts from a diagonal that is so many columns ahead of the one on which the last row meets the last column:
+  // not 0 where rows and columns are parts of a longer sequence, whose bands are told to `band` as they lie here.
+  int ahead = 0;
 
   /// Returns the columns that `row` sees.
   FLASHTILE_HOST_DEVICE Range columns(int row, Lengths n) const { return band.columns(row, n); }
+
+  /// Returns the column from which ALiBi counts the distances of `row`.
+  FLASHTILE_HOST_DEVICE int origin(int row, Lengths n) const { return n.diagonal(row) + ahead; }
 
   /// Returns whether every row sees every column.
   FLASHTILE_HOST_DEVICE bool shows_all() const { return band == Band::full(); }
 
   /// Returns the mask of the same (row, column) pairs with rows and columns exchanged, for Lengths::transposed().
-  FLASHTILE_HOST_DEVICE Mask transposed() const { return {band.transposed()}; }
+  FLASHTILE_HOST_DEVICE Mask transposed() const { return {band.transposed(), -ahead}; }
 
   /// Returns the walk of `rows`, a part of [0, n.q), over blocks of `width` columns.
   ///

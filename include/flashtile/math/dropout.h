@@ -57,6 +57,14 @@ struct BytesAtLeast {
   }
 };
 
+/// A place is where an element of the scores lies in a larger call, of which this one is a part.
+struct Place {
+  int batch = 0, head = 0;
+  int row = 0, column = 0;  // multiples of 16
+
+  bool operator==(const Place&) const = default;
+};
+
 /// Dropout removes a weight where its random byte is below `drop_below`, and multiplies the others with `scale`.
 ///
 /// Sixteen elements whose rows and columns differ in bits 0 and 3 alone share the words of one Philox, a byte each. A
@@ -69,13 +77,14 @@ struct Dropout {
   std::uint64_t seed = 0;
   std::uint32_t drop_below = 0;  // 0 removes none
   float scale = 1;
+  Place first;  // of the call's first element, if it is a part of a larger one
 
   /// Removes each weight with `probability`, in [0, 1), which is rounded to the nearest multiple of 1/256; but what is
   /// above 0 remains so, and below 1.
-  static Dropout of(double probability, std::uint64_t seed) {
+  static Dropout of(double probability, std::uint64_t seed, Place first = {}) {
     if (!(probability > 0)) return {};
     const double bytes = std::fmin(std::fmax(std::round(probability * 256), 1), 255);
-    return {seed, static_cast<std::uint32_t>(bytes), static_cast<float>(256 / (256 - bytes))};
+    return {seed, static_cast<std::uint32_t>(bytes), static_cast<float>(256 / (256 - bytes)), first};
   }
 
   FLASHTILE_HOST_DEVICE bool active() const { return drop_below != 0; }
@@ -85,8 +94,9 @@ struct Dropout {
 
   /// Returns the words that query row `row` and key `column` share with fifteen other elements.
   FLASHTILE_HOST_DEVICE Philox words(int batch, int head, int row, int column) const {
-    return Philox::of<kRounds>(std::uint32_t(row & ~kShared), std::uint32_t(column & ~kShared), std::uint32_t(head),
-                               std::uint32_t(batch), seed);
+    return Philox::of<kRounds>(std::uint32_t(first.row + (row & ~kShared)),
+                               std::uint32_t(first.column + (column & ~kShared)), std::uint32_t(first.head + head),
+                               std::uint32_t(first.batch + batch), seed);
   }
   /// Returns the index of an element's word among these, and of its byte in the word, the lowest being 0.
   FLASHTILE_HOST_DEVICE static constexpr int word_of(int row, int column) { return (row & 1) + 2 * (column & 1); }

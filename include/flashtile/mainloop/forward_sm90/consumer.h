@@ -253,13 +253,15 @@ class ForwardConsumerSm90 {
     if (map.capped == map.stretched || drops || walk.is_edge(n_block) || walk.blocks() < kFewBlocks) return step;
     if (map.capped) return map.near > 0 ? walk.interior.end : step;
     if (!Mainloop::kStretchesInOne) return step;
-    const int end = behind_diagonal(n_block) ? walk.interior.end : min((diagonal_of(0) + 1) / kN, walk.interior.end);
+    const int end = behind_origin(n_block) ? walk.interior.end : min((origin_of(0) + 1) / kN, walk.interior.end);
     return min(step + end - n_block, walk.end());
   }
-  /// Returns the key that the diagonal of a row of the tile meets.
-  CUTE_DEVICE int diagonal_of(int row) const { return work().keys.lengths.diagonal(work().tile.m_block * kM + row); }
-  /// Returns whether no key of a block is before the diagonal of any row of the tile.
-  CUTE_DEVICE bool behind_diagonal(int n_block) const { return n_block * kN >= diagonal_of(kM - 1); }
+  /// Returns the key from which ALiBi counts the distances of a row of the tile.
+  CUTE_DEVICE int origin_of(int row) const {
+    return params.forward.scores.mask.origin(work().tile.m_block * kM + row, work().keys.lengths);
+  }
+  /// Returns whether no key of a block is before that of any row of the tile.
+  CUTE_DEVICE bool behind_origin(int n_block) const { return n_block * kN >= origin_of(kM - 1); }
 
   /// Does what weigh_interior() does for raw scores, up to the end that end_in_one() returned. Where it returns false,
   /// since weigh() would, or since a score is not near 0, as CappedExponents needs it, the last block's stay raw.
@@ -274,7 +276,7 @@ class ForwardConsumerSm90 {
     };
     if (map.capped && map.three_near_terms()) return cap([&] { return CappedExponents<3>{map, softmax.offset}; });
     if (map.capped) return cap([&] { return CappedExponents<4>{map, softmax.offset}; });
-    const float slope = (behind_diagonal(work().keys.visited(n_block)) ? kLog2e : -kLog2e) * work().slope;
+    const float slope = (behind_origin(work().keys.visited(n_block)) ? kLog2e : -kLog2e) * work().slope;
     return weigh_interior(n_block, end, [&](int step) {
       const auto tile = score_tile();
       const int first_column = work().keys.visited(step) * kN;
