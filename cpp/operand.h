@@ -54,8 +54,8 @@ struct Operand {
     return *this;
   }
 
-  const Operand& is_on(Device device) const {
-    if (view.device != device) refuse("is on " + name_of(view.device), name_of(device) + ", as q");
+  const Operand& is_on(Device device, const char* why = ", as q") const {
+    if (view.device != device) refuse("is on " + name_of(view.device), name_of(device) + why);
     return *this;
   }
 

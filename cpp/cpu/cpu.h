@@ -6,6 +6,7 @@
 #include <span>
 
 #include "flashtile/kvcache.h"
+#include "flashtile/merge.h"
 #include "flashtile/plan.h"
 
 namespace flashtile::cpu {
@@ -13,6 +14,7 @@ namespace flashtile::cpu {
 void run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace, Stream stream);
 void run_backward(const BackwardPlan& plan, const BackwardTensors& tensors, void* workspace, Stream stream);
 void run_kvcache(const KvcachePlan& plan, const KvcacheTensors& tensors, void* workspace, Stream stream);
+void merge(const MergeCall& call, int threads);
 
 /// Returns the memory that a run needs for all its threads, whose number the plan says.
 std::int64_t forward_workspace_bytes(const ForwardPlan& plan);

@@ -8,5 +8,6 @@ NB_MODULE(_C, module) {
   flashtile::bindings::bind_kvcache(module);
   flashtile::bindings::bind_explain(module);
   flashtile::bindings::bind_quantize(module);
+  flashtile::bindings::bind_merge(module);
   flashtile::bindings::bind_info(module);
 }

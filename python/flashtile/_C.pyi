@@ -77,6 +77,16 @@ def quantize_ragged(
     signs: tuple[int, ...],
 ) -> None: ...
 
+# Adds (out, state) over further keys to the totals, of which `first` says that they are of no keys yet.
+def merge(
+    total_out: Tensor,  # (B, S, H, D_v) float32
+    total_state: Tensor,  # (2, B, H, S), as forward_with_state returns it
+    out: Tensor,
+    state: Tensor,
+    unit: float,  # of scores
+    first: bool,
+) -> None: ...
+
 # device: None for that of the tensors. Returns None where no kernel was called.
 def explain(function: Callable[..., object], device: str | None, *args: Any, **kwargs: Any) -> str | None: ...
 def info() -> dict[str, Any]: ...

@@ -27,7 +27,7 @@ LEVELS = [
     {"row_results"},
     {"workspace"},
     {"plan"},
-    {"kvcache", "forward_parts", "backward_order", "quantize"},
+    {"kvcache", "forward_parts", "backward_order", "merge", "quantize"},
     {"registry", "order_tiles", "mask_words", "append", "prefill"},
     {"flashtile", "params"},
     {"kvcache_params", "join_gradients", "join_parts", "prepare_backward"},
@@ -51,7 +51,10 @@ MASK_ONLY = {"scheduler", "mainloop", "epilogue", "kernel"}
 
 # These folders outside the library may include only part of it: (folder, pattern of allowed project includes).
 USERS = [
-    ("python/bindings", r"flashtile/(flashtile|error|kvcache|plan|problem|quantize|registry|tensor_view|variant)\.h"),
+    (
+        "python/bindings",
+        r"flashtile/(flashtile|error|kvcache|merge|plan|problem|quantize|registry|tensor_view|variant)\.h",
+    ),
     ("cpp/cpu", r"flashtile/(?!kernel/|mainloop/|epilogue/|scheduler/|mask/band).*"),
     ("cpp/select", r"flashtile/(?!kernel/|mainloop/|epilogue/|load/|params).*"),
 ]
