@@ -10,12 +10,22 @@
 namespace flashtile {
 namespace {
 
-int window_distance(const char* function, const char* side, const std::optional<std::int64_t>& distance) {
-  if (!distance) return Band::kUnbounded;
-  if (*distance < 0)
-    refuse<InvalidArgument>(function, "window", std::string("has ") + side + " = " + std::to_string(*distance),
-                            "None or a distance of at least 0");
-  return static_cast<int>(std::min<std::int64_t>(*distance, Band::kUnbounded));
+/// In this band no row sees a key, whatever the lengths.
+constexpr Band kNothing{Band::kUnbounded, -Band::kUnbounded};
+
+/// Returns the distance, or the nearest one that Band can add to a diagonal: those beyond ±kUnbounded mean the same.
+int window_distance(const std::optional<std::int64_t>& distance) {
+  constexpr std::int64_t kMost = Band::kUnbounded;
+  return static_cast<int>(std::clamp(distance.value_or(kMost), -kMost, kMost));
+}
+
+/// Returns the band of the same elements that kernels can walk: kNothing in the place of one that ends before it
+/// begins, or lies beyond all lengths. A walk takes the keys of a tile to go from where its first row's begin to where
+/// its last row's end, as is so if bands of neighbouring rows touch. Of others, a tile of queries might visit a block
+/// of keys that does not visit it, and sums of dQ in order would wait for ever.
+Band walkable(Band band) {
+  const bool empty = band.left < -band.right || band.left == -Band::kUnbounded || band.right == -Band::kUnbounded;
+  return empty ? kNothing : band;
 }
 
 float finite(const char* function, const char* name, double value) {
@@ -43,15 +53,15 @@ std::string mask_string(const Band& band) {
   };
   if (band == Band::full()) return "full";
   if (band == Band::causal()) return "causal";
+  if (band == kNothing) return "window that shows nothing";
   return "window (" + side(band.left) + ", " + side(band.right) + ")";
 }
 
 }  // namespace
 
 void check_options(const char* function, const Options& options, Problem& problem) {
-  problem.band = {window_distance(function, "left", options.window_left),
-                  window_distance(function, "right", options.window_right)};
-  if (options.causal) problem.band = problem.band.intersect(Band::causal());
+  const Band window{window_distance(options.window_left), window_distance(options.window_right)};
+  problem.band = walkable(options.causal ? window.intersect(Band::causal()) : window);
   problem.scale = options.scale ? finite(function, "scale", *options.scale)
                                 : 1.0f / std::sqrt(static_cast<float>(problem.head_dim));
   problem.softcap = finite(function, "softcap", options.softcap);

@@ -57,7 +57,7 @@ double keys_per_tile(const Variant& v, const Problem& p, HeadPacking packing) {
     const int queries = packing.queries_of(v.tile_m), middle = std::max(p.seqlen_q - queries, 0) / 2;
     const int last = std::min(middle + queries, p.seqlen_q) - 1;
     const int begin = p.mask().columns(middle, p.lengths()).begin, end = p.mask().columns(last, p.lengths()).end;
-    return (end - begin + v.tile_n - 1) / v.tile_n * v.tile_n;
+    return (std::max(end - begin, 0) + v.tile_n - 1) / v.tile_n * v.tile_n;
   }
   const double seen = static_cast<double>(p.visible_elements()) / p.seqlen_q;
   return std::min(all, seen + (packing.queries_of(v.tile_m) + v.tile_n) / 2.0);

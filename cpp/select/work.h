@@ -21,11 +21,12 @@ std::int64_t rows_of_sequence(const Problem& p);
 std::int64_t tiles_of_rows(const Problem& p, const Variant& v, int heads);
 
 /// Returns a plan by whose problem tiles are put in order. What a column mask hides the host does not know: most hide
-/// more from the first rows, and so the order is that of a causal mask, in which the longest tiles come first.
+/// more from the first rows, and so the order is that of a causal mask, in which the longest tiles come first. A band
+/// that lies ahead of the diagonal has nothing in common with it, and stays as it is.
 template <class Plan>
 Plan as_ordered(Plan plan) {
   Problem& p = plan.problem;
-  if (p.column_masked()) p.band = p.band.intersect(Band::causal());
+  if (p.column_masked() && p.band.left >= 0) p.band = p.band.intersect(Band::causal());
   return plan;
 }
 

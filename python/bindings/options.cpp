@@ -28,8 +28,8 @@ double to_double(const char* function, const char* name, nb::handle object, cons
   return value;
 }
 
-/// Returns the integer; those beyond 64 bits become the nearest one. As a distance they all mean "unbounded", and as a
-/// count no call accepts them either.
+/// Returns the integer; those beyond 64 bits become the nearest one. As a distance it is as far beyond any length, and
+/// as a count no call accepts it either.
 std::int64_t to_int64(const char* function, const char* name, nb::handle object, const char* expected) {
   int overflow = 0;
   const long long value = PyLong_AsLongLongAndOverflow(object.ptr(), &overflow);

@@ -5,6 +5,7 @@ Nothing here waits for the device unless it says so.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -52,7 +53,8 @@ def kinds_of_blocks(
     """How many blocks of tile_n columns are interior, at an edge or skipped, over the tiles of tile_m rows of all
     masks, where a band hides rows as well. It waits for the device."""
     columns = ranges.shape[2]
-    left, right = window or (None, None)
+    far = columns + seqlen_q  # beyond any distance: what a tensor of integers might not hold
+    left, right = (None if n is None else min(max(operator.index(n), -far), far) for n in window or (None, None))
     if causal:
         right = 0 if right is None else min(right, 0)
     diagonal = torch.arange(columns, device=ranges.device) - (columns - seqlen_q)  # which row each column meets there

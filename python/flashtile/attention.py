@@ -126,7 +126,9 @@ def attention(
             negates lazily. Under torch.autocast, q, k and v of several floating dtypes, or of one that no kernel
             serves, are cast to the dtype that it asks for.
         causal: hide columns right of the diagonal.
-        window: (left, right), inclusive distances from the diagonal, in tokens; None on a side: unbounded.
+        window: (left, right), inclusive distances from the diagonal, in tokens; None on a side: unbounded. A negative
+            one puts all of the window on the other side: (None, -1) hides a row's own column too, (100, -50) shows the
+            columns 50 to 100 behind it. With left + right < 0 no row sees anything.
         mask: a :class:`flashtile.masks.ColumnMask`: for each column the rows that it is hidden from, counted from the
             first.
         scale: factor of the scores, any finite number; by default 1/√D.

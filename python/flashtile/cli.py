@@ -87,7 +87,8 @@ def _add_explain(commands: Any) -> None:
         nargs=2,
         type=_distance,
         metavar=("LEFT", "RIGHT"),
-        help="keys that each query sees on either side of its own; none: all of them",
+        help="how far keys that each query sees reach on either side of its own; none: all of them; negative: not as "
+        "far as its own",
     )
     explain.add_argument("--scale", type=float, help="factor of the scores (default: 1/sqrt(D))")
     explain.add_argument("--softcap", type=float, default=0.0, metavar="BOUND", help="bound of the scores")
@@ -258,7 +259,9 @@ def _whole(least: int) -> Callable[[str], int]:
 
 
 def _distance(text: str) -> int | None:
-    return None if text.lower() == "none" else _whole(0)(text)
+    if text.lower() == "none":
+        return None
+    return -_whole(0)(text[1:]) if text.startswith("-") else _whole(0)(text)
 
 
 def _seconds(text: str) -> float:

@@ -190,7 +190,9 @@ def attention_kvcache(
         cu_seqlens_q: (B + 1), int32, contiguous, on q's device: q is ragged, and sequence b has its rows
             cu_seqlens_q[b] up to cu_seqlens_q[b + 1]. Starts at 0, never decreases, ends at T_q or before.
         causal: hide columns right of the diagonal. Unlike in :func:`attention`, this is the default.
-        window: (left, right), inclusive distances from the diagonal, in tokens; None on a side: unbounded.
+        window: (left, right), inclusive distances from the diagonal, in tokens; None on a side: unbounded. A negative
+            one puts all of the window on the other side: (None, -1) hides a row's own column too, (100, -50) shows the
+            columns 50 to 100 behind it. With left + right < 0 no row sees anything.
         mask: a :class:`flashtile.masks.ColumnMask` of the queries and of the last N keys of each sequence, where N is
             the number of its columns: column c is row end - N + c of the cache. So that of a tree of drafted tokens,
             which are the last keys, is `ColumnMask.tree`. Keys before are not hidden, and columns that would come

@@ -162,7 +162,9 @@ def attention_varlen(
         causal: hide columns right of the diagonal.
         mask: a :class:`flashtile.masks.ColumnMask` of these sequences one behind the other, which its `concatenate`
             makes: rows are counted within a sequence. Served as in :func:`attention`.
-        window: (left, right), inclusive distances from the diagonal, in tokens; None on a side: unbounded.
+        window: (left, right), inclusive distances from the diagonal, in tokens; None on a side: unbounded. A negative
+            one puts all of the window on the other side: (None, -1) hides a row's own column too, (100, -50) shows the
+            columns 50 to 100 behind it. With left + right < 0 no row sees anything.
         scale: factor of the scores, any finite number; by default 1/√D.
         softcap: bound of the scores, in units of scaled scores; 0: none.
         alibi_slopes: float32, (H_q) or (B, H_q), of any strides. Gets no gradient.

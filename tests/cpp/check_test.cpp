@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -247,11 +248,55 @@ TEST(Check, LastDimensionIsContiguous) {
             "accepted");
 }
 
-TEST(Check, Windows) {
-  EXPECT_EQ(forward([](Call& c) { c.options.window_left = -1; }),
-            "InvalidArgument: attention: window has left = -1, expected None or a distance of at least 0");
-  EXPECT_EQ(forward([](Call& c) { c.options.window_right = -5; }),
-            "InvalidArgument: attention: window has right = -5, expected None or a distance of at least 0");
+constexpr std::int64_t kUnset = std::int64_t{1} << 60;
+
+/// Returns the band of a window, whose unbounded sides are kUnset.
+Band band_of(std::int64_t left, std::int64_t right, bool causal = false) {
+  return accepted([&](Call& c) {
+           c.options.causal = causal;
+           if (left != kUnset) c.options.window_left = left;
+           if (right != kUnset) c.options.window_right = right;
+         })
+      .band;
+}
+
+TEST(Check, WindowsLieOnEitherSideOfTheDiagonal) {
+  EXPECT_EQ(band_of(kUnset, -1), (Band{Band::kUnbounded, -1}));
+  EXPECT_EQ(band_of(100, -50), (Band{100, -50}));
+  EXPECT_EQ(band_of(-50, 100), (Band{-50, 100}));
+  EXPECT_EQ(band_of(-50, kUnset), (Band{-50, Band::kUnbounded}));
+  EXPECT_EQ(band_of(-50, 50), (Band{-50, 50}));  // one key
+  EXPECT_EQ(band_of(kUnset, -1, true), (Band{Band::kUnbounded, -1}));
+  EXPECT_EQ(band_of(100, -50, true), (Band{100, -50}));
+}
+
+/// Kernels rely on a band's end not coming before its begin: see options.cpp.
+TEST(Check, WindowsOfNoKeyAreOneBand) {
+  constexpr Band kNothing{Band::kUnbounded, -Band::kUnbounded};
+  constexpr std::int64_t kFar = std::int64_t{1} << 40, kLeast = std::numeric_limits<std::int64_t>::min();
+  EXPECT_EQ(band_of(-3, 2), kNothing);
+  EXPECT_EQ(band_of(2, -3), kNothing);
+  EXPECT_EQ(band_of(-1, -1), kNothing);
+  EXPECT_EQ(band_of(-50, 100, true), kNothing);
+  EXPECT_EQ(band_of(-1, kUnset, true), kNothing);
+  EXPECT_EQ(band_of(kUnset, -kFar), kNothing);
+  EXPECT_EQ(band_of(-kFar, kUnset), kNothing);
+  EXPECT_EQ(band_of(-kFar, kFar), kNothing);
+  EXPECT_EQ(band_of(kLeast, kLeast), kNothing);
+  EXPECT_NE(band_of(kUnset, 1 - Band::kUnbounded), kNothing);  // which a sequence of 2^30 keys would tell apart
+}
+
+TEST(Check, WindowsArePrinted) {
+  const auto text = [](std::int64_t left, std::int64_t right) {
+    const std::string whole = to_string(accepted([&](Call& c) {
+      c.options.window_right = right;
+      if (left != kUnset) c.options.window_left = left;
+    }));
+    return whole.substr(whole.find(", ") + 2, whole.find(", scale") - whole.find(", ") - 2);
+  };
+  EXPECT_EQ(text(100, -50), "window (100, -50)");
+  EXPECT_EQ(text(kUnset, -1), "window (None, -1)");
+  EXPECT_EQ(text(-3, 2), "window that shows nothing");
 }
 
 TEST(Check, Numbers) {

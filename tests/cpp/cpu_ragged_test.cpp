@@ -116,7 +116,7 @@ const Side kQueries{{33, 0, 1, 170, 5, 0, 64, 40}, {}, 0}, kKeys{{33, 40, 7, 90,
 
 TEST(CpuRagged, EachSequenceIsAsIfAlone) {
   on_every_kernel([](DType dtype) {
-    for (const Band band : {Band::full(), Band::causal(), Band{7, 3}}) {
+    for (const Band band : {Band::full(), Band::causal(), Band{7, 3}, Band{30, -9}, Band{-9, 30}}) {
       for (const int threads : {1, 3}) {
         Attention a = ragged(problem_of(dtype, 0, 0, 24, 16, band), kQueries, kKeys);
         a.tile = threads == 1 ? 32 : 128;  // 128 is wider than most sequences

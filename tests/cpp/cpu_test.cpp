@@ -5,10 +5,15 @@
 namespace flashtile {
 namespace {
 
+// These bands lie on one side of the diagonal: all keys before it, some of them, some behind it, and none at all.
+constexpr Band kStrict{Band::kUnbounded, -1}, kBehind{40, -10}, kAhead{-10, 40};
+constexpr Band kNothing{Band::kUnbounded, -Band::kUnbounded};
+
 TEST(Cpu, MatchesDoublePrecisionForEveryMask) {
   for (const DType dtype : kDTypes) {
     for (const Band band :
-         {Band::full(), Band::causal(), Band{7, 3}, Band{0, 0}, Band{Band::kUnbounded, 5}, Band{3, 40}})
+         {Band::full(), Band::causal(), Band{7, 3}, Band{0, 0}, Band{Band::kUnbounded, 5}, Band{3, 40}, kStrict,
+          kBehind, kAhead, Band{-20, Band::kUnbounded}, Band{-40, 40}, Band{Band::kUnbounded, -60}, kNothing})
       for (const auto& [seqlen_q, seqlen_k] : {std::pair{33, 70}, std::pair{70, 33}, std::pair{65, 65}})
         expect_close(problem_of(dtype, seqlen_q, seqlen_k, 40, 24, band));
   }
@@ -32,7 +37,7 @@ TEST(Cpu, MatchesDoublePrecisionWithSinksAndDropout) {
   for (const DType dtype : kDTypes) {
     for (const bool sinks : {false, true})
       for (const double dropout_p : {0.0, 0.3})
-        for (const Band band : {Band::full(), Band::causal(), Band{7, 3}})
+        for (const Band band : {Band::full(), Band::causal(), Band{7, 3}, kBehind, kAhead, kNothing})
           // The first has rows that see nothing, the second two tiles a side that end within a square of 16.
           for (const auto& [seqlen_q, seqlen_k] : {std::pair{37, 9}, std::pair{41, 53}}) {
             Problem p = problem_of(dtype, seqlen_q, seqlen_k, 24, 16, band);
@@ -58,8 +63,10 @@ TEST(Cpu, MatchesDoublePrecisionForTilesOfEverySize) {
   for (const DType dtype : kDTypes) {
     for (int head_dim = 8; head_dim <= 256; head_dim += 8) {
       // One tile of up to 128 queries and keys, or that and a smaller one.
-      const Band bands[] = {Band::full(), Band::causal(), Band{up_to(40), up_to(40)}};
-      Problem p = problem_of(dtype, up_to(160), up_to(160), head_dim, 8 * up_to(32), bands[up_to(3) - 1]);
+      const int far = up_to(90), near = up_to(far);
+      const Band bands[] = {Band::full(), Band::causal(), Band{up_to(40), up_to(40)}, Band{far, -near},
+                            Band{-near, far}};
+      Problem p = problem_of(dtype, up_to(160), up_to(160), head_dim, 8 * up_to(32), bands[up_to(5) - 1]);
       p.batch = p.heads_q = p.heads_k = 1;
       p.scale = 0.125f;
       if (up_to(4) == 1) p.dropout = Dropout::of(0.2, 5);

@@ -12,6 +12,9 @@
 namespace flashtile {
 namespace {
 
+const std::vector<Band> kBands = {Band::full(), Band::causal(), {7, 2},
+                                  {9, -4},      {-4, 9},        {Band::kUnbounded, -Band::kUnbounded}};
+
 using Steps = std::vector<std::pair<int, int>>;  // (head, tile)
 
 Steps steps_of(const GroupWalk& walk) {
@@ -28,7 +31,7 @@ Steps steps_of(const GroupWalk& walk) {
 template <class Visit>
 void for_each_walk(Visit&& visit) {
   constexpr int kM = 3, kN = 4;
-  for (const Band band : {Band::full(), Band::causal(), Band{7, 2}}) {
+  for (const Band band : kBands) {
     for (const Lengths n : {Lengths{0, 9}, Lengths{1, 1}, Lengths{14, 9}, Lengths{5, 20}, Lengths{20, 5}}) {
       for (int key = 0; key < n.k; key += kN) {
         const Range keys = {key, std::min(key + kN, n.k)};
@@ -88,7 +91,7 @@ TEST(GroupWalk, PartsAreTheWholeWalkInOrder) {
 // before it in the order in which thread blocks take them, and the same part of its block, which is about as far.
 TEST(GroupWalk, WhoAddsToATileBeforeIsTheSamePartOfTheBlockBefore) {
   constexpr int kM = 3, kN = 4, kGroup = 5;
-  for (const Band band : {Band::full(), Band::causal(), Band{7, 2}}) {
+  for (const Band band : kBands) {
     for (const Lengths n : {Lengths{14, 9}, Lengths{5, 20}, Lengths{40, 33}}) {
       for (int parts = 1; parts < 12; ++parts) {
         std::vector<std::pair<std::pair<int, int>, int>> adds;  // a step, and the index of the part that takes it

@@ -326,7 +326,8 @@ TEST(KvcacheOnCpu, MatchesDoublePrecision) {
 }
 
 TEST(KvcacheOnCpu, MatchesDoublePrecisionWithEveryOption) {
-  for (const Band band : {Band::causal(), Band::full(), Band{20, 0}, Band{7, 3}}) {
+  for (const Band band :
+       {Band::causal(), Band::full(), Band{20, 0}, Band{7, 3}, Band{30, -9}, Band{-1, 2}, Band{Band::kUnbounded, -3}}) {
     for (const float softcap : {0.0f, 2.0f}) {
       expect_close(dense(4, 4), {.band = band, .softcap = softcap, .alibi = true, .page_size = 16});
       expect_close(dense(4, 4), {.band = band, .softcap = softcap, .sinks = true, .page_size = 16});

@@ -13,16 +13,18 @@
 namespace flashtile {
 namespace {
 
-const std::vector<int> kDistances = {0, 1, 2, 5, Band::kUnbounded};
+const std::vector<int> kDistances = {-Band::kUnbounded, -13, -4, -1, 0, 1, 2, 5, Band::kUnbounded};
 constexpr int kLongest = 11;
 
-/// Calls `visit(lengths, band)` for every combination of small lengths and distances.
+/// Calls `visit(lengths, band)` for every combination of small lengths and distances, but for bands that end before
+/// they begin: check makes one of them that shows nothing whatever the lengths, which is among these.
 template <class Visit>
 void for_each_mask(Visit&& visit) {
   for (int q = 0; q <= kLongest; ++q)
     for (int k = 0; k <= kLongest; ++k)
       for (const int left : kDistances)
-        for (const int right : kDistances) visit(Lengths{q, k}, Band{left, right});
+        for (const int right : kDistances)
+          if (left >= -right) visit(Lengths{q, k}, Band{left, right});
 }
 
 /// This is the contract's own formula: −left ≤ j − (i + S_k − S_q) ≤ right.
@@ -237,7 +239,7 @@ TEST(Mask, KeysBeforeTheFirstVisibleOneMayBeDropped) {
       const int first = band.columns(row, n).begin;
       const Lengths rest{n.q, n.k - first};
       for (int i = row; i < n.q; ++i) {
-        for (int j = 0; j < first; ++j) ASSERT_FALSE(band.keep(i, j, n));
+        for (int j = 0; j < std::min(first, n.k); ++j) ASSERT_FALSE(band.keep(i, j, n));
         for (int j = first; j < n.k; ++j) ASSERT_EQ(band.keep(i, j - first, rest), band.keep(i, j, n));
       }
     }
@@ -298,6 +300,26 @@ TEST(Mask, AWindowWideEnoughIsNone) {
       }
 }
 
+// Parts of a sequence that lie elsewhere meet under the same band with its diagonal moved: this is what a chunk of
+// queries sees of a chunk of keys before it, or behind it.
+TEST(Mask, ChunksOfASequenceSeeWhatTheWholeDoes) {
+  constexpr int kRows = 12;
+  const Lengths whole{kRows, kRows};
+  for (const Band band : {Band::causal(), Band{3, 0}, Band{2, 4}, Band{-1, 5}})
+    for (int row = 0; row < kRows; ++row)
+      for (int row_end = row + 1; row_end <= kRows; ++row_end)
+        for (int key = 0; key < kRows; ++key)
+          for (int key_end = key + 1; key_end <= kRows; ++key_end) {
+            const Lengths n{row_end - row, key_end - key};
+            // In the chunk, query i meets key i + n.k - n.q on the diagonal; in the sequence, row + i - key.
+            const int behind = key_end - row_end;
+            const auto moved = [](int side, int by) { return side == Band::kUnbounded ? side : side + by; };
+            const Band of_chunk{moved(band.left, behind), moved(band.right, -behind)};
+            for (int i = 0; i < n.q; ++i)
+              for (int j = 0; j < n.k; ++j) ASSERT_EQ(of_chunk.keep(i, j, n), band.keep(row + i, key + j, whole));
+          }
+}
+
 TEST(Mask, CausalMeetsTheBottomRightCorner) {
   const Band causal = Band::causal();
   EXPECT_EQ(causal.columns(0, {1, 7}), (Range{0, 7}));  // a decoded token sees everything
@@ -311,8 +333,9 @@ TEST(Mask, TheLargestLengthsDoNotOverflow) {
   constexpr int kMost = (1 << 30) - 1;
   constexpr int kTile = 128;
   for (const Lengths n : {Lengths{kMost, kMost}, Lengths{1, kMost}, Lengths{kMost, 1}}) {
-    for (const int left : {0, 1, kMost, Band::kUnbounded}) {
-      for (const int right : {0, 1, kMost, Band::kUnbounded}) {
+    for (const int left : {-Band::kUnbounded, -kMost, -1, 0, 1, kMost, Band::kUnbounded}) {
+      for (const int right : {-Band::kUnbounded, -kMost, -1, 0, 1, kMost, Band::kUnbounded}) {
+        if (left < -right) continue;
         for (const int row : {0, n.q / 2, n.q - 1}) {
           const std::int64_t diagonal = std::int64_t{row} + n.k - n.q;
           const std::int64_t begin = std::max<std::int64_t>(0, diagonal - left);
@@ -322,6 +345,8 @@ TEST(Mask, TheLargestLengthsDoNotOverflow) {
           ASSERT_EQ(columns.end, end);
           const BlockWalk walk = Mask{{left, right}}.walk({row, row + 1}, kTile, n);
           ASSERT_EQ(walk.empty(), end <= begin);
+          const VisibleKeys<kTile> keys(Mask{{left, right}}, {row, row + 1}, n);
+          ASSERT_EQ(keys.blocks, end <= begin ? 0 : (end - begin + kTile - 1) / kTile);
           if (end <= begin) continue;
           ASSERT_EQ(walk.first(), begin / kTile);
           ASSERT_EQ(walk.end(), (end + kTile - 1) / kTile);

@@ -31,6 +31,15 @@ inline Problem problem_on(const DeviceInfo& device, DType dtype, int head_dim, i
           .scale = 1};
 }
 
+/// These bands lie on one side of the diagonal, or show nothing, as check makes them of a window.
+inline constexpr Band kBandsElsewhere[] = {{Band::kUnbounded, -1},
+                                           {100, -50},
+                                           {-50, 100},
+                                           {-200, Band::kUnbounded},
+                                           {Band::kUnbounded, -10000},
+                                           {-10000, 20000},
+                                           {Band::kUnbounded, -Band::kUnbounded}};
+
 /// Returns the same problem of e4m3 numbers.
 inline Problem of_fp8(Problem problem) {
   problem.dtype = DType::kE4M3;

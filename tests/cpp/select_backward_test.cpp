@@ -88,6 +88,9 @@ TEST(SelectBackward, OnHopperTheOnlyBlockOfKeysFormsTheWholeOfDq) {
     EXPECT_FALSE(whole(head_dim, 500, 129, Band::full())) << "blocks of keys are two";
     EXPECT_FALSE(whole(head_dim, 500, 60, Band::causal())) << "the first queries see no key";
     EXPECT_FALSE(whole(head_dim, 500, 0, Band::full())) << "no query sees a key";
+    EXPECT_TRUE(whole(head_dim, 128, 128, {Band::kUnbounded, -1})) << "a tile's first query may see none";
+    EXPECT_FALSE(whole(head_dim, 500, 100, {-50, 100})) << "the last queries see no key";
+    EXPECT_FALSE(whole(head_dim, 100, 100, {Band::kUnbounded, -Band::kUnbounded})) << "no query sees a key";
     EXPECT_FALSE(whole(head_dim, 100, 100, Band::full(), true)) << "the host does not know the lengths";
   }
   EXPECT_FALSE(whole(256, 500, 100, Band::full())) << "dQ has a pass of its own";
@@ -238,6 +241,32 @@ TEST(SelectBackward, FirstBlockStoresDqOfTilesThatFewSee) {
   EXPECT_GT(select_backward(problem, device).most_that_store, problem.seqlen_k);
   problem.seqlen_q = 128;
   EXPECT_EQ(select_backward(problem, device).most_that_store, -1);
+}
+
+TEST(SelectBackward, TakesBandsThatLieElsewhere) {
+  for (const DeviceInfo& device : {gpu(90, 227), gpu(80, 163), cpu()}) {
+    for (const Band band : kBandsElsewhere) {
+      for (const auto& [seqlen_q, seqlen_k] :
+           {std::pair{1, 1}, std::pair{1, 5000}, std::pair{300, 4000}, std::pair{4000, 300}, std::pair{2048, 2048}}) {
+        for (const int head_dim : {64, 128, 256}) {
+          Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim, seqlen_k);
+          problem.seqlen_q = seqlen_q;
+          problem.band = band;
+          EXPECT_GE(backward_cost(problem).flops, 0);
+          for (const bool ragged : {false, true}) {
+            for (const bool deterministic : {false, true}) {
+              problem.ragged = ragged, problem.deterministic = deterministic;
+              const BackwardPlan plan = select_backward(problem, device);
+              EXPECT_GE(plan.grid, 1);
+              EXPECT_GE(plan.tiles, plan.grid);
+              EXPECT_GE(plan.parts, 1);
+              EXPECT_GE(plan.heads_at_once, 1);
+            }
+          }
+        }
+      }
+    }
+  }
 }
 
 TEST(SelectBackward, FewBlocksOfKeysHaveSeveralParts) {

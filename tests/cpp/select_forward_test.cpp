@@ -212,6 +212,31 @@ TEST(SelectForward, NarrowWindowsPackHeads) {
   EXPECT_EQ(select_forward(problem, device).variant.features, Features::kNone);
 }
 
+TEST(SelectForward, TakesBandsThatLieElsewhere) {
+  for (const DeviceInfo& device : {gpu(90, 227), gpu(80, 163), cpu()}) {
+    for (const Band band : kBandsElsewhere) {
+      for (const auto& [seqlen_q, seqlen_k] :
+           {std::pair{1, 1}, std::pair{1, 5000}, std::pair{300, 4000}, std::pair{4000, 300}, std::pair{4096, 4096}}) {
+        for (const int head_dim : {64, 128, 256}) {
+          Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim, seqlen_k);
+          problem.seqlen_q = seqlen_q;
+          problem.band = band;
+          EXPECT_GE(forward_cost(problem).flops, 0);
+          for (const bool ragged : {false, true}) {
+            problem.ragged = ragged;
+            const ForwardPlan plan = select_forward(problem, device);
+            EXPECT_GE(plan.grid, 1);
+            EXPECT_GE(plan.splits, 1);
+            if (!plan.scheduler) continue;
+            EXPECT_EQ(plan.scheduler->tiles(), plan.tiles);
+            EXPECT_GE(unevenness(plan), 1 - 1e-9);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(SelectForward, FewKeysTakeNarrowBlocks) {
   const DeviceInfo device = gpu(90, 227);
   const auto tile_n_of = [&](int seqlen_k) {

@@ -46,6 +46,22 @@ TEST(SelectMasked, ForwardsTakeRowsThatMayMask) {
   EXPECT_EQ(select_forward(masked(device, 192, 128), device).variant.head_dim, 192);
 }
 
+TEST(SelectMasked, TakesBandsThatLieElsewhere) {
+  for (const DeviceInfo& device : {gpu(90, 227), gpu(80, 163)}) {
+    for (const Band band : kBandsElsewhere) {
+      for (const bool ragged : {false, true}) {
+        Problem problem = masked(device, 128, 128);
+        problem.band = band, problem.ragged = ragged;
+        EXPECT_GE(select_forward(problem, device).grid, 1);
+        for (const bool deterministic : {false, true}) {
+          problem.deterministic = deterministic;
+          EXPECT_GE(select_backward(problem, device).grid, 1);
+        }
+      }
+    }
+  }
+}
+
 TEST(SelectMasked, MappedScoresAndSinksTakeRowsThatKnowMore) {
   const DeviceInfo device = gpu(90, 227);
   for (const int d : {64, 128, 192, 256}) {

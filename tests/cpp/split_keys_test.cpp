@@ -49,7 +49,17 @@ Case random_case(std::mt19937& random, bool garbage) {
   c.capacity = pick(random, {0, 1, 63, 64, 700, 2500});
   c.group = pick(random, {1, 3, 4, 16});
   const int side = pick(random, {0, 1, 40, 300});
-  const Band bands[] = {Band::full(), Band::causal(), {side, 0}, {0, side}, {side, below(random, 70)}};
+  const int moved = below(random, side + 1);
+  const Band bands[] = {Band::full(),
+                        Band::causal(),
+                        {side, 0},
+                        {0, side},
+                        {side, below(random, 70)},
+                        {side, -moved},
+                        {-moved, side},
+                        {Band::kUnbounded, -moved},
+                        {-moved, Band::kUnbounded},
+                        {Band::kUnbounded, -Band::kUnbounded}};
   c.band = bands[random() % std::size(bands)];
   const bool ragged = c.batch == 0 || random() % 2 == 0;
   c.seqlen_q = pick(random, {0, 1, 2, 7, 40, 130});

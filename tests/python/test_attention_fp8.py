@@ -59,13 +59,14 @@ def exact(x, **options):
 
 
 def distance(found, expected):
-    return float((found.double() - expected).norm() / expected.norm())
+    return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))  # 0 where no row sees a key
 
 
 OPTIONS = {
     "full": {},
     "causal": dict(causal=True),
     "window": dict(window=(100, 20)),
+    "window behind": dict(window=(200, -60), sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
     "softcap": dict(softcap=5.0),
     "scale": dict(scale=0.3),
     "sinks": dict(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),

@@ -63,6 +63,12 @@ def test_windows(window_size, causal, window):
     assert_accurate(flashmask_attention(q, k, v, window_size=window_size, causal=causal), exact, rough)
 
 
+@pytest.mark.parametrize("window_size", [-1, (-1, 3), (3, -1)])
+def test_a_window_of_negative_size_is_refused(window_size):
+    with pytest.raises(ValueError, match=r"^flashmask_attention: window_size is .*, expected numbers of at least 0"):
+        flashmask_attention(*tensors(), window_size=window_size)
+
+
 def test_dropout_is_for_training():
     q, k, v = tensors()
     indices = torch.full((2, 1, SEQLEN, 1), SEQLEN, dtype=torch.int32)

@@ -36,7 +36,9 @@ def test_explain_names_the_options(device):
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
-@pytest.mark.parametrize("band", [{}, {"causal": True}, {"window": (100, 30)}], ids=str)
+@pytest.mark.parametrize(
+    "band", [{}, {"causal": True}, {"window": (100, 30)}, {"window": (300, -200)}, {"window": (-900, None)}], ids=str
+)
 def test_explain_counts_the_blocks_of_a_column_mask(device, band):
     q = torch.randn(1, 700, 2, 64, dtype=F16, device=device)
     k = torch.randn(1, 900, 2, 64, dtype=F16, device=device)
@@ -53,6 +55,14 @@ def test_explain_counts_the_blocks_of_a_column_mask(device, band):
     counts = [kinds.count(kind) for kind in ("interior", "edge", "skipped")]
     assert "blocks    {} interior, {} at an edge, {} skipped".format(*counts) in text
     assert "\n  blocks " not in flashtile.explain(q, k, k, **band)
+
+
+def test_distances_beyond_any_length_count_as_such():
+    q, mask = torch.ones(1, 64, 2, 64), ColumnMask.document([30, 34])
+    for far, near in (((2**70, -(2**70)), (64, -64)), ((None, -(2**70)), (None, -64)), ((2**70, None), None)):
+        texts = [flashtile.explain(q, q, q, mask=mask, window=window) for window in (far, near)]
+        counts = [re.findall(r"blocks .*", text) for text in texts]
+        assert counts[0] == counts[1] != []
 
 
 @pytest.mark.gpu

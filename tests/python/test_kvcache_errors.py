@@ -328,7 +328,6 @@ BAD = {
     ),
     "causal of an int": ("dense", dict(causal=1), TypeError, "causal is 1, expected True or False"),
     "window of an int": ("dense", dict(window=3), TypeError, "window is 3, expected None or a tuple"),
-    "negative window": ("dense", dict(window=(-1, 0)), ValueError, "window has left = -1, expected None or a distance"),
     "negative softcap": ("dense", dict(softcap=-1.0), ValueError, "softcap is -1, expected a number of at least 0"),
     "scale is text": ("dense", dict(scale="1"), TypeError, "scale is '1', expected a number or None"),
     "infinite scale": ("dense", dict(scale=math.inf), ValueError, "scale is inf, expected a finite float32 number"),

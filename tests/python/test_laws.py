@@ -70,6 +70,17 @@ def test_causal_is_a_window(case, device, attention):
 
 
 @each_case
+def test_strictly_causal_is_causal_over_all_keys_but_the_last(case, device, attention):
+    if case.alibi:
+        pytest.skip("slopes go by the distance from the diagonal")
+    q, k, v = case.tensors(device)
+    strict = run(attention, case, q, k, v, window=(None, -1), causal=False)
+    causal = run(attention, case, q, k[:, :-1], v[:, :-1], window=None, causal=True)
+    for found, expected in zip(strict, causal, strict=True):  # keys may be divided in another way
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+@each_case
 def test_masks_intersect(case, device, attention):
     inputs = case.tensors(device)
     both = run(attention, case, *inputs, window=(12, 30), causal=True)

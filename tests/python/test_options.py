@@ -103,7 +103,9 @@ class Index:
 SERVED = [
     *(("attention", "scale", x) for x in (True, 2**70, fractions.Fraction(1, 2), torch.tensor([0.5]))),
     *(("attention_kvcache", "softcap", x) for x in (2, 2**70, fractions.Fraction(1, 2), torch.tensor(2))),
-    *(("attention_varlen", "window", (x, None)) for x in (True, 2**70, torch.tensor(2))),
+    *(("attention_varlen", "window", (x, None)) for x in (True, -3, 2**70, -(2**70), torch.tensor(2))),
+    ("attention", "window", (4, -2)),
+    ("attention_kvcache", "window", (None, -1)),
     *(("attention_kvcache", "num_splits", x) for x in (2, 2**70, torch.tensor([2]))),
     ("attention", "seed", Index()),
     ("attention_varlen", "window", (None, Index())),

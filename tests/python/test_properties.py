@@ -12,7 +12,7 @@ from test_backward import differentiable, gradient_names, reference_gradients
 
 import flashtile
 
-distances = st.none() | st.integers(0, 60)
+distances = st.none() | st.integers(0, 60) | st.integers(-60, 60)
 lengths = st.integers(0, 150)
 
 

@@ -395,6 +395,8 @@ def test_masks_of_other_rules_go_to_pytorch(name, monkeypatch):
 
 def test_what_is_refused():
     inputs, whole = rows(5, 5), torch.ones(3, 1, 5, 5, dtype=torch.bool)
+    with pytest.raises(ValueError, match="sliding_window is 0, expected None or at least 1"):
+        integration.attend(layer(), *inputs, sliding_window=0)
     for name in integration._NOT_SERVED:
         with pytest.raises(
             NotImplementedError, match=f'^attn_implementation="flashtile": {name} is given, expected None'

@@ -59,7 +59,7 @@ def flashmask_attention(
     Raises:
         NotImplementedError: an argument asks for what flashtile does not compute.
         TypeError, ValueError: as of `flashtile.attention` and `ColumnMask`; or there are both startend_row_indices and
-            window_size.
+            window_size; or a window_size is negative.
     """
     unserved = {"fixed_seed_offset": fixed_seed_offset, "block_mask": block_mask, "rng_name": rng_name or None}
     refuse_unserved(_FUNCTION, **unserved, return_seed_offset=return_seed_offset or None)
@@ -70,6 +70,8 @@ def flashmask_attention(
         if startend_row_indices is not None:
             raise ValueError(f"{_FUNCTION}: window_size is {window_size}, expected None with startend_row_indices")
         window = (window_size, window_size) if isinstance(window_size, int) else tuple(window_size)
+        if any(isinstance(side, int) and side < 0 for side in window):
+            raise ValueError(f"{_FUNCTION}: window_size is {window_size}, expected numbers of at least 0")
     elif startend_row_indices is not None:
         seqlen_q = query.shape[1] if query.dim() == 4 else 0  # attention says what is wrong with others
         mask = ColumnMask.from_startend_row_indices(startend_row_indices, causal, seqlen_q)

@@ -149,7 +149,7 @@ def attend(
     Raises:
         NotImplementedError: an argument of a model asks for what flashtile does not do.
         ValueError: attention_mask has another shape, or is padding of fewer keys than queries where a layer is causal
-            or has a window; one of cu_seq_lens_q and cu_seq_lens_k is missing.
+            or has a window; one of cu_seq_lens_q and cu_seq_lens_k is missing; sliding_window is below 1.
     """
     for name in _NOT_SERVED:
         if kwargs.get(name) is not None:
@@ -265,6 +265,8 @@ def _attend(q, k, v, told, dropout, scaling, softcap, sinks):
                 raise _refusal(f"{name} is given with head dimension {widest}, expected at most {WIDEST}", "eager")
         return _attend_written_out(q, k, v, told, dropout, scaling)
     causal, distance = told.rule
+    if distance is not None and distance < 0:
+        raise ValueError(f'attn_implementation="{NAME}": sliding_window is {distance + 1}, expected None or at least 1')
     options = {"causal": causal, "window": None if distance is None else (distance, distance), "scale": scaling}
     options |= {"softcap": softcap or 0.0, "sinks": sinks}
     if told.offsets is not None:
