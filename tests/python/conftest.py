@@ -5,6 +5,7 @@ import fcntl
 import functools
 import gc
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -94,6 +95,13 @@ def attention_kvcache():
 def gradients():
     """Gradients of q, k, v through torch.autograd.grad, with poisoned outputs."""
     return _poisoned(torch.autograd.grad)
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 # Bytes of a GPU that a test takes at the most beside others: then fourteen processes and one test that takes more, at

@@ -1,0 +1,47 @@
+"""Whether all ranks ask for the same thing: asked once for each configuration, as it takes a message."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from ._exchange import Group
+
+_agreed: dict[Any, dict[Any, list[tuple[int, int]]]] = {}
+
+
+def rows_of_ranks(
+    function: str, group: Group, rows: tuple[int, int], given: Mapping[str, Any], failure: Exception | None
+) -> list[tuple[int, int]]:
+    """How many query rows and keys each rank has, once all ranks have been found to agree in what is `given`.
+
+    `failure` is what the caller found wrong with its own arguments. Raises on all ranks if any has one, or if `given`
+    differs somewhere: ValueError, which names the rank and the argument.
+    """
+    # A key of the group's object, which lives as long as the group.
+    of_group = _agreed.setdefault(group.group if group.group is not None else dist.group.WORLD, {})
+    key = (function, rows, tuple(given.items()))
+    if failure is None and key in of_group:
+        return of_group[key]
+    mine = {"rows": rows, "given": dict(given), "failure": None if failure is None else str(failure)}
+    theirs: list[Any] = [None] * group.size
+    dist.all_gather_object(theirs, mine, group=group.group)
+    if failure is not None:
+        raise failure
+    for rank, one in enumerate(theirs):
+        if one["failure"] is not None:
+            raise ValueError(f"{function}: rank {rank} refuses its arguments: {one['failure']}")
+    for name in given:
+        values = [one["given"].get(name) for one in theirs]
+        usual, _ = Counter(values).most_common(1)[0]
+        for rank, value in enumerate(values):
+            if value != usual:
+                raise ValueError(
+                    f"{function}: {name} is {value} on rank {rank}, expected {usual}, as on rank {values.index(usual)}"
+                )
+    found = [one["rows"] for one in theirs]
+    of_group[key] = found
+    return found

@@ -1,0 +1,191 @@
+"""Which method a call takes: the one that a count of bytes and FLOPs says takes least time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ._heads import Heads
+from ._pairs import ALIGNED, Band, Places, calls_of, needed_keys, pieces_of, visible
+from .layout import Layout, common, rows_of
+
+METHODS = ("auto", "ring", "all_gather", "ulysses", "ulysses_ring")
+
+# Of one H200, in FLOP/s, by the largest head dimension: forward, and backward, of long causal sequences
+# (benchmarks/results: h200-forward-2026-11-26, h200-backward-2026-11-25b).
+_RATES = ((64, 650e12, 580e12), (128, 815e12, 650e12), (256, 840e12, 530e12))
+_MEMORY = 3.5e12  # bytes a second of device memory that a merge gets
+_NVLINK, _NETWORK = 450e9, 50e9  # bytes a second that a rank sends, and receives meanwhile
+_MESSAGE = 20e-6  # seconds until a message is on its way
+_LAUNCH = 10e-6  # seconds that a call of a kernel takes beside its work
+_EXACT_RANKS = 16  # up to which each rank's part in each step is counted
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a call is, as far as time depends on it."""
+
+    queries: Layout
+    keys: Layout
+    band: Band
+    documents: tuple[int, ...] | None
+    places: Places
+    batch: int
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+    bytes: int  # of an element
+    differentiable: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method, with what is expected of it on the rank that takes longest, a forward and where wanted a backward."""
+
+    name: str
+    degree: int  # ranks that exchange heads for rows
+    inner: str  # how keys travel among those that have the same heads
+    seconds: float
+    computing: float  # seconds of them, without messages and what waits for them
+    sent: int  # bytes
+    refused: str = ""  # why it cannot be taken
+
+    def __str__(self) -> str:
+        label = self.name if self.name != "ulysses_ring" else f"{self.name}, degree {self.degree}"
+        if self.refused:
+            return f"{label:<24}{self.refused}"
+        return f"{label:<24}{1e3 * self.seconds:>10.3f} ms{1e3 * self.computing:>12.3f} ms{self.sent / 1e6:>12.1f} MB"
+
+
+def choices(shape: Shape, bandwidth: float) -> list[Choice]:
+    """All methods, the quickest first, and at the end those that cannot be taken."""
+    found = list(_choices(shape, bandwidth))
+    return sorted(found, key=lambda x: (bool(x.refused), x.seconds))
+
+
+def choose(function: str, shape: Shape, method: str, degree: int | None) -> Choice:
+    """The quickest of those that `method` and `degree` leave."""
+    ranks = shape.queries.ranks
+    if degree is not None and (degree < 1 or ranks % degree):
+        raise ValueError(
+            f"{function}: ulysses_degree is {degree}, expected a divisor of {ranks}, the size of the group"
+        )
+    fitting = [x for x in choices(shape, bandwidth_of(ranks)) if degree in (None, x.degree)]
+    if method == "ulysses_ring":  # which a degree of 1 or of all ranks makes one of the two
+        fitting = [x for x in fitting if x.inner == "ring"]
+        fitting = [x for x in fitting if x.name == method] or fitting
+    elif method != "auto":
+        fitting = [x for x in fitting if x.name == method]
+    if not fitting:
+        raise ValueError(
+            f"{function}: method is {method!r} with ulysses_degree {degree}, expected what fits {ranks} ranks"
+        )
+    if fitting[0].refused:
+        raise NotImplementedError(f"{function}: method {method!r} cannot be taken: {fitting[0].refused}")
+    return fitting[0]
+
+
+def bandwidth_of(ranks: int) -> float:
+    """NVLink's where torchrun says that all ranks of a group so large can be on one host."""
+    return _NVLINK if ranks <= int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) else _NETWORK
+
+
+@lru_cache(maxsize=256)
+def _counted(shape: Shape, degree: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """For each rank among which keys travel: the pairs of a row and a key in each step of a ring, and the keys that it
+    gets when they are gathered."""
+    sets = [range(first, first + degree) for first in range(0, shape.queries.ranks, degree)]
+    queries, keys = shape.queries.merged(sets), shape.keys.merged(sets)
+    members = len(sets)
+    everything = ((0, keys.length),) if keys.length else ()
+    pairs, gathered = [], []
+    for member in range(members):
+        rows = queries.runs[member]
+        needed = needed_keys(rows, everything, shape.band, shape.documents, shape.places)
+        gathered.append(rows_of(needed) - rows_of(common(needed, keys.runs[member])))
+        if members <= _EXACT_RANKS:
+            blocks = [keys.runs[(member - step) % members] for step in range(members)]
+        else:
+            blocks = [needed]
+        of_blocks = [
+            sum(visible(call) for call in calls_of(rows, block, shape.band, shape.documents, shape.places))
+            for block in blocks
+        ]
+        if members > _EXACT_RANKS:
+            of_blocks = [of_blocks[0] // members] * members
+        pairs.append(tuple(of_blocks))
+    return tuple(pairs), tuple(gathered)
+
+
+def _choices(shape: Shape, bandwidth: float) -> Iterator[Choice]:
+    ranks = shape.queries.ranks
+    degrees = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    for degree in degrees:
+        for inner in ("ring", "all_gather"):
+            if degree == ranks and inner == "all_gather":
+                continue  # nothing is left to travel
+            if 1 < degree < ranks and inner == "all_gather":
+                continue  # one that needs more memory than a ring, and gains little
+            name = "ulysses" if degree == ranks else inner if degree == 1 else "ulysses_ring"
+            yield _timed(shape, name, degree, inner, bandwidth)
+
+
+def _timed(shape: Shape, name: str, degree: int, inner: str, bandwidth: float) -> Choice:
+    heads = Heads.of(shape.heads_q, shape.heads_k, degree)
+    refused = _refusal(shape, degree)
+    if refused:
+        return Choice(name, degree, inner, 0.0, 0.0, 0, refused)
+    most_q, most_k = (max(end - begin for begin, end in runs) for runs in (heads.queries, heads.keys))
+    pairs, gathered = _counted(shape, degree)
+    members, passes = len(pairs), (0, 1) if shape.differentiable else (0,)
+    rows = max(map(sum, zip(*[iter(map(shape.queries.rows, range(shape.queries.ranks)))] * degree, strict=True)))
+    keys = max(map(sum, zip(*[iter(map(shape.keys.rows, range(shape.keys.ranks)))] * degree, strict=True)))
+    width = shape.head_dim + shape.head_dim_v
+    rate = next(x for x in _RATES if max(shape.head_dim, shape.head_dim_v) <= x[0])
+    seconds = computing = 0.0
+    sent = 0
+    for backward in passes:
+        flops = (2 * (3 * shape.head_dim + 2 * shape.head_dim_v) if backward else 2 * width) * shape.batch * most_q
+        key_bytes = keys * most_k * shape.batch * width * (shape.bytes + 4 * backward)
+        # What a block adds to a total in float32.
+        added = (rows * most_q * shape.head_dim_v if not backward else rows * most_q * shape.head_dim) * shape.batch
+        merge = added * (shape.bytes + 8) / _MEMORY + _LAUNCH
+        blocks = [max(of) * flops / rate[1 + backward] + merge for of in zip(*pairs, strict=True) if max(of)]
+        if inner == "ring" and members > 1:
+            transfer = key_bytes / bandwidth + _MESSAGE
+            steps = max(step for of in pairs for step, x in enumerate(of) if x or not step) + 1
+            seconds += sum(max(x, transfer) for x in blocks[:-1]) + sum(blocks[-1:])
+            if backward and steps > 1:
+                seconds += transfer  # of the last sums, on their way home
+            sent += key_bytes * (steps - 1)
+        else:
+            coming = max(gathered) * most_k * shape.batch * width * (shape.bytes + 4 * backward)
+            blocks = [max(map(sum, pairs)) * flops / rate[1 + backward] + merge]
+            seconds += blocks[0] + (coming / bandwidth + _MESSAGE * (1 + backward) if coming else 0)
+            sent += coming
+        computing += sum(blocks)
+        if degree > 1:
+            of_rows = rows // degree * shape.heads_q * shape.batch * (width if not backward else 2 * width)
+            of_keys = rows_of_keys = keys // degree * shape.heads_k * shape.batch * width
+            exchanged = (of_rows + (of_keys if not backward else rows_of_keys)) * shape.bytes * (degree - 1) // degree
+            seconds += exchanged / bandwidth + 2 * _MESSAGE
+            sent += exchanged
+    return Choice(name, degree, inner, seconds, computing, sent)
+
+
+def _refusal(shape: Shape, degree: int) -> str:
+    if shape.heads_q < degree:
+        return f"{degree} ranks share {shape.heads_q} query heads"
+    if shape.places != Places.ALL or degree == shape.queries.ranks:
+        return ""
+    sets: Sequence[Sequence[int]] = [range(n, n + degree) for n in range(0, shape.queries.ranks, degree)]
+    for layout in (shape.queries.merged(sets), shape.keys.merged(sets)):
+        for runs in layout.runs:
+            for piece in pieces_of(runs, shape.documents):
+                origin = 0 if shape.documents is None else shape.documents[piece.document]
+                if (piece.run[0] - origin) % ALIGNED:
+                    return f"dropout needs chunks that begin at multiples of {ALIGNED} rows of a document"
+    return ""

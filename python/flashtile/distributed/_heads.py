@@ -1,0 +1,112 @@
+"""Ulysses: ranks exchange heads for rows, so that each attends to longer parts of the sequence with fewer heads
+(DeepSpeed-Ulysses, Jacobs et al. 2023)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._exchange import Group
+from .layout import Layout, Run, places_in, rows_of
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Which heads each of `ranks` takes: query heads, and the KV heads that they need. Where there are fewer KV heads
+    than ranks, several take the same one, each with some of its query heads; one may have none."""
+
+    queries: tuple[Run, ...]
+    keys: tuple[Run, ...]
+
+    @classmethod
+    def of(cls, heads_q: int, heads_k: int, ranks: int) -> Heads:
+        """
+        >>> Heads.of(8, 4, ranks=2)
+        Heads(queries=((0, 4), (4, 8)), keys=((0, 2), (2, 4)))
+        >>> Heads.of(8, 2, ranks=4).keys
+        ((0, 1), (0, 1), (1, 2), (1, 2))
+        """
+        group = heads_q // max(heads_k, 1)
+        if heads_k >= ranks:
+            cuts = [heads_k * rank // ranks for rank in range(ranks + 1)]
+            keys = tuple(itertools.pairwise(cuts))
+            return cls(tuple((begin * group, end * group) for begin, end in keys), keys)
+        queries: list[Run] = []
+        of_rank: list[Run] = []
+        for head in range(heads_k):
+            sharers = ranks * (head + 1) // heads_k - ranks * head // heads_k
+            cuts = [head * group + group * i // sharers for i in range(sharers + 1)]
+            for run in itertools.pairwise(cuts):
+                queries.append(run)
+                of_rank.append((head, head + 1) if run[0] < run[1] else (head, head))
+        return cls(tuple(queries), tuple(of_rank))
+
+    @property
+    def replicates(self) -> bool:
+        """Whether a KV head has several ranks."""
+        return any(a[1] > b[0] for a, b in zip(self.keys, self.keys[1:], strict=False) if a[0] < a[1])
+
+
+class Ulysses:
+    """The exchange between ranks that have rows of `layout`, of all heads, and ranks that have all of these rows, of
+    some heads. `ranks` are those of the group that take part, of which the caller is number `index`."""
+
+    def __init__(self, group: Group, ranks: Sequence[int], index: int, heads: Heads):
+        self.group, self.ranks, self.index, self.heads = group, tuple(ranks), index, heads
+
+    def to_heads(self, tensors: Sequence[Tensor], layouts: Sequence[Layout], heads: Sequence[Sequence[Run]]):
+        """Tensors (B, S_local, H, D) as (B, S, own heads, D); each has its layout, and the heads that ranks take."""
+        ranks, me = self.ranks, self.index
+        sends = {
+            rank: [x[:, :, slice(*of[i])] for x, of in zip(tensors, heads, strict=True)] for i, rank in enumerate(ranks)
+        }
+        own = [end - begin for begin, end in (of[me] for of in heads)]
+        receives = {
+            rank: [
+                torch.Size((x.shape[0], layout.rows(i), n, x.shape[3]))
+                for x, layout, n in zip(tensors, layouts, own, strict=True)
+            ]
+            for i, rank in enumerate(ranks)
+        }
+        came = self.group.exchange(sends, receives, tensors[0]).wait()
+        found = []
+        for t, (x, layout, n) in enumerate(zip(tensors, layouts, own, strict=True)):
+            (runs,) = layout.merged([range(len(ranks))]).runs
+            whole = x.new_empty(x.shape[0], rows_of(runs), n, x.shape[3])
+            for i, rank in enumerate(ranks):
+                first = 0
+                for begin, end in places_in(runs, layout.runs[i]):
+                    whole[:, begin:end] = came[rank][t][:, first : first + end - begin]
+                    first += end - begin
+            found.append(whole)
+        return found
+
+    def to_rows(self, x: Tensor, layout: Layout, heads: Sequence[Run], heads_of_all: int) -> Tensor:
+        """The way back of one tensor. What several ranks have of a head is summed, in the order of the ranks."""
+        ranks, me = self.ranks, self.index
+        (runs,) = layout.merged([range(len(ranks))]).runs
+        places = [places_in(runs, layout.runs[i]) for i in range(len(ranks))]
+        sends = {rank: [x[:, slice(*place)] for place in places[i]] for i, rank in enumerate(ranks)}
+        receives = {
+            rank: [
+                torch.Size((x.shape[0], end - begin, heads[i][1] - heads[i][0], x.shape[3]))
+                for begin, end in places[me]
+            ]
+            for i, rank in enumerate(ranks)
+        }
+        came = self.group.exchange(sends, receives, x).wait()
+        total = x.new_empty(x.shape[0], layout.rows(me), heads_of_all, x.shape[3])
+        written = 0  # heads
+        for i, rank in enumerate(ranks):
+            begin, end = heads[i]
+            first = 0
+            for part in came.get(rank, ()):
+                place = total[:, first : first + part.shape[1], begin:end]
+                place.add_(part) if begin < written else place.copy_(part)
+                first += part.shape[1]
+            written = max(end, written)
+        return total

@@ -1,0 +1,122 @@
+"""A rank's share of the work: calls of the local kernels, and what they are given of masks and documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from .._core import gradients, readable, readable_options
+from .._options import ALIBI_SLOPES, DROPOUT_P, MASK, SEQUENCES, WINDOW, replaced
+from ._pairs import Band, Call, Places, calls_of
+from ._rows import Rows, Sums, unit_of
+from .layout import Runs
+
+cached_calls = lru_cache(maxsize=4096)(calls_of)
+
+
+@dataclass(frozen=True)
+class Local:
+    """What the calls of a rank have in common. Tensors are (B, S, H, D), of a ragged batch with B = 1; `options` are
+    those of the local kernels but for masks and sequences, and `ranges` those of a column mask of the whole sequence,
+    whose rows are counted within a document."""
+
+    rows: Runs
+    band: Band
+    documents: tuple[int, ...] | None
+    options: tuple[Any, ...]
+    ranges: Tensor | None
+    first_head: int = 0  # of the query heads, among all
+
+    def places(self) -> Places:
+        if self.options[DROPOUT_P]:
+            return Places.ALL
+        return Places.DISTANCES if self.options[ALIBI_SLOPES] is not None else Places.ANY
+
+    def begin(self, q: Tensor, head_dim_v: int) -> Rows:
+        return Rows(q, head_dim_v, unit_of(self.options, q.shape[-1]))
+
+    def add_block(self, total: Rows, q: Tensor, k: Tensor, v: Tensor, keys: Runs) -> None:
+        """Adds the results over a block of keys, which lie at `keys` in the whole sequence."""
+        for call, given, options in self._calls(q, k, v, keys):
+            try:
+                out, _, state = _C.forward_with_state(*given, options)
+            except _C.Unreadable:
+                out, _, state = _C.forward_with_state(*map(readable, given), readable_options(options))
+            if call.is_ragged:
+                out, state = out[None], state[:, None]
+            total.add(*call.rows, out, state)
+
+    def add_gradients(
+        self,
+        found: tuple[Sums, Sums, Sums],
+        needed: tuple[bool, bool, bool],
+        dout: Tensor,
+        dlse: Tensor | None,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        keys: Runs,
+        out: Tensor,
+        state: Tensor,
+    ) -> None:
+        """Adds to `found`, dq of the rank's rows, and dk and dv of a block of keys."""
+        for call, given, options in self._calls(*tensors, keys):
+            rows = slice(*call.rows)
+            of_rows = [dout[:, rows], None if dlse is None else dlse[..., rows], out[:, rows], state[..., rows]]
+            if call.is_ragged:
+                of_rows = [None if x is None else x[0] for x in of_rows[:3]] + [state[:, 0, :, rows]]
+            douts, dlses, outs, states = of_rows
+            results = gradients((*needed, False), douts, dlses, *given, outs, states.contiguous(), options)
+            for total, result, at in zip(found, results, (call.rows, call.keys, call.keys), strict=False):
+                if result is not None:
+                    total.add(*at, result if result.dim() == 4 else result[None])
+
+    def _calls(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Runs
+    ) -> Iterator[tuple[Call, tuple[Tensor, ...], tuple[Any, ...]]]:
+        """Each call with q, k, v and options as the kernels take them."""
+        places = self.places()
+        for call in cached_calls(self.rows, keys, self.band, self.documents, places):
+            options = replaced(self.options, WINDOW, call.window)
+            slopes, first = options[ALIBI_SLOPES], call.sequences[0]
+            if slopes is not None and slopes.dim() > 1 and self.documents is not None:
+                of_documents = [max(x.document, 0) for x in call.sequences]
+                options = replaced(options, ALIBI_SLOPES, slopes[of_documents])
+            if places != Places.ANY:
+                batch = 0 if self.documents is None else max(first.document, 0)
+                options = (*options, (batch, self.first_head, *first.place, first.ahead))
+            if self.ranges is not None:
+                options = replaced(options, MASK, self._ranges_of(call, keys))
+            given = q[:, slice(*call.rows)], k[:, slice(*call.keys)], v[:, slice(*call.keys)]
+            if call.is_ragged:
+                given = tuple(x[0] for x in given)
+                options = replaced(options, SEQUENCES, _tables(call, q.device))
+            yield call, given, options
+
+    def _ranges_of(self, call: Call, keys: Runs) -> Tensor:
+        """The part of the column mask for a call, whose rows are counted from the first of each of its sequences."""
+        assert self.ranges is not None
+        columns = torch.cat([self.ranges[:, :, begin:end] for begin, end in keys], 2)[:, :, slice(*call.keys)]
+        parts = columns.split([end - begin for begin, end in (x.keys for x in call.sequences)], 2)
+        moved = []
+        for part, sequence in zip(parts, call.sequences, strict=True):
+            first = self.documents[sequence.document] if self.documents and sequence.runs else 0
+            before = torch.zeros_like(part)  # how many rows of the call are before each bound
+            for begin, end in sequence.runs:
+                before += (part - (begin - first)).clamp(0, end - begin)
+            moved.append(before)
+        return torch.cat(moved, 2) if len(moved) > 1 else moved[0]
+
+
+def _tables(call: Call, device: torch.device) -> tuple[Tensor, Tensor, None, None]:
+    (first_row, _), (first_key, _) = call.rows, call.keys
+    begins = [
+        [0, *(x.rows[1] - first_row for x in call.sequences)],
+        [0, *(x.keys[1] - first_key for x in call.sequences)],
+    ]
+    cu_seqlens_q, cu_seqlens_k = torch.tensor(begins, dtype=torch.int32).to(device, non_blocking=True)
+    return cu_seqlens_q, cu_seqlens_k, None, None

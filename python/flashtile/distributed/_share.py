@@ -1,0 +1,152 @@
+"""One rank's part in an attention whose rows lie on many: forward and backward, behind autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .._options import ALIBI_SLOPES, replaced
+from ._exchange import Group
+from ._heads import Heads, Ulysses
+from ._keys import AllGather, Members, Ring
+from ._local import Local
+from .layout import Layout, common, rows_of
+
+INNER = {"ring": Ring, "all_gather": AllGather}
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank knows of a call: the same on all ranks, but for its place. Ulysses exchanges rows for heads among
+    `degree` neighbouring ranks; keys travel, by `inner`, among ranks that have the same heads."""
+
+    group: Group
+    queries: Layout
+    keys: Layout
+    local: Local  # of all heads; `rows` are not yet those of the caller
+    heads_q: int
+    heads_k: int
+    degree: int
+    inner: str
+
+    @property
+    def neighbours(self) -> range:
+        first = self.group.rank // self.degree * self.degree
+        return range(first, first + self.degree)
+
+    @property
+    def place(self) -> int:
+        """The caller's among the neighbours."""
+        return self.group.rank % self.degree
+
+    def heads(self) -> Heads:
+        return Heads.of(self.heads_q, self.heads_k, self.degree)
+
+    def ulysses(self) -> Ulysses:
+        return Ulysses(self.group, self.neighbours, self.place, self.heads())
+
+    def of_neighbours(self, layout: Layout) -> Layout:
+        """What the neighbours have, as a layout of their rows; others have none."""
+        return _Part(tuple(layout.runs[rank] for rank in self.neighbours))
+
+    def rows_that_count(self) -> int:
+        """How many of the neighbours' rows belong to a document: all but those behind the last."""
+        (runs,) = self.of_neighbours(self.queries).merged([range(self.degree)]).runs
+        end = self.queries.length if self.local.documents is None else self.local.documents[-1]
+        return rows_of(common(runs, ((0, end),)))
+
+    def attends(self, sinks: Tensor | None) -> Any:
+        """How keys travel, for the caller's heads."""
+        size, index = self.group.size, self.group.rank // self.degree
+        sets = [range(first, first + self.degree) for first in range(0, size, self.degree)]
+        queries, keys = self.queries.merged(sets), self.keys.merged(sets)
+        ranks = tuple(range(self.place, size, self.degree))
+        heads = self.heads()
+        of_q, of_k = heads.queries[self.place], heads.keys[self.place]
+        options, ranges = self.local.options, self.local.ranges
+        if options[ALIBI_SLOPES] is not None:
+            options = replaced(options, ALIBI_SLOPES, options[ALIBI_SLOPES][..., slice(*of_q)])
+        if ranges is not None and ranges.shape[1] > 1:
+            ranges = ranges[:, slice(*(of_q if ranges.shape[1] == self.heads_q else of_k))]
+        local = replace(self.local, rows=queries.runs[index], options=options, ranges=ranges, first_head=of_q[0])
+        return INNER[self.inner](Members(self.group, ranks, index, queries, keys), local)
+
+
+class _Part(Layout):
+    """Rows of some ranks, which are not all rows."""
+
+    def __post_init__(self) -> None:
+        pass
+
+    def merged(self, groups: Any) -> Layout:
+        return _Part(tuple(tuple(sorted(run for rank in group for run in self.runs[rank])) for group in groups))
+
+
+class Attend(torch.autograd.Function):
+    """(out, lse) of a rank's rows, of tensors (B, S_local, H, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, share: Share) -> tuple[Tensor, Tensor]:
+        queries, keys = share.of_neighbours(share.queries), share.of_neighbours(share.keys)
+        ulysses, heads = share.ulysses(), share.heads()
+        if share.degree > 1:
+            sides = (heads.queries, heads.keys, heads.keys)
+            q, k, v = ulysses.to_heads((q, k, v), (queries, keys, keys), sides)
+        of_heads = None if sinks is None else sinks[slice(*heads.queries[share.place])]
+        total = share.attends(of_heads).forward(q, k, v)
+        if of_heads is not None:
+            total.add_sinks(of_heads, share.rows_that_count())
+        out, lse, state = total.finish()
+        ctx.share, ctx.sinks_dtype = share, None if sinks is None else sinks.dtype
+        ctx.save_for_backward(q, k, v, out, lse, state, of_heads)
+        ctx.set_materialize_grads(False)
+        if share.degree > 1:
+            out = ulysses.to_rows(out, queries, heads.queries, share.heads_q)
+            lse = ulysses.to_rows(_rows_first(lse), queries, heads.queries, share.heads_q)[..., 0].transpose(1, 2)
+        return out, lse.contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        share: Share = ctx.share
+        q, k, v, out, lse, state, sinks = ctx.saved_tensors
+        queries, keys = share.of_neighbours(share.queries), share.of_neighbours(share.keys)
+        ulysses, heads = share.ulysses(), share.heads()
+        if share.degree > 1:
+            # All ranks must send, so one that has no gradient sends zeros.
+            rows, all_heads = queries.rows(share.place), share.heads_q
+            dout = q.new_zeros(q.shape[0], rows, all_heads, v.shape[-1]) if dout is None else dout
+            (dout,) = ulysses.to_heads([dout.to(q.dtype)], [queries], [heads.queries])
+            dlse = lse.new_zeros(q.shape[0], all_heads, rows) if dlse is None else dlse
+            (dlse,) = ulysses.to_heads([_rows_first(dlse)], [queries], [heads.queries])
+            dlse = dlse[..., 0].transpose(1, 2).contiguous()
+        if dout is None:
+            dout = torch.zeros_like(out)
+        needed = ctx.needs_input_grad
+        found = share.attends(sinks).backward(needed[:3], dout, dlse, q, k, v, out, state)
+        dsinks = None
+        if sinks is not None and needed[3]:
+            count = share.rows_that_count()
+            shares = (sinks.float()[:, None] - lse[..., :count]).exp()  # (B, H, S)
+            delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)[..., :count]
+            of_heads = (shares * (delta.neg() if dlse is None else dlse[..., :count] - delta)).sum((0, 2))
+            dsinks = of_heads.new_zeros(share.heads_q)
+            dsinks[slice(*heads.queries[share.place])] = of_heads
+            dsinks = dsinks.to(ctx.sinks_dtype)
+        if share.degree > 1:
+            dq, dk, dv = found
+            dq = ulysses.to_rows(dq.to(q.dtype), queries, heads.queries, share.heads_q)
+            dk, dv = (x if heads.replicates else x.to(q.dtype) for x in (dk, dv))
+            dk, dv = (ulysses.to_rows(x, keys, heads.keys, share.heads_k) for x in (dk, dv))
+            found = dq, dk, dv
+        gradients = [x.to(q.dtype) if wanted else None for x, wanted in zip(found, needed[:3], strict=True)]
+        return (*gradients, dsinks, None)
+
+
+def _rows_first(x: Tensor) -> Tensor:
+    """(B, H, S) as (B, S, H, 1)."""
+    return x.transpose(1, 2)[..., None]
