@@ -68,9 +68,9 @@ CACHE_ARGUMENTS = _arguments(CACHE)
 DENSE_COUNT, CACHE_COUNT = SEQUENCES + 1, RETURN_LSE + 1
 SEED_ARGUMENT = SEED + 1
 
-# flashtile.distributed adds one more behind them: where a call lies in a larger one, of which it is a part, as the tuple
-# (batch, head, row, column, ahead) of the first element of its scores, from which dropout counts, and of how far ALiBi's
-# diagonal is ahead of the one on which the call's last row meets its last key.
+# flashtile.distributed adds one more behind them: where a call lies in a larger one, of which it is a part. It is the
+# tuple (batch, head, row, column, ahead): of the first element of its scores, from which dropout counts, and of how far
+# ALiBi's diagonal is ahead of the one on which the call's last row meets its last key.
 PLACE = len(ATTENTION)
 
 _DEFAULTS = {option.name: option.default for option in ATTENTION}

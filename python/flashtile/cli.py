@@ -161,11 +161,12 @@ def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="time flashtile against PyTorch's attention")
     bench.add_argument(
         "--suite",
-        choices="forward backward varlen masks decode prefill fp8 memory host cpu random".split(),
+        choices="forward backward varlen masks decode prefill fp8 memory host cpu random distributed".split(),
         help="varlen: ragged batches, forward and backward; masks: FlashMask's kinds of column masks, the same; "
         "decode: one new token over a cache; prefill: many; fp8: forward of e4m3 numbers, and beside it of 16 bits; "
         "memory: bytes at the peak instead of time; host: until a call returns; random: shapes and options of all "
-        "kinds, drawn by --seed, of which the worst are shown (default: forward, or cpu without CUDA)",
+        "kinds, drawn by --seed, of which the worst are shown; distributed: a sequence on the ranks that torchrun has "
+        "started, or without it the work of one rank of four (default: forward, or cpu without CUDA)",
     )
     bench.add_argument(
         "--dtype", default="bfloat16", choices=("float16", "bfloat16"), help="of the GPU suites but random"
@@ -413,8 +414,10 @@ def _bench(options: argparse.Namespace) -> int:
     if options.plots:
         _need_matplotlib("bench --plots", "plot")
     _need_writable(options.json, options.plots and options.plots / "suite.svg")
-    from flashtile.bench import command
+    from flashtile.bench import command, ranks
 
+    if options.suite == "distributed" and not options.markdown:
+        return ranks.measure(quick=options.quick, json_path=options.json)
     if options.markdown:
         return command.show_stored(options.markdown, options.into, plots_folder=options.plots, brief=options.brief)
     return command.measure(

@@ -282,17 +282,29 @@ def _prepared(function, q, k, v, group, layout, method, degree, mask, documents,
         _layout_of(function, layout, name, [count[side] for count in counts]) for side, name in ((0, "q"), (1, "k"))
     )
     _check_lengths(function, queries, keys, mask, documents)
-    q, k, v = (x if documents is None else x[None] for x in (q, k, v))
+    tensors = tuple(x if documents is None else x[None] for x in (q, k, v))
+    sinks = None if options["sinks"] is None else as_float32(options["sinks"])
+    share, shape = _share(function, group, tensors, queries, keys, mask, documents, options, sinks, method, degree)
+    return share, tensors, sinks, shape
+
+
+def _share(function, group, tensors, queries, keys, mask, documents, options, sinks, method, degree):
+    q, k, v = tensors  # (B, S_local, H, D)
     band = Band.of(options["causal"], options["window"], keys.length - queries.length if documents is None else 0)
     local_options = attention_options(**{**options, "causal": False, "sinks": None, "window": None})
     local = Local((), band, documents, local_options, None if mask is None else mask.ranges)
-    sinks = None if options["sinks"] is None else as_float32(options["sinks"])
-    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks) if x is not None)
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, sinks) if x is not None)
     sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.element_size()
     shape = Shape(queries, keys, band, documents, local.places(), *sizes, differentiable)
     choice = choose(function, shape, method, degree)
-    share = Share(group, queries, keys, local, q.shape[2], k.shape[2], choice.degree, choice.inner)
-    return share, (q, k, v), sinks, shape
+    return Share(group, queries, keys, local, q.shape[2], k.shape[2], choice.degree, choice.inner), shape
+
+
+def share_of(group, tensors, layout, method, documents=None, options=None):
+    """The share of a rank of `group`, all of whose ranks have as many rows as these tensors (B, S_local, H, D)."""
+    queries, keys = (Layout.of(layout, x.shape[1] * group.size, group.size) for x in tensors[:2])
+    given = {**_OPTIONS, **(options or {})}
+    return _share(_FUNCTION, group, tensors, queries, keys, None, documents, given, None, method, None)[0]
 
 
 def _check(function, q, k, v, mask, documents, options, layout, method):

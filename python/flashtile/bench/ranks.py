@@ -1,0 +1,261 @@
+"""Suite distributed: attention over a sequence that lies on several ranks, beside one device with all of it.
+
+    torchrun --nproc-per-node 4 --no-python flashtile bench --suite distributed
+
+By itself, without torchrun, it times what one rank of four computes, with messages that arrive at once: what its
+kernels, and what sums up their results, lose by being called for parts of the sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import flashtile
+from flashtile import distributed
+from flashtile.bench import machine
+from flashtile.distributed._exchange import Group
+from flashtile.distributed._share import Attend
+from flashtile.distributed.attention import share_of
+
+ROUNDS, WARM_UP = 7, 2
+SHARERS = 4  # ranks, where there is one process
+METHODS = ("ring", "all_gather", "ulysses", "ulysses_ring")
+WORKS = ("forward", "forward and backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    rows: int  # of each rank
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    options: tuple[tuple[str, Any], ...] = (("causal", True),)
+    documents: int = 1  # so many, of lengths that differ
+    layout: str = "zigzag"
+
+    def name(self, ranks: int) -> str:
+        what = " ".join(name if value is True else f"{name} {value}" for name, value in self.options) or "full"
+        documents = f" {self.documents} documents" if self.documents > 1 else ""
+        return f"S{self.rows * ranks} H{self.heads_q}/{self.heads_k} D{self.head_dim} {what}{documents}"
+
+    def begins(self, ranks: int) -> tuple[int, ...]:
+        """Where documents begin: their lengths are as 1, 2, 3, …"""
+        total = self.rows * ranks
+        weights = range(1, self.documents + 1)
+        return tuple(total * sum(weights[:n]) // sum(weights) for n in range(self.documents + 1))
+
+
+CASES = (
+    Case(16384, 32, 8, 128),
+    Case(16384, 32, 32, 64),
+    Case(16384, 16, 16, 128),
+    Case(16384, 8, 8, 256),
+    Case(16384, 32, 8, 128, ()),
+    Case(16384, 32, 8, 128, (("causal", True), ("window", (4096, None)))),
+    Case(16384, 32, 8, 128, documents=12),
+)
+QUICK = (Case(64, 4, 2, 64), Case(64, 4, 2, 64, documents=3))
+
+
+def measure(*, quick: bool = False, json_path: Path | None = None) -> int:
+    """Runs the suite on the ranks that torchrun has started, or by itself, and returns the exit status."""
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    if size > 1:
+        dist.init_process_group("nccl" if device is not None else "gloo")
+    try:
+        return _measure(QUICK if quick else CASES, size, device or torch.device("cpu"), json_path)
+    finally:
+        if size > 1:
+            dist.destroy_process_group()
+
+
+def _measure(cases: Sequence[Case], size: int, device: torch.device, json_path: Path | None) -> int:
+    facts = machine.describe(device)
+    cells = []
+    for case in cases:
+        run = _Together(case, size, device) if size > 1 else _Alone(case, device)
+        cells.append({"name": case.name(size if size > 1 else SHARERS), "seconds": run.seconds()})
+        del run
+    if size > 1 and dist.get_rank() > 0:
+        return 0
+    record = {"suite": "distributed", "ranks": size, "machine": facts, "cells": cells}
+    Console(width=160).print(_table(record))
+    if json_path:
+        json_path.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+def _table(record: Mapping[str, Any]) -> Table:
+    """Milliseconds, and how much of the ideal that is: what one device takes for all of it, divided by the ranks."""
+    ranks = record["ranks"]
+    what = f"{ranks} ranks" if ranks > 1 else f"one rank of {SHARERS}, without messages"
+    table = Table(title=f"suite distributed, {what}, {record['machine']['device']}")
+    names = list(dict.fromkeys(name for cell in record["cells"] for name in cell["seconds"]))
+    for column in ("", "work", *names):
+        table.add_column(column, justify="left" if column in ("", "work") else "right")
+    for cell in record["cells"]:
+        for work in WORKS:
+            found = {name: times[work] for name, times in cell["seconds"].items() if work in times}
+            ideal = found.get("ideal")
+            texts = [
+                "—"
+                if name not in found
+                else f"{1e3 * found[name]:.3g}" + (f" ({ideal / found[name]:.2f})" if ideal else "")
+                for name in names
+            ]
+            table.add_row(cell["name"], work, *texts)
+    return table
+
+
+class _Run:
+    """One case: calls by name, forward and with gradients."""
+
+    def __init__(self, case: Case, ranks: int, device: torch.device):
+        self.case, self.ranks, self.device = case, ranks, device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def tensors(self, rows: int) -> tuple[list[Tensor], Tensor]:
+        case = self.case
+        q, k, v = (
+            torch.randn(1, rows, heads, case.head_dim, device=self.device, dtype=self.dtype, requires_grad=True)
+            for heads in (case.heads_q, case.heads_k, case.heads_k)
+        )
+        return [q, k, v], torch.randn_like(q)
+
+    def whole(self, leaves: list[Tensor]) -> Tensor:
+        """Of all rows, on one device."""
+        options = dict(self.case.options)
+        if self.case.documents == 1:
+            return flashtile.attention(*leaves, **options)
+        begins = torch.tensor(self.case.begins(self.ranks), dtype=torch.int32, device=self.device)
+        flat = [x[0] for x in leaves]
+        return flashtile.attention_varlen(*flat, cu_seqlens_q=begins, cu_seqlens_k=begins, **options)[None]
+
+    def times(self, call: Callable[[list[Tensor]], Tensor], leaves: list[Tensor], dout: Tensor) -> dict[str, float]:
+        def forward() -> None:
+            with torch.no_grad():
+                call(leaves)
+
+        def both() -> None:
+            torch.autograd.grad(call(leaves), leaves, dout)
+
+        return {work: self.timed(run) for work, run in zip(WORKS, (forward, both), strict=True)}
+
+    def timed(self, run: Callable[[], None]) -> float:
+        """Seconds: the median of a few rounds, of each the time of the rank that takes longest."""
+        for _ in range(WARM_UP):
+            run()
+        return statistics.median(self._round(run) for _ in range(ROUNDS))
+
+    def _round(self, run: Callable[[], None]) -> float:
+        import time
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        if dist.is_initialized():
+            dist.barrier()
+        start = time.perf_counter()
+        run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=self.device)
+        if dist.is_initialized():
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return seconds.item()
+
+
+class _Together(_Run):
+    """On the ranks of torchrun."""
+
+    def seconds(self) -> dict[str, dict[str, float]]:
+        leaves, dout = self.tensors(self.case.rows * self.ranks)
+        found = {"ideal": {work: x / self.ranks for work, x in self.times(self.whole, leaves, dout).items()}}
+        del leaves, dout
+        leaves, dout = self.tensors(self.case.rows)
+        for method in METHODS:
+            if method == "ulysses_ring" and self.ranks % 2:
+                continue
+            degree = 2 if method == "ulysses_ring" else None
+            found[method] = self.times(lambda x: self._call(x, method, degree), leaves, dout)  # noqa: B023
+        found["auto"] = self.times(lambda x: self._call(x, "auto", None), leaves, dout)
+        return found
+
+    def _call(self, leaves: list[Tensor], method: str, degree: int | None) -> Tensor:
+        options: dict[str, Any] = dict(self.case.options, method=method, ulysses_degree=degree)
+        if self.case.documents == 1:
+            return distributed.attention(*leaves, **options)  # type: ignore[return-value]
+        begins = self.case.begins(self.ranks)
+        flat = [x[0] for x in leaves]
+        return distributed.attention_varlen(*flat, cu_seqlens_q=begins, cu_seqlens_k=begins, **options)[None]
+
+
+class _Alone(_Run):
+    """Each of a few ranks in turn, with a group whose messages arrive at once and hold anything."""
+
+    def __init__(self, case: Case, device: torch.device):
+        super().__init__(case, SHARERS, device)
+
+    def seconds(self) -> dict[str, dict[str, float]]:
+        leaves, dout = self.tensors(self.case.rows * self.ranks)
+        found = {"ideal": {work: x / self.ranks for work, x in self.times(self.whole, leaves, dout).items()}}
+        del leaves, dout
+        leaves, dout = self.tensors(self.case.rows)
+        for method in ("ring", "all_gather"):
+            of_ranks = [self.times(call, leaves, dout) for call in self._calls(method, leaves)]
+            found[method] = {work: max(x[work] for x in of_ranks) for work in WORKS}
+        return found
+
+    def _calls(self, method: str, leaves: list[Tensor]) -> Iterator[Callable[[list[Tensor]], Tensor]]:
+        documents = None if self.case.documents == 1 else self.case.begins(self.ranks)
+        for rank in range(self.ranks):
+            share = share_of(
+                _Nobody(rank, self.ranks), leaves, self.case.layout, method, documents, dict(self.case.options)
+            )
+            yield lambda x, share=share: Attend.apply(*x, None, share)[0]  # type: ignore[misc]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Nobody(Group):
+    """A group of which the caller is a rank, and the others are not there."""
+
+    place: int = 0
+    count: int = 1
+
+    def __init__(self, place: int, count: int):
+        object.__setattr__(self, "group", None)
+        object.__setattr__(self, "place", place)
+        object.__setattr__(self, "count", count)
+
+    @property
+    def size(self) -> int:
+        return self.count
+
+    @property
+    def rank(self) -> int:
+        return self.place
+
+    def exchange(self, sends: Any, receives: Any, like: Tensor) -> Any:
+        return _Arrived({rank: [like.new_empty(shape) for shape in shapes] for rank, shapes in receives.items()})
+
+
+@dataclasses.dataclass
+class _Arrived:
+    tensors: dict[int, list[Tensor]]
+
+    def wait(self) -> dict[int, list[Tensor]]:
+        return self.tensors
