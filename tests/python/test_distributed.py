@@ -57,6 +57,29 @@ def refused(rank, function, message, *given, **options):
     else:
         raise AssertionError(f"rank {rank}: nothing was refused, expected {message!r}")
 
+def check_dtensors(whole, distributed):
+    import flashtile
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    mesh = init_device_mesh("cpu", (3,))
+    rows = whole[:, :23]  # 8, 8 and 7 of them
+    sharded = distribute_tensor(rows, mesh, [Shard(1)]).requires_grad_()
+    out, lse = distributed.attention(sharded, sharded, sharded, causal=True, return_lse=True)
+    expected = flashtile.attention(rows, rows, rows, causal=True, return_lse=True)
+    torch.testing.assert_close((out.full_tensor(), lse.full_tensor()), expected)
+    out.sum().backward()
+    leaf = rows.clone().requires_grad_()
+    flashtile.attention(leaf, leaf, leaf, causal=True).sum().backward()
+    torch.testing.assert_close(sharded.grad.full_tensor(), leaf.grad)
+    flat = distribute_tensor(rows[0], mesh, [Shard(0)])
+    tables = dict(cu_seqlens_q=(0, 9, 23), cu_seqlens_k=(0, 9, 23))
+    begins = torch.tensor([0, 9, 23], dtype=torch.int32)
+    expected = flashtile.attention_varlen(*[rows[0]] * 3, cu_seqlens_q=begins, cu_seqlens_k=begins)
+    torch.testing.assert_close(distributed.attention_varlen(flat, flat, flat, **tables).full_tensor(), expected)
+    whole_on_all = distribute_tensor(rows, mesh, [Replicate()])
+    refused(0, distributed.attention, "expected one Shard(1), the sequence", *[whole_on_all] * 3)
+    refused(0, distributed.attention, "k is of type Tensor, expected a DTensor", sharded, rows, rows)
+
 def check(rank, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=3)
@@ -92,6 +115,7 @@ def check(rank, port):
     import flashtile
     torch.testing.assert_close(out, flashtile.attention(whole, whole, whole, causal=True))
     assert torch.equal(whole[0, distributed.positions(24)], mine[0])
+    check_dtensors(whole, distributed)
     text = distributed.explain(mine, mine, mine, causal=True)
     assert text.startswith("flashtile.distributed plan: ") and "3 ranks, forward\\n" in text, text
     dist.destroy_process_group()

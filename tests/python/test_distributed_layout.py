@@ -1,14 +1,18 @@
 """Layouts, and the calls that a rank's share is made of: no rank, no kernel."""
 
+import itertools
+
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashtile.distributed import Layout
+from flashtile.distributed import Layout, work_of_rows
 from flashtile.distributed._heads import Heads
 from flashtile.distributed._pairs import ALIGNED, FAR, Band, Places, calls_of, needed_keys, visible
 from flashtile.distributed.layout import rows_of
+from flashtile.masks import ColumnMask
 
 NAMES = ("zigzag", "head_tail", "contiguous")
 
@@ -157,3 +161,30 @@ def test_heads_of_ranks(group, heads_k, ranks):
             assert (end - begin) % (last - first) == 0
         else:
             assert first == last
+
+
+@given(
+    causal=st.booleans(),
+    window=st.one_of(st.none(), st.tuples(sides, sides)),
+    cuts=st.one_of(st.none(), st.lists(st.integers(0, 40), max_size=4)),
+    data=st.data(),
+)
+def test_work_is_what_rows_see(causal, window, cuts, data):
+    length, kinds = 40, None
+    begins = [0, length] if cuts is None else [0, *sorted(cuts), length]
+    if data.draw(st.booleans()):
+        kinds = []
+        for begin, end in itertools.pairwise(begins):
+            bounds = st.tuples(*[st.integers(0, end - begin + 2)] * 4)
+            ranges = data.draw(st.lists(bounds, min_size=end - begin, max_size=end - begin))
+            ranges = torch.tensor(ranges, dtype=torch.int32).reshape(1, 1, -1, 4)
+            kinds.append(ColumnMask(ranges, end - begin))
+    expected = []
+    for entry, (begin, end) in enumerate(itertools.pairwise(begins)):
+        seen = reference.visible(end - begin, end - begin, causal, window)
+        if kinds is not None:
+            seen = seen & kinds[entry].to_dense()[0, 0]
+        expected += seen.sum(1).tolist()
+    given_mask = None if kinds is None else kinds[0] if cuts is None else ColumnMask.concatenate(kinds)
+    tables = {} if cuts is None else {"cu_seqlens": begins}
+    assert work_of_rows(length, causal=causal, window=window, mask=given_mask, **tables).tolist() == expected

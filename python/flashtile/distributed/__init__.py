@@ -3,5 +3,6 @@
 from .attention import attention, attention_varlen, explain
 from .layout import Layout
 from .sharding import positions, shard, unshard
+from .work import work_of_rows
 
-__all__ = ["Layout", "attention", "attention_varlen", "explain", "positions", "shard", "unshard"]
+__all__ = ["Layout", "attention", "attention_varlen", "explain", "positions", "shard", "unshard", "work_of_rows"]

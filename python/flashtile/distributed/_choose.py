@@ -20,7 +20,7 @@ _MEMORY = 3.5e12  # bytes a second of device memory that a merge gets
 _NVLINK, _NETWORK = 450e9, 50e9  # bytes a second that a rank sends, and receives meanwhile
 _MESSAGE = 20e-6  # seconds until a message is on its way
 _LAUNCH = 10e-6  # seconds that a call of a kernel takes beside its work
-_EXACT_RANKS = 16  # up to which each rank's part in each step is counted
+_EXACT_RANKS = 64  # up to which each rank's part in each step is counted
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from ..masks import ColumnMask
 from ..varlen import attention_varlen as local_attention_varlen
 from ._agree import rows_of_ranks
 from ._choose import METHODS, Shape, bandwidth_of, choices, choose
+from ._dtensor import is_dtensor, with_local
 from ._exchange import Group
 from ._local import Local
 from ._pairs import Band
@@ -64,7 +65,8 @@ def attention(
     Args:
         q: (B, S_local, H_q, D), the caller's rows of the sequence, one behind the other in the order of the sequence:
             what :func:`shard` makes of the whole. Ranks may have different numbers of rows, or none. float8_e4m3fn is
-            not served.
+            not served. Or q, k and v are DTensors with one Shard(1), whose mesh dimension is the group, and whose
+            layout is contiguous; results are DTensors then.
         k: (B, S_local, H_k, D). The sequence of keys may have another length, then it is laid out by itself.
         v: (B, S_local, H_k, D_v).
         group: a process group of torch.distributed, with NCCL for CUDA tensors (with gloo they take the way through the
@@ -117,6 +119,12 @@ def attention(
         causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
         dropout_p=dropout_p, seed=seed, deterministic=deterministic,
     )  # fmt: skip
+    if is_dtensor(q):
+        parallel: dict[str, Any] = dict(method=method, ulysses_degree=ulysses_degree, mask=mask, return_lse=return_lse)
+        return with_local(
+            *(_FUNCTION, q, k, v, 1),
+            lambda *x: attention(*x[:3], group=x[3], layout="contiguous", **parallel, **options),
+        )
     if group_size(group) == 1:
         return local_attention(q, k, v, mask=mask, return_lse=return_lse, **options)
     return _attend(_FUNCTION, q, k, v, Group(group), layout, method, ulysses_degree, mask, None, options, return_lse)
@@ -183,6 +191,13 @@ def attention_varlen(
         causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
         dropout_p=dropout_p, seed=seed, deterministic=deterministic,
     )  # fmt: skip
+    if is_dtensor(q):
+        parallel: dict[str, Any] = dict(method=method, ulysses_degree=ulysses_degree, mask=mask, return_lse=return_lse)
+        parallel |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        return with_local(
+            *(_RAGGED, q, k, v, 0),
+            lambda *x: attention_varlen(*x[:3], group=x[3], layout="contiguous", **parallel, **options),
+        )
     if group_size(group) == 1:
         tables = dict(cu_seqlens_q=_table(cu_seqlens_q, q), cu_seqlens_k=_table(cu_seqlens_k, q))
         return local_attention_varlen(q, k, v, **tables, mask=mask, return_lse=return_lse, **options)
