@@ -7,27 +7,50 @@
 namespace flashtile {
 namespace {
 
-void check_merge(const char* function, const MergeCall& call) {
-  constexpr const char* kSizes = "(B, S, H, D_v)";
-  constexpr const char* kStateSizes = "(2, B, H, S)";
-  constexpr const char* kWhy = ", as total_out";
-  const TensorView& total = call.total.out;
-  const Operand total_out{function, "total_out", kSizes, total};
-  total_out.has_rank(4).has_dtype(DType::kFloat32);
-  check_sizes(total_out);
-  check_head_dim(total_out, "D_v");
-  total_out.has_contiguous_last_dimension().is_aligned();
+constexpr const char* kWhere = ", as out";
 
-  const Operand out{function, "out", kSizes, call.part.out};
-  out.has_shape({total.shape[0], total.shape[1], total.shape[2], total.shape[3]});
+void check_states(const Operand& state, const TensorView& out, Size rows) {
+  state.has_shape({2, out.shape[0], out.shape[2], rows}).has_dtype(DType::kFloat32).is_on(out.device, kWhere);
+}
+
+void check_part(const char* function, const MergeCall& call, const PartialResult& part, const std::string& name) {
+  const TensorView& whole = call.out;
+  if (part.begin < 0 || part.begin > part.end || part.end > whole.shape[1])
+    refuse<InvalidArgument>(function, name.c_str(),
+                            "has rows [" + std::to_string(part.begin) + ", " + std::to_string(part.end) + ")",
+                            "rows of S = " + std::to_string(whole.shape[1]));
+  const Size rows = part.end - part.begin;
+  const std::string out_name = name + ".out", state_name = name + ".state";
+  const Operand out{function, out_name.c_str(), "(B, end - begin, H, D_v)", part.out};
+  out.has_shape({whole.shape[0], rows, whole.shape[2], whole.shape[3]});
   check_floating(out);
-  out.is_on(total.device, kWhy).has_contiguous_last_dimension<Unreadable>().is_aligned();
+  out.has_dtype(call.parts[0].out.dtype, ", as parts[0].out")
+      .is_on(whole.device, kWhere)
+      .has_contiguous_last_dimension<Unreadable>()
+      .is_aligned();
 
-  for (const Operand& state : {Operand{function, "total_state", kStateSizes, call.total.state},
-                               Operand{function, "state", kStateSizes, call.part.state}})
-    state.has_shape({2, total.shape[0], total.shape[2], total.shape[1]})
-        .has_dtype(DType::kFloat32)
-        .is_on(total.device, kWhy);
+  const Operand state{function, state_name.c_str(), "(2, B, H, end - begin)", part.state};
+  if (call.state.given()) return check_states(state, whole, rows);
+  if (part.state.given()) state.refuse<InvalidType>("is a tensor", "None, as state");
+}
+
+void check_merge(const char* function, const MergeCall& call) {
+  const Operand out{function, "out", "(B, S, H, D_v)", call.out};
+  out.has_rank(4);
+  check_floating(out);
+  check_sizes(out);
+  check_head_dim(out, "D_v");
+  out.has_contiguous_last_dimension().is_aligned();
+  if (call.state.given()) check_states({function, "state", "(2, B, H, S)", call.state}, call.out, call.out.shape[1]);
+
+  const std::size_t count = call.parts.size();
+  if (count < 1 || count > kMostParts)
+    refuse<InvalidArgument>(function, "parts", "has " + std::to_string(count), "1 to " + std::to_string(kMostParts));
+  for (std::size_t i = 0; i < count; ++i) check_part(function, call, call.parts[i], "parts[" + std::to_string(i) + "]");
+
+  if (call.adds) out.has_dtype(DType::kFloat32, ", as it is added to");
+  const DType from = call.parts[0].out.dtype;
+  if (call.out.dtype != DType::kFloat32 && from != DType::kFloat32) out.has_dtype(from, ", as parts[0].out");
 }
 
 }  // namespace
@@ -38,8 +61,8 @@ void launch_merge(const MergeCall& call, Stream stream);  // cpp/cuda/merge.cu
 
 void merge(const char* function, const MergeCall& call, const DeviceInfo& device, Stream stream) {
   check_merge(function, call);
-  if (call.total.out.empty()) return;
-  const Device at = call.total.out.device;
+  if (call.out.empty()) return;
+  const Device at = call.out.device;
   if (at.type == DeviceType::kCpu) return cpu::merge(call, device.threads);
 #ifdef FLASHTILE_WITH_CUDA
   const DeviceGuard guard(at);

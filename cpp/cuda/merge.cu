@@ -3,6 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "flashtile/cuda/divisor.h"
@@ -14,38 +15,72 @@ namespace flashtile {
 namespace {
 
 constexpr int kThreads = 256;
-// A thread has this many neighbouring elements of either half of a row. So a warp accesses whole sectors of 32 bytes,
-// at 16 bytes a thread: with eight neighbours, each of two stores would fill the halves of sectors.
-constexpr int kRun = 4;
+constexpr int kElements = 16;  // of a row, that a thread has
+
+struct MergePart {
+  const void* out;
+  Strides strides;
+  RowStates states;
+  int begin, end;
+};
 
 struct MergeParams {
-  float* total;
-  const void* part;
-  Strides total_strides, part_strides;
-  RowStates totals, parts;
+  void* out;
+  Strides strides;
+  RowStates states;
+  MergePart parts[kMostParts];
+  int count;
   float unit_log2;
-  bool first;
+  bool adds;
   int rows;           // S
-  int half;           // of a row's elements
+  int width;          // D_v
   int rows_of_block;  // one head's, as threads of a row share a thread block
   Divisor sharers;    // threads of a row
   Divisor heads;
   Divisor blocks;  // of a head
 };
 
-template <class Element>
-__device__ float4 load_run(const Element* from) {
-  if constexpr (std::is_same_v<Element, float>) {
-    return *reinterpret_cast<const float4*>(from);
-  } else {
-    const uint2 read = *reinterpret_cast<const uint2*>(from);
-    const auto* const elements = reinterpret_cast<const Element*>(&read);
-    return {float(elements[0]), float(elements[1]), float(elements[2]), float(elements[3])};
-  }
-}
+/// Columns are where a thread's runs of kRun neighbouring elements lie in a row. Threads of a row have neighbouring
+/// runs, so that a warp accesses whole sectors of 32 bytes. Runs behind the row's end are not stored, and read as the
+/// first.
+template <int kRun>
+struct Columns {
+  static constexpr int kRuns = kElements / kRun;
+  int begin[kRuns];
+  bool there[kRuns];
 
-template <class Element>
+  __device__ Columns(int sharer, int sharers, int width) {
+    for (int i = 0; i < kRuns; ++i) {
+      const int column = kRun * (sharer + i * sharers);
+      there[i] = column < width;
+      begin[i] = there[i] ? column : 0;
+    }
+  }
+};
+
+/// Elements are those of a thread, as they lie in memory.
+template <class Element, int kRun>
+struct Elements {
+  using Words = std::conditional_t<kRun * sizeof(Element) == 16, uint4, uint2>;
+  Words runs[kElements / kRun];
+
+  __device__ void load(const Element* row, Columns<kRun> const& columns) {
+    for (int i = 0; i < kElements / kRun; ++i) runs[i] = *reinterpret_cast<const Words*>(row + columns.begin[i]);
+  }
+  __device__ void store(Element* row, Columns<kRun> const& columns) const {
+    for (int i = 0; i < kElements / kRun; ++i)
+      if (columns.there[i]) *reinterpret_cast<Words*>(row + columns.begin[i]) = runs[i];
+  }
+  __device__ float at(int i) const { return static_cast<float>(reinterpret_cast<const Element*>(runs)[i]); }
+  __device__ void set(int i, float x) { reinterpret_cast<Element*>(runs)[i] = static_cast<Element>(x); }
+};
+
+/// States of rows are not read where the parts are summed: any that has seen something stands for them.
+template <class Part, class Out, bool kSums>
 __global__ void __launch_bounds__(kThreads) merge_rows(const __grid_constant__ MergeParams params) {
+  constexpr int kRun = 16 / std::max(sizeof(Part), sizeof(Out));  // of no more than 16 bytes
+  constexpr int kInFlight = 8 / sizeof(Part);  // parts that a thread reads before it uses the first: 128 bytes
+  constexpr FinishedRow kSeen{0, 0};
   // Heads come first: neighbouring thread blocks access neighbouring memory.
   const int of_batch = params.heads.quotient(int(blockIdx.x)), head = int(blockIdx.x) - of_batch * params.heads.value;
   const int batch = params.blocks.quotient(of_batch), block = of_batch - batch * params.blocks.value;
@@ -54,62 +89,100 @@ __global__ void __launch_bounds__(kThreads) merge_rows(const __grid_constant__ M
   const int row = block * params.rows_of_block + of_block;
   const bool there = of_block < params.rows_of_block && row < params.rows;
 
-  const std::int64_t place = params.totals.at(batch, head, row);
-  FinishedRow after;
+  MergedRow merged;
   if (there) {
-    float* const to = params.total + params.total_strides.at(batch, row) + head * params.total_strides.head;
-    const Element* const from =
-        static_cast<const Element*>(params.part) + params.part_strides.at(batch, row) + head * params.part_strides.head;
-    const int runs[] = {kRun * sharer, params.half + kRun * sharer};
-    float4 a[2] = {}, b[2];
-    FinishedRow known;
-    if (!params.first) {
-      known = params.totals.load(place);
-      for (int i = 0; i < 2; ++i) a[i] = load_run(to + runs[i]);
+    Out* const to = static_cast<Out*>(params.out) + params.strides.at(batch, row) + head * params.strides.head;
+    const Columns<kRun> columns(sharer, params.sharers.value, params.width);
+    float sums[kElements] = {};
+    const auto add = [&](FinishedRow const& state, const auto& elements) {
+      if (state.saw_nothing()) return;  // so whatever the elements are does not count
+      if constexpr (kSums) {
+        for (int i = 0; i < kElements; ++i) sums[i] += elements.at(i);
+      } else {
+        const MergedRow::Step step = merged.add(state, params.unit_log2);
+        for (int i = 0; i < kElements; ++i) sums[i] = step.sum(sums[i], elements.at(i));
+      }
+    };
+    if (params.adds) {
+      Elements<Out, kRun> known;
+      known.load(to, columns);
+      add(kSums ? kSeen : params.states.load(params.states.at(batch, head, row)), known);
     }
-    const FinishedRow added = params.parts.load(params.parts.at(batch, head, row));
-    for (int i = 0; i < 2; ++i) b[i] = load_run(from + runs[i]);
-    const MergedRow merged = MergedRow::of(known, added, params.unit_log2);
-    after = merged.row;
-    for (int i = 0; i < 2; ++i)
-      *reinterpret_cast<float4*>(to + runs[i]) = {merged.out(a[i].x, b[i].x), merged.out(a[i].y, b[i].y),
-                                                  merged.out(a[i].z, b[i].z), merged.out(a[i].w, b[i].w)};
+    for (int next = 0; next < params.count; next += kInFlight) {
+      FinishedRow states[kInFlight];
+      Elements<Part, kRun> read[kInFlight];
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        if (next + i >= params.count) continue;
+        const MergePart& part = params.parts[next + i];
+        if (row < part.begin || row >= part.end) continue;
+        const int at = row - part.begin;
+        read[i].load(static_cast<const Part*>(part.out) + part.strides.at(batch, at) + head * part.strides.head,
+                     columns);
+        states[i] = kSums ? kSeen : part.states.load(part.states.at(batch, head, at));
+      }
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) add(states[i], read[i]);
+    }
+    const float normaliser = kSums ? 1.0f : merged.normaliser();
+    Elements<Out, kRun> out;
+    for (int i = 0; i < kElements; ++i) out.set(i, normaliser * sums[i]);
+    out.store(to, columns);
   }
-  __syncthreads();  // whoever stores a row's state waits for the threads that load what it was
-  if (there && sharer == 0) params.totals.store(place, after);
+  if constexpr (!kSums) {
+    __syncthreads();  // whoever stores a row's state waits for the threads that load what it was
+    if (there && sharer == 0) params.states.store(params.states.at(batch, head, row), merged.row());
+  }
 }
 
-template <class Element>
-void launch_elements(const MergeParams& params, int batch, Device device, Stream stream) {
-  static KernelHandles handles;
-  const int grid = batch * params.blocks.value * params.heads.value;
-  launch(merge_rows<Element>, handles, device, {grid, kThreads, 0}, params, stream);
+template <class Part, class Out>
+void launch_dtypes(const MergeParams& params, int batch, Device device, Stream stream) {
+  const LaunchShape shape{batch * params.blocks.value * params.heads.value, kThreads, 0};
+  if (params.states.data) {
+    static KernelHandles handles;
+    launch(merge_rows<Part, Out, false>, handles, device, shape, params, stream);
+  } else {
+    static KernelHandles handles;
+    launch(merge_rows<Part, Out, true>, handles, device, shape, params, stream);
+  }
 }
 
 }  // namespace
 
 void launch_merge(const MergeCall& call, Stream stream) {
-  const TensorView &total = call.total.out, &part = call.part.out;
-  const auto size = [&](int i) { return static_cast<int>(total.shape[i]); };
-  const int half = size(3) / 2, sharers = half / kRun, rows_of_block = kThreads / sharers;
-  const MergeParams params{.total = static_cast<float*>(total.data),
-                           .part = part.data,
-                           .total_strides = Strides::of(total),
-                           .part_strides = Strides::of(part),
-                           .totals = RowStates::of(call.total.state),
-                           .parts = RowStates::of(call.part.state),
-                           .unit_log2 = call.unit * kLog2e,
-                           .first = call.first,
-                           .rows = size(1),
-                           .half = half,
-                           .rows_of_block = rows_of_block,
-                           .sharers = Divisor(sharers),
-                           .heads = Divisor(size(2)),
-                           .blocks = Divisor((size(1) + rows_of_block - 1) / rows_of_block)};
-  switch (part.dtype) {
-    case DType::kFloat16: return launch_elements<__half>(params, size(0), total.device, stream);
-    case DType::kBFloat16: return launch_elements<__nv_bfloat16>(params, size(0), total.device, stream);
-    default: return launch_elements<float>(params, size(0), total.device, stream);
+  const TensorView& out = call.out;
+  const auto size = [&](int i) { return static_cast<int>(out.shape[i]); };
+  const int sharers = (size(3) + kElements - 1) / kElements, rows_of_block = kThreads / sharers;
+  MergeParams params{.out = out.data,
+                     .strides = Strides::of(out),
+                     .states = RowStates::of(call.state),
+                     .parts = {},
+                     .count = static_cast<int>(call.parts.size()),
+                     .unit_log2 = call.unit * kLog2e,
+                     .adds = call.adds,
+                     .rows = size(1),
+                     .width = size(3),
+                     .rows_of_block = rows_of_block,
+                     .sharers = Divisor(sharers),
+                     .heads = Divisor(size(2)),
+                     .blocks = Divisor((size(1) + rows_of_block - 1) / rows_of_block)};
+  for (int i = 0; i < params.count; ++i) {
+    const PartialResult& part = call.parts[i];
+    params.parts[i] = {part.out.data, Strides::of(part.out), RowStates::of(part.state), static_cast<int>(part.begin),
+                       static_cast<int>(part.end)};
+  }
+  const auto launch_from = [&]<class Part>(Part) {
+    const auto launch_to = [&]<class Out>(Out) { launch_dtypes<Part, Out>(params, size(0), out.device, stream); };
+    if (out.dtype == DType::kFloat32) return launch_to(float());
+    if constexpr (std::is_same_v<Part, float>)
+      return out.dtype == DType::kFloat16 ? launch_to(__half()) : launch_to(__nv_bfloat16());
+    else
+      return launch_to(Part());
+  };
+  switch (call.parts[0].out.dtype) {
+    case DType::kFloat16: return launch_from(__half());
+    case DType::kBFloat16: return launch_from(__nv_bfloat16());
+    default: return launch_from(float());
   }
 }
 

@@ -1,8 +1,9 @@
-// This file adds results over further keys to what is known of rows so far: the online softmax over calls, as in ring
-// attention (Liu et al. 2023, arXiv 2310.01889).
+// This file puts results over disjoint keys together: the online softmax over calls, as in ring attention (Liu et al.
+// 2023, arXiv 2310.01889), and the sum of the gradients of such calls.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "flashtile/macros.h"
 #include "flashtile/math/state.h"
@@ -30,18 +31,23 @@ struct RowStates {
   }
 };
 
-/// PartialResult is what a forward leaves of rows over some of their keys.
+/// PartialResult is what one call found for the rows [begin, end).
 struct PartialResult {
-  TensorView out;    // (B, S, H, D_v), normalised
-  TensorView state;  // (2, B, H, S) float32: see RowStates
+  std::int64_t begin, end;
+  TensorView out;    // (B, end − begin, H, D_v); normalised, unless it is for a sum
+  TensorView state;  // (2, B, H, end − begin) float32: see RowStates. None in a sum
 };
 
-/// MergeCall adds the result `part` to `total`, whose keys are others.
+inline constexpr int kMostParts = 8;  // of a call
+
+/// MergeCall merges partial results over disjoint keys, or, without a state, sums them. Where no part has a row, the
+/// row has seen nothing, or is 0.
 struct MergeCall {
-  PartialResult total;  // of float32, in memory that is not part's
-  PartialResult part;   // of float32, float16 or bfloat16
-  float unit;           // of scores: see ScoreMap
-  bool first;           // the total is of no keys yet: it is not read
+  TensorView out;                    // (B, S, H, D_v) of float32, or of the parts' dtype, or any if that is float32
+  TensorView state;                  // (2, B, H, S) float32
+  std::vector<PartialResult> parts;  // of one dtype, in memory that is not out's
+  float unit;                        // of scores: see ScoreMap
+  bool adds;                         // what `out`, of float32, and `state` hold counts as a part of all rows
 };
 
 /// Checks the arguments in the name of `function`, and runs on the device of the tensors.

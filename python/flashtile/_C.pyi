@@ -1,6 +1,6 @@
 """The compiled module. Arguments stand as in C++: every option is given, None stands for one left out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -77,14 +77,14 @@ def quantize_ragged(
     signs: tuple[int, ...],
 ) -> None: ...
 
-# Adds (out, state) over further keys to the totals, of which `first` says that they are of no keys yet.
+# Merges up to 8 results over disjoint keys; with `state` None sums them. `adds`: what out, of float32, and state hold
+# counts as one more.
 def merge(
-    total_out: Tensor,  # (B, S, H, D_v) float32
-    total_state: Tensor,  # (2, B, H, S), as forward_with_state returns it
-    out: Tensor,
-    state: Tensor,
+    out: Tensor,  # (B, S, H, D_v)
+    state: Tensor | None,  # (2, B, H, S), as forward_with_state returns it
+    parts: Sequence[tuple[int, int, Tensor, Tensor | None]],  # begin and end of rows, their out and state
     unit: float,  # of scores
-    first: bool,
+    adds: bool,
 ) -> None: ...
 
 # device: None for that of the tensors. Returns None where no kernel was called.

@@ -1,4 +1,4 @@
-"""_C.merge: a result over further keys joins what is known of rows so far."""
+"""_C.merge: results over disjoint keys become those over all keys, or are summed."""
 
 import itertools
 import math
@@ -15,6 +15,9 @@ from flashtile import _C
 from flashtile._options import attention_options
 
 LN2 = math.log(2)
+# (of the parts, of the result)
+DTYPE_PAIRS = [*((dtype, dtype) for dtype in DTYPES), (F16, F32), (BF16, F32), (F32, F16), (F32, BF16)]
+on_dtype_pairs = pytest.mark.parametrize("dtype, out_dtype", DTYPE_PAIRS, ids=str)
 
 
 def log2_unit(unit):
@@ -33,10 +36,26 @@ def exact_result(scores, values, unit):
     return out.transpose(1, 2), reference, sums.log2()
 
 
-def empty_totals(batch, rows, heads, head_dim_v, device="cpu"):
-    """Totals that hold nothing yet, and NaN in their memory."""
-    nan = {"fill_value": math.nan, "dtype": F32, "device": device}
-    return torch.full((batch, rows, heads, head_dim_v), **nan), torch.full((2, batch, heads, rows), **nan)
+def blank(shape, dtype=F32, device="cpu"):
+    """(out, state) in memory that holds NaN."""
+    batch, rows, heads, _ = shape
+    nan = {"fill_value": math.nan, "device": device}
+    return torch.full(shape, dtype=dtype, **nan), torch.full((2, batch, heads, rows), dtype=F32, **nan)
+
+
+def merged(parts, shape, unit, dtype=F32):
+    """(out, state) of parts, in groups if there are more than 8."""
+    result = blank(shape, dtype, parts[0][2].device)
+    for first in range(0, len(parts), 8):
+        _C.merge(*result, tuple(parts[first : first + 8]), unit, first > 0)
+    return result
+
+
+def summed(parts, shape, dtype=F32):
+    out = torch.full(shape, math.nan, dtype=dtype, device=parts[0][2].device)
+    for first in range(0, len(parts), 8):
+        _C.merge(out, None, tuple((*part, None) for part in parts[first : first + 8]), math.nan, first > 0)
+    return out
 
 
 def weights_of(scores, state, unit):
@@ -45,92 +64,153 @@ def weights_of(scores, state, unit):
     return ((scores - reference) * log2_unit(unit) - log2_sum).exp2()
 
 
-CUTS = ((0, 90), (0, 30, 90), (0, 1, 1, 2, 50, 90))
+def random_range(rows, generator):
+    begin, end = sorted(torch.randint(0, rows + 1, (2,), generator=generator).tolist())
+    return begin, end
+
+
+class Parts:
+    """Parts over random scores and values, each over keys of its own, of a random range of rows; some scores of its
+    rows are hidden. Rows that saw nothing hold NaN."""
+
+    def __init__(self, count, shape, dtype, unit, middle, generator, device, ranges=None):
+        batch, rows, heads, head_dim_v = shape
+        cuts = [0, *torch.randint(1, 20, (count,), generator=generator).cumsum(0).tolist()]
+        keys = cuts[-1]
+        spread = max(3 / unit, abs(middle) * 2.0**-22)
+        scores = (torch.randn(batch, heads, rows, keys, generator=generator) * spread + middle).double()
+        hidden = torch.rand(scores.shape, generator=generator) < 0.3
+        values = torch.randn(batch, heads, keys, head_dim_v, generator=generator, dtype=torch.float64).to(device)
+        self.ranges = ranges or [random_range(rows, generator) for _ in range(count)]
+        self.parts, self.largest = [], 0.0
+        for (begin, end), (a, b) in zip(self.ranges, itertools.pairwise(cuts), strict=True):
+            hidden[:, :, :begin, a:b] = hidden[:, :, end:, a:b] = True
+            of_part = scores[:, :, begin:end, a:b].masked_fill(hidden[:, :, begin:end, a:b], -math.inf).to(device)
+            out, *state = exact_result(of_part, values[:, :, a:b], unit)
+            if out.numel():
+                self.largest = max(self.largest, out.abs().max().item())
+            blind = state[1] == -math.inf
+            state[0][blind] = math.nan
+            out.transpose(1, 2)[blind] = math.nan
+            self.parts.append((begin, end, out.to(dtype), torch.stack(state).float()))
+        self.scores, self.unit = scores.masked_fill(hidden, -math.inf).to(device), unit
+        self.exact, _, _ = exact_result(self.scores, values, unit)
+
+    def check(self, out, state, eps):
+        torch.testing.assert_close(out.double(), self.exact, rtol=0, atol=4e-6 + eps * self.largest)
+        seen = self.scores.amax(-1) > -math.inf
+        sums = weights_of(self.scores, state, self.unit).sum(-1)[seen]
+        torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=6e-6)
+        assert (out.transpose(1, 2)[~seen] == 0).all()
+        assert (state[0][~seen] == 0).all() and (state[1][~seen] == -math.inf).all()
+
+
+UNITS = ((0.125, 0.0), (0.3, 1e4), (30.0, 0.0), (1e4, -30.0), (2.0**-30, 2.0**57), (1.0, 3e8))
+SIZES = ((1, 1, 1), (2, 37, 3), (3, 5, 2), (1, 300, 1), (2, 17, 5), (1, 33, 4))
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@on_dtype_pairs
 @pytest.mark.parametrize("head_dim_v", [8, 24, 64, 128, 256])
-def test_parts_are_the_union(head_dim_v, dtype, device):
+def test_parts_are_the_union(head_dim_v, dtype, out_dtype, device):
     """Of any number of rows and heads, with hidden keys, in units of a scale and of a softcap, of scores so large that
     a float32 lse would be off by units."""
     generator = torch.Generator().manual_seed(head_dim_v)
-    for cuts, (batch, rows, heads), (unit, middle) in zip(
-        (*CUTS, *CUTS),
-        ((1, 1, 1), (2, 37, 3), (3, 5, 2), (1, 300, 1), (2, 17, 5), (1, 33, 4)),
-        ((0.125, 0.0), (0.3, 1e4), (30.0, 0.0), (1e4, -30.0), (2.0**-30, 2.0**57), (1.0, 3e8)),
-        strict=True,
-    ):
-        spread = max(3 / unit, abs(middle) * 2.0**-22)
-        scores = (torch.randn(batch, heads, rows, 90, generator=generator) * spread + middle).double()
-        scores = scores.masked_fill(torch.rand(scores.shape, generator=generator) < 0.3, -math.inf)
-        values = torch.randn(batch, heads, 90, head_dim_v, generator=generator, dtype=torch.float64)
-        scores, values = scores.to(device), values.to(device)
-        total, known = empty_totals(batch, rows, heads, head_dim_v, device)
-        first = True
-        for a, b in itertools.pairwise(cuts):
-            if a == b:
-                part = torch.full((batch, rows, heads, head_dim_v), math.nan, dtype=dtype, device=device)
-                state = torch.tensor([math.nan, -math.inf], device=device).view(2, 1, 1, 1).expand_as(known)
-            else:
-                part, *state = exact_result(scores[..., a:b], values[..., a:b, :], unit)
-                part, state = part.to(dtype), torch.stack(state).float()
-            _C.merge(total, known, part, state, unit, first)
-            first = False
-        exact, _, _ = exact_result(scores, values, unit)
-        atol = 2e-6 + torch.finfo(dtype).eps * exact.abs().max().item()
-        torch.testing.assert_close(total.double(), exact, rtol=0, atol=atol)
-        seen = scores.amax(-1) > -math.inf
-        sums = weights_of(scores, known, unit).sum(-1)
-        torch.testing.assert_close(sums[seen], torch.ones_like(sums[seen]), rtol=0, atol=4e-6)
+    eps = max(torch.finfo(dtype).eps, torch.finfo(out_dtype).eps)
+    for count in range(1, 9):
+        shape = (*SIZES[count % len(SIZES)], head_dim_v)
+        for unit, middle in (UNITS[count % len(UNITS)], UNITS[(count + 3) % len(UNITS)]):
+            parts = Parts(count, shape, dtype, unit, middle, generator, device)
+            parts.check(*merged(parts.parts, shape, unit, out_dtype), eps)
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_first_copies(dtype, device):
-    """What the totals held does not count, and a row that saw nothing becomes 0."""
+def test_many_parts_in_groups(dtype, device):
+    generator = torch.Generator().manual_seed(20)
+    for count, (unit, middle) in itertools.product((9, 20), UNITS):
+        parts = Parts(count, (2, 37, 3, 40), dtype, unit, middle, generator, device)
+        parts.check(*merged(parts.parts, (2, 37, 3, 40), unit), torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+@on_dtype_pairs
+def test_one_part_is_copied(dtype, out_dtype, device):
+    """And a row that saw nothing, or that it does not have, becomes 0."""
     out, state = torch.randn(2, 19, 3, 40, device=device).to(dtype), torch.randn(2, 2, 3, 19, device=device)
     blind = torch.rand(2, 3, 19, device=device) < 0.3
     state[1, blind] = -math.inf
     out.transpose(1, 2)[blind] = math.nan
-    total, known = empty_totals(2, 19, 3, 40, device)
-    _C.merge(total, known, out, state, 0.1, True)
-    assert_bitwise(total, out.float().masked_fill(blind.transpose(1, 2)[..., None], 0))
+    found, known = merged([(0, 19, out, state)], out.shape, 0.1, out_dtype)
+    expected = out.to(out_dtype).masked_fill(blind.transpose(1, 2)[..., None], 0)
+    assert_bitwise(found, expected)
     assert_bitwise(known[:, ~blind], state[:, ~blind], "state")
-    assert (known[1, blind] == -math.inf).all() and known[0].isfinite().all()
+    assert (known[1, blind] == -math.inf).all() and (known[0, blind] == 0).all()
+    few, few_known = merged([(4, 15, out[:, 4:15], state[..., 4:15])], out.shape, 0.1, out_dtype)
+    assert_bitwise(few[:, 4:15], expected[:, 4:15])
+    assert_bitwise(few_known[..., 4:15], known[..., 4:15], "state")
+    for rows in (slice(0, 4), slice(15, 19)):
+        assert (few[:, rows] == 0).all() and (few_known[1, ..., rows] == -math.inf).all()
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+@on_dtype_pairs
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 128, 256])
+def test_sums(head_dim, dtype, out_dtype, device):
+    """In float32, in the order given, rounded once."""
+    generator = torch.Generator().manual_seed(head_dim)
+    for count in (*range(1, 9), 20):
+        if count > 8:
+            out_dtype = F32
+        shape = (*SIZES[count % len(SIZES)], head_dim)
+        expected, parts = torch.zeros(shape), []
+        for _ in range(count):
+            begin, end = random_range(shape[1], generator)
+            x = torch.randn(shape[0], end - begin, *shape[2:], generator=generator).to(dtype)
+            expected[:, begin:end] += x
+            parts.append((begin, end, x.to(device)))
+        assert_bitwise(summed(parts, shape, out_dtype).cpu(), expected.to(out_dtype))
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_that_saw_nothing_and_rows_with_nan(dtype, device):
+def test_sums_keep_what_is_not_finite(dtype, device):
+    numbers = torch.tensor([math.nan, math.inf, -math.inf, 1.0], device=device)
+    pairs = torch.cartesian_prod(numbers, numbers).to(dtype)
+    a, b = (x.view(1, 16, 1, 1).expand(1, 16, 1, 8).contiguous() for x in pairs.T)
+    assert_bitwise(summed([(0, 16, a), (0, 16, b)], a.shape), a.float() + b.float())
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("adds", [False, True])
+def test_rows_that_saw_nothing_and_rows_with_nan(adds, dtype, device):
     """A blind row's out does not count; NaN of a row that saw something does, in that row alone."""
-    results = []
-    for kind in itertools.product(("seen", "blind", "NaN", "value NaN"), repeat=2):
-        pair = []
-        for number, what in enumerate(kind, 1):
-            out = math.nan if what != "seen" else float(number)
-            pair.append((out, 2.0 * number, {"blind": -math.inf, "NaN": math.nan}.get(what, 1.0)))
-        results.append((kind, pair))
-    rows, unit = len(results), 0.5 * LN2  # so that b's weight is twice a's
+    kinds = list(itertools.product(("seen", "blind", "NaN", "value NaN"), repeat=2))
+    rows, unit = len(kinds), 0.5 * LN2  # so that b's weight is twice a's
     parts = []
-    for number in range(2):
-        numbers = torch.tensor([pair[number] for _, pair in results], device=device)
-        out = numbers[:, 0].view(1, rows, 1, 1).repeat(1, 1, 1, 16).to(dtype)
-        parts.append((out, numbers[:, 1:].T.reshape(2, 1, 1, rows)))
-    total, known = empty_totals(1, rows, 1, 16, device)
-    for first, part in zip((True, False), parts, strict=True):
-        _C.merge(total, known, *part, unit, first)
-    for row, (kind, _) in enumerate(results):
-        out, log2_sum = total[0, row, 0], known[1, 0, 0, row].item()
-        assert out.isnan().any() == ("NaN" in kind or "value NaN" in kind), kind
+    for place in range(2):
+        out = [float(place + 1) if kind[place] == "seen" else math.nan for kind in kinds]
+        log2_sum = [{"blind": -math.inf, "NaN": math.nan}.get(kind[place], 1.0) for kind in kinds]
+        state = torch.tensor([[2.0 * (place + 1)] * rows, log2_sum], device=device).view(2, 1, 1, rows)
+        out = torch.tensor(out, device=device).view(1, rows, 1, 1).repeat(1, 1, 1, 16)
+        parts.append((0, rows, out.to(dtype), state))
+    if adds:
+        out, known = parts[0][2].float(), parts[0][3].clone()
+        _C.merge(out, known, parts[1:], unit, True)
+    else:
+        out, known = merged(parts, (1, rows, 1, 16), unit)
+    for row, kind in enumerate(kinds):
+        found, log2_sum = out[0, row, 0], known[1, 0, 0, row].item()
+        assert found.isnan().any() == ("NaN" in kind or "value NaN" in kind), kind
         assert math.isnan(log2_sum) == ("NaN" in kind), kind
         if kind == ("blind", "blind"):
-            assert (out == 0).all() and log2_sum == -math.inf
+            assert (found == 0).all() and log2_sum == -math.inf
         elif set(kind) == {"seen", "blind"}:
             number = 1 + kind.index("seen")
-            assert (out == number).all() and (known[:, 0, 0, row].tolist() == [2 * number, 1])
+            assert (found == number).all() and (known[:, 0, 0, row].tolist() == [2 * number, 1])
         elif kind == ("seen", "seen"):
-            torch.testing.assert_close(out, torch.full_like(out, 5 / 3), rtol=0, atol=1e-6)
+            torch.testing.assert_close(found, torch.full_like(found, 5 / 3), rtol=0, atol=1e-6)
             assert known[0, 0, 0, row] == 4 and log2_sum == pytest.approx(1 + math.log2(1.5), abs=1e-6)
 
 
@@ -145,50 +225,56 @@ def test_slices_of_larger_tensors(layout, dtype, device):
         return torch.randn(shape, generator=generator).to(device)
 
     whole, states = randn(2, 50, 3, 24), randn(2, 2, 3, 50)
-    part, state = randn(2, 21, 3, 24).to(dtype), randn(2, 2, 3, 21)
-    expected, expected_state = whole.clone(), states.clone()
-    of_rows, of_states = expected[:, 7:28].contiguous(), expected_state[..., 7:28].contiguous()
-    _C.merge(of_rows, of_states, part, state, 0.3, False)
-    expected[:, 7:28], expected_state[..., 7:28] = of_rows, of_states
+    outs, given = [randn(2, n, 3, 24).to(dtype) for n in (21, 9)], [randn(2, 2, 3, n) for n in (21, 9)]
+    odd = [
+        torch.empty(n, 2, 3, 2, device=device).permute(1, 3, 2, 0).copy_(x) for n, x in zip((21, 9), given, strict=True)
+    ]
+    parts = [(0, 21, outs[0], given[0]), (7, 16, outs[1], given[1])]
+    strided_parts = [(0, 21, lay_out(outs[0], layout), odd[0]), (7, 16, lay_out(outs[1], layout), odd[1])]
+    for adds, out_dtype in ((True, F32), (False, F32), (False, dtype)):
+        expected, expected_state = whole.to(out_dtype, copy=True), states.clone()
+        of_rows, of_states = expected[:, 7:28].contiguous(), expected_state[..., 7:28].contiguous()
+        _C.merge(of_rows, of_states, parts, 0.3, adds)
+        expected[:, 7:28], expected_state[..., 7:28] = of_rows, of_states
 
-    strided = torch.empty(2, 3, 2, 50, 2, device=device).permute(2, 0, 1, 3, 4)[..., 0].copy_(states)
-    odd = torch.empty(21, 2, 3, 2, device=device).permute(1, 3, 2, 0).copy_(state)
-    laid_out = lay_out(whole, layout)
-    _C.merge(laid_out[:, 7:28], strided[..., 7:28], lay_out(part, layout), odd, 0.3, False)
-    assert_bitwise(laid_out, expected)
-    assert_bitwise(strided, expected_state, "state")
+        strided = torch.empty(2, 3, 2, 50, 2, device=device).permute(2, 0, 1, 3, 4)[..., 0].copy_(states)
+        laid_out = lay_out(whole.to(out_dtype), layout)
+        _C.merge(laid_out[:, 7:28], strided[..., 7:28], strided_parts, 0.3, adds)
+        assert_bitwise(laid_out, expected)
+        assert_bitwise(strided, expected_state, "state")
+
+        sum_, laid_out = whole.to(out_dtype, copy=True), lay_out(whole.to(out_dtype), layout)
+        for total, of_total in ((sum_, parts), (laid_out, strided_parts)):
+            _C.merge(total[:, 7:28], None, [(*part[:3], None) for part in of_total], 1.0, adds)
+        assert_bitwise(laid_out, sum_)
     # One row for all, as sinks have: strides of 0.
-    one, other = whole.clone(), whole.clone()
     row, of_row = randn(24).to(dtype).expand(2, 50, 3, 24), randn(2, 1, 3, 1).expand(2, 2, 3, 50)
-    for total, given in ((one, (row, of_row)), (other, (row.contiguous(), of_row.contiguous()))):
-        _C.merge(total, states.clone(), *given, 0.3, False)
-    assert_bitwise(one, other)
+    one = merged([parts[0], (0, 50, row, of_row)], whole.shape, 0.3)
+    other = merged([parts[0], (0, 50, row.contiguous(), of_row.contiguous())], whole.shape, 0.3)
+    assert_bitwise(one[0], other[0])
 
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
 def test_long_rows_of_many_heads(device):
     """More rows than a thread block has in each dimension."""
     generator = torch.Generator().manual_seed(6)
-    whole, states = torch.randn(3, 777, 9, 72, generator=generator), torch.randn(2, 3, 9, 777, generator=generator)
-    part, state = torch.randn(whole.shape, generator=generator).to(BF16), torch.randn(states.shape, generator=generator)
-    total, known = whole.to(device, copy=True), states.to(device, copy=True)
-    _C.merge(total, known, part.to(device), state.to(device), 0.3, False)
-    ahead = (state[0] - states[0]).double() * log2_unit(0.3) + state[1] - states[1]
-    share = (1 / (1 + (-ahead).exp2())).transpose(1, 2)[..., None]
-    exact = whole + share * (part.double() - whole)
-    torch.testing.assert_close(total.double().cpu(), exact, rtol=0, atol=4e-6)
-    lses = torch.stack([x[0].double() * log2_unit(0.3) + x[1] for x in (states, state)])
-    lse = known[0].double().cpu() * log2_unit(0.3) + known[1].cpu()
-    torch.testing.assert_close(lse, (lses * LN2).logsumexp(0) / LN2, rtol=0, atol=2e-6)
+    shape, unit = (3, 777, 9, 72), 0.3
+    for ranges in ([(0, 777)] * 4, [(0, 777), (0, 389), (389, 777), (100, 101), (0, 0)]):
+        parts = Parts(len(ranges), shape, BF16, unit, 1e4, generator, device, ranges)
+        parts.check(*merged(parts.parts, shape, unit), torch.finfo(BF16).eps)
+        parts.check(*merged(parts.parts, shape, unit, BF16), torch.finfo(BF16).eps)
+        total = merged(parts.parts[:2], shape, unit)
+        _C.merge(*total, parts.parts[2:], unit, True)
+        parts.check(*total, torch.finfo(BF16).eps)
 
 
-def merged(q, k, v, cuts, unit, **options):
+def in_parts(q, k, v, cuts, unit, **options):
     """(out, state) of attention over keys in parts."""
-    total = empty_totals(*q.shape[:3], v.shape[-1], q.device)
+    parts = []
     for a, b in itertools.pairwise(cuts):
         out, _, state = _C.forward_with_state(q, k[:, a:b], v[:, a:b], attention_options(**options))
-        _C.merge(*total, out, state, unit, a == 0)
-    return total
+        parts.append((0, q.shape[1], out, state))
+    return merged(parts, (*q.shape[:3], v.shape[-1]), unit)
 
 
 CASES = [
@@ -202,7 +288,7 @@ CASES = [
 def test_attention_in_parts(case, device):
     (q, k, v), options = case.tensors(device), {"softcap": case.softcap, "scale": case.head_dim**-0.5}
     unit = case.softcap or torch.tensor(options["scale"]).item()
-    out, (reference, log2_sum) = merged(q, k, v, (0, 100, 101, 300), unit, **options)
+    out, (reference, log2_sum) = in_parts(q, k, v, (0, 100, 101, 300), unit, **options)
     expected, lse = flashtile.attention(q, k, v, return_lse=True, softcap=case.softcap)
     eps = torch.finfo(case.dtype).eps
     atol = 2 * eps * expected.abs().max().item() + 2e-6
@@ -219,7 +305,7 @@ def test_scores_of_any_size(base, scale, device, dtype):
     call = offset_scores(device, dtype, base, **options)
     q, k, v = call.inputs()
     unit = torch.tensor(call.options.get("scale") or q.shape[-1] ** -0.5).item()
-    out, state = merged(q, k, v, (0, 40, 90, 150), unit, **call.options)
+    out, state = in_parts(q, k, v, (0, 40, 90, 150), unit, **call.options)
     exact, _ = reference(q, k, v, **call.options)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=2 * eps * exact.abs().max().item() + 1e-5)
@@ -231,59 +317,136 @@ def test_scores_of_any_size(base, scale, device, dtype):
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
 def test_sizes_of_nothing(device):
     for batch, rows, heads in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
-        total, known = empty_totals(batch, rows, heads, 8, device)
-        _C.merge(total, known, total.clone(), known.clone(), 1.0, False)
+        total, known = blank((batch, rows, heads, 8), device=device)
+        _C.merge(total, known, [(0, rows, total.clone(), known.clone())], 1.0, False)
         assert_same_kind(total, total.new_zeros(batch, rows, heads, 8))
 
 
-GOOD = (torch.zeros(2, 5, 3, 16), torch.zeros(2, 2, 3, 5), torch.zeros(2, 5, 3, 16, dtype=F16), torch.zeros(2, 2, 3, 5))
+def good(device="cpu"):
+    """Arguments by name, those of the second of two parts among them."""
+    zeros = {"device": device}
+    return {
+        "out": torch.zeros(2, 5, 3, 16, dtype=F16, **zeros),
+        "state": torch.zeros(2, 2, 3, 5, **zeros),
+        "begin": 1,
+        "end": 4,
+        "part": torch.zeros(2, 3, 3, 16, dtype=F16, **zeros),
+        "of_part": torch.zeros(2, 2, 3, 3, **zeros),
+        "adds": False,
+    }
+
+
+def call(out, state, begin, end, part, of_part, adds):
+    first = torch.zeros(2, 5, 3, 16, dtype=F16, device=out.device), torch.zeros(2, 2, 3, 5, device=out.device)
+    _C.merge(out, state, ((0, 5, *first), (begin, end, part, of_part)), 1.0, adds)
+
+
 # name: (which argument, what becomes of it, exception, what the message holds)
 BAD = {
-    "a total of 16 bits": (0, torch.Tensor.half, TypeError, "total_out has dtype float16, expected float32"),
-    "a total of three dimensions": (
-        0,
-        lambda x: x[0],
-        ValueError,
-        r"total_out has shape \(5, 3, 16\), expected 4 dimensions = \(B, S, H, D_v\)",
+    "a result of three dimensions": (
+        *("out", lambda x: x[0], ValueError),
+        r"out has shape \(5, 3, 16\), expected 4 dimensions = \(B, S, H, D_v\)",
     ),
-    "an odd D_v": (0, lambda x: x[..., :12], ValueError, r"total_out has shape \(2, 5, 3, 12\), expected D_v to be a"),
-    "gaps in the total": (
-        0,
-        lambda x: x.repeat(1, 1, 1, 2)[..., ::2],
-        ValueError,
-        "total_out has stride 2 in its last dimension, expected 1",
+    "an odd D_v": ("out", lambda x: x[..., :12], ValueError, r"out has shape \(2, 5, 3, 12\), expected D_v to be a"),
+    "gaps in the result": (
+        *("out", lambda x: x.repeat(1, 1, 1, 2)[..., ::2], ValueError),
+        "out has stride 2 in its last dimension, expected 1",
     ),
-    "other rows": (2, lambda x: x[:, 1:], ValueError, r"out has shape \(2, 4, 3, 16\), expected \(2, 5, 3, 16\) = \("),
-    "gaps": (2, lambda x: x.repeat(1, 1, 1, 2)[..., ::2], NotImplementedError, "out has stride 2 in its last"),
-    "integers": (2, torch.Tensor.int, TypeError, "out has dtype int32, expected float32, float16 or bfloat16"),
-    "float64": (2, torch.Tensor.double, TypeError, "out has dtype torch.float64, expected float32, float16 or bf"),
-    "an lse": (3, lambda x: x[0], ValueError, r"state has shape \(2, 3, 5\), expected 4 dimensions = \(2, B, H, S\)"),
+    "another dtype": (
+        "out",
+        torch.Tensor.bfloat16,
+        TypeError,
+        r"out has dtype bfloat16, expected float16, as parts\[0",
+    ),
+    "a result of integers": ("out", torch.Tensor.int, TypeError, "out has dtype int32, expected float32, float16 or b"),
+    "a total of 16 bits": (
+        "adds",
+        lambda _: True,
+        TypeError,
+        "out has dtype float16, expected float32, as it is added",
+    ),
     "rows before heads": (
-        1,
-        lambda x: x.transpose(2, 3),
-        ValueError,
-        r"total_state has shape \(2, 2, 5, 3\), expected \(2, 2, 3, 5\) = \(2, B, H, S\)",
+        *("state", lambda x: x.transpose(2, 3), ValueError),
+        r"state has shape \(2, 2, 5, 3\), expected \(2, 2, 3, 5\) = \(2, B, H, S\)",
     ),
-    "a state of 16 bits": (3, torch.Tensor.half, TypeError, "state has dtype float16, expected float32"),
-    "no tensor": (3, torch.Tensor.tolist, TypeError, "state is of type list, expected a torch.Tensor"),
+    "a sum with states": ("state", lambda _: None, TypeError, r"parts\[0\].state is a tensor, expected None, as state"),
+    "rows before the first": (
+        "begin",
+        lambda _: -1,
+        ValueError,
+        r"parts\[1\] has rows \[-1, 4\), expected rows of S = 5",
+    ),
+    "rows behind the last": ("end", lambda _: 6, ValueError, r"parts\[1\] has rows \[1, 6\), expected rows of S = 5"),
+    "rows that end early": ("end", lambda _: 0, ValueError, r"parts\[1\] has rows \[1, 0\), expected rows of S = 5"),
+    "other rows": (
+        *("part", lambda x: x[:, 1:], ValueError),
+        r"parts\[1\].out has shape \(2, 2, 3, 16\), expected \(2, 3, 3, 16\) = \(B, end - begin, H, D_v\)",
+    ),
+    "gaps": (
+        *("part", lambda x: x.repeat(1, 1, 1, 2)[..., ::2], NotImplementedError),
+        r"parts\[1\].out has stride 2 in its last",
+    ),
+    "integers": (
+        "part",
+        torch.Tensor.int,
+        TypeError,
+        r"parts\[1\].out has dtype int32, expected float32, float16 or bf",
+    ),
+    "float64": ("part", torch.Tensor.double, TypeError, r"parts\[1\].out has dtype torch.float64, expected float32, f"),
+    "parts of two dtypes": (
+        *("part", torch.Tensor.float, TypeError),
+        r"parts\[1\].out has dtype float32, expected float16, as parts\[0\].out",
+    ),
+    "an lse": (
+        *("of_part", lambda x: x[0], ValueError),
+        r"parts\[1\].state has shape \(2, 3, 3\), expected 4 dimensions = \(2, B, H, end - begin\)",
+    ),
+    "a state of 16 bits": (
+        "of_part",
+        torch.Tensor.half,
+        TypeError,
+        r"parts\[1\].state has dtype float16, expected float32",
+    ),
+    "no state": (
+        "of_part",
+        lambda _: None,
+        TypeError,
+        r"parts\[1\].state is missing, expected a tensor \(2, B, H, end",
+    ),
+    "no tensor": (
+        "of_part",
+        torch.Tensor.tolist,
+        TypeError,
+        r"parts\[1\].state is of type list, expected a torch.Tensor",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_refusals(name):
-    place, change, exception, message = BAD[name]
-    arguments = list(GOOD)
-    arguments[place] = change(arguments[place])
+    argument, change, exception, message = BAD[name]
+    arguments = good()
+    call(**arguments)
+    arguments[argument] = change(arguments[argument])
     with pytest.raises(exception, match=f"^merge: {message}"):
-        _C.merge(*arguments, 1.0, False)
+        call(**arguments)
+
+
+@pytest.mark.parametrize("count", [0, 9])
+def test_numbers_of_parts(count):
+    out, state = blank((1, 4, 1, 8))
+    with pytest.raises(ValueError, match=f"^merge: parts has {count}, expected 1 to 8"):
+        _C.merge(out, state, ((0, 4, out.clone(), state.clone()),) * count, 1.0, False)
 
 
 @pytest.mark.gpu
 def test_refusals_on_a_gpu():
-    total, known, out, state = (x.cuda() for x in GOOD)
-    with pytest.raises(ValueError, match=r"^merge: state is on cpu, expected cuda:0, as total_out"):
-        _C.merge(total, known, out, state.cpu(), 1.0, False)
-    with pytest.raises(_C.Unreadable, match=r"^merge: out is at an address that is not a multiple of 16 bytes"):
-        _C.merge(total, known, lay_out(out, "misaligned"), state, 1.0, False)
-    with pytest.raises(_C.Unreadable, match=r"^merge: total_out is at an address that is not a multiple of 16 bytes"):
-        _C.merge(lay_out(total, "misaligned"), known, out, state, 1.0, False)
+    arguments = good("cuda")
+    call(**arguments)
+    with pytest.raises(ValueError, match=r"^merge: parts\[1\].state is on cpu, expected cuda:0, as out"):
+        call(**{**arguments, "of_part": arguments["of_part"].cpu()})
+    for name, argument in (("part", r"parts\[1\].out"), ("out", "out")):
+        with pytest.raises(
+            _C.Unreadable, match=f"^merge: {argument} is at an address that is not a multiple of 16 bytes"
+        ):
+            call(**{**arguments, name: lay_out(arguments[name], "misaligned")})

@@ -1,33 +1,39 @@
-// This file puts the results of a row over two sets of keys together, where the sets share no key.
+// This file puts the results of a row over several sets of keys together, where the sets share no key.
 #pragma once
 
 #include "flashtile/math/state.h"
 
 namespace flashtile {
 
-/// MergedRow is a row over the keys of two results a and b: its softmax, and the shares that their outputs, which are
-/// normalised, have in its own. Only differences of a and b are scaled, so that scores may be as large as FinishedRow
-/// allows. A result that saw nothing does not count, whatever its output holds; what else is NaN makes the row NaN.
+/// MergedRow is a row over the keys of the results added so far, whose outputs are normalised. Their weighted sum is
+/// relative to the leader, the result with the greatest lse, as a RowState is to its reference. Only differences of
+/// two results are scaled, so that scores may be as large as FinishedRow allows.
 struct MergedRow {
-  FinishedRow row;
-  float share_a = 0, share_b = 0;
-  bool a_counts = false, b_counts = false;
+  FinishedRow leader;
+  float sum = 0;  // of the weights of results, 1 for the leader's
 
-  FLASHTILE_HOST_DEVICE static MergedRow of(FinishedRow const& a, FinishedRow const& b, float unit_log2) {
-    const bool a_counts = !a.saw_nothing(), b_counts = !b.saw_nothing();
-    const float difference = fmaf(b.reference - a.reference, unit_log2, b.log2_sum - a.log2_sum);
-    const float ahead = !a_counts ? kInfinity : !b_counts ? -kInfinity : difference;  // b's lse, of a's, in log2 units
-    const bool b_leads = ahead > 0;
-    const float sum = 1 + exp2f(-fabsf(ahead));  // of the weights, relative to that of whichever leads
-    const float more = reciprocal(sum), less = exp2f(-fabsf(ahead)) * more;
-    const FinishedRow row{b_leads ? b.reference : a.reference, (b_leads ? b.log2_sum : a.log2_sum) + log2f(sum)};
-    return {a_counts || b_counts ? row : FinishedRow{}, b_leads ? less : more, b_leads ? more : less, a_counts,
-            b_counts};
+  /// Step has the factors of the sum of outputs before, and of the output that joins it.
+  struct Step {
+    float before, added;
+    FLASHTILE_HOST_DEVICE float sum(float outputs, float output) const { return before * outputs + added * output; }
+  };
+
+  /// Adds a result that saw something. If it holds NaN, the row becomes NaN for good.
+  FLASHTILE_HOST_DEVICE Step add(FinishedRow const& result, float unit_log2) {
+    const float ahead = fmaf(result.reference - leader.reference, unit_log2, result.log2_sum - leader.log2_sum);
+    const bool leads = !(ahead <= 0);  // as does NaN, since the row may have no leader yet
+    const float less = exp2f(-fabsf(ahead));
+    const Step step{leads ? less : 1, leads ? 1 : less};
+    if (leads) leader = result;
+    sum = step.sum(sum, 1);
+    return step;
   }
 
-  /// Returns an element of the output, which is 0 if neither a nor b saw anything.
-  FLASHTILE_HOST_DEVICE float out(float of_a, float of_b) const {
-    return share_a * (a_counts ? of_a : 0.0f) + share_b * (b_counts ? of_b : 0.0f);
+  /// Returns the factor of the sum of outputs; 0 for a row that saw nothing.
+  FLASHTILE_HOST_DEVICE float normaliser() const { return sum == 0 ? 0.0f : reciprocal(sum); }
+  FLASHTILE_HOST_DEVICE FinishedRow row() const {
+    if (sum == 0) return {};
+    return {leader.reference, leader.log2_sum + log2f(sum)};
   }
 };
 
