@@ -1,4 +1,4 @@
-"""Results over parts of the keys, summed up in float32: the online softmax over calls."""
+"""Results over parts of the keys, put together in one pass: the online softmax over calls, and sums of gradients."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from .. import _C
 from .._options import SCORES
 
 _PLACE = {option.name: i for i, option in enumerate(SCORES)}
+_MOST = 8  # parts of a merge
 
 
 class Rows:
-    """What is known so far of a rank's query rows.
+    """What is known of a rank's query rows: results that wait until there are eight more, or no more.
 
     A row's softmax is kept as the kernels keep it, a reference and the logarithm of a sum relative to that, of scores
     in a `unit` of their own: an lse of one float32 would be off by units where scores are large.
@@ -23,17 +24,14 @@ class Rows:
     def __init__(self, q: Tensor, head_dim_v: int, unit: float):
         batch, rows, heads, _ = q.shape
         self.q, self.unit, self.shape = q, unit, (batch, rows, heads, head_dim_v)
-        # The first result as it came, as long as it is the only one and that of all rows; later on float32, our own.
-        self.out: Tensor | None = None
-        self.state: Tensor | None = None  # (2, B, H, S): reference and log2 of the sum
-        self.owned = False
+        self.waiting: list[tuple[int, int, Tensor, Tensor]] = []
+        self.total: tuple[Tensor, Tensor] | None = None  # of what was merged, in float32
 
     def add(self, begin: int, end: int, out: Tensor, state: Tensor) -> None:
-        """Adds the results (B, S, H, D_v) and (2, B, H, S) of the rows from `begin` to `end` over further keys."""
-        if self.out is None and (begin, end) == (0, self.shape[1]):
-            self.out, self.state = out, state
-        else:
-            self._merge(begin, end, out, state)
+        """Adds the results (B, n, H, D_v) and (2, B, H, n) of the rows [begin, end) over further keys."""
+        if len(self.waiting) == _MOST:
+            self._fold()
+        self.waiting.append((begin, end, out, state))
 
     def add_sinks(self, sinks: Tensor, rows: int) -> None:
         """Adds a logit for each head, which no value belongs to, to the first `rows` rows."""
@@ -42,31 +40,85 @@ class Rows:
         log2_sum = ((logits - reference.double() * self.unit) * math.log2(math.e)).float()
         batch, _, heads, head_dim_v = self.shape
         state = torch.stack([reference, log2_sum])[:, None, :, None].expand(2, batch, heads, rows)
-        nothing = self.q.new_zeros(head_dim_v, dtype=torch.float32)
-        self._merge(0, rows, nothing.expand(batch, rows, heads, head_dim_v), state)
+        self.add(0, rows, self.q.new_zeros(head_dim_v).expand(batch, rows, heads, head_dim_v), state)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(out, lse, state)."""
-        out, state = (self.out, self.state) if self.out is not None and self.state is not None else self._own()
+        """(out, lse, state), in which rows that saw nothing are 0 and -inf."""
+        if self.total is not None:
+            self._fold()
+            out, state = self.total
+        elif len(self.waiting) == 1 and self.waiting[0][:2] == (0, self.shape[1]):
+            _, _, out, state = self.waiting[0]
+        else:
+            out, state = self._merged(self.q.dtype)
         return out.to(self.q.dtype), torch.add(state[1] * math.log(2), state[0], alpha=self.unit), state
 
-    def _merge(self, begin: int, end: int, out: Tensor, state: Tensor) -> None:
-        total, known = self._own()
-        _C.merge(total[:, begin:end], known[..., begin:end], out, state, self.unit, False)
-
-    def _own(self) -> tuple[Tensor, Tensor]:
-        """The totals, in float32 memory that is not the caller's."""
-        if self.owned and self.out is not None and self.state is not None:
-            return self.out, self.state
-        batch, rows, heads, _ = self.shape
-        out = self.q.new_empty(self.shape, dtype=torch.float32)
-        state = self.q.new_empty(2, batch, heads, rows, dtype=torch.float32)
-        if self.out is not None:
-            _C.merge(out, state, self.out, self.state, self.unit, True)
+    def _fold(self) -> None:
+        if self.total is None:
+            self.total = self._merged(torch.float32)
         else:
-            out.zero_(), state[0].zero_(), state[1].fill_(-math.inf)
-        self.out, self.state, self.owned = out, state, True
+            _C.merge(*self.total, self.waiting, self.unit, True)
+        self.waiting = []
+
+    def _merged(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        batch, rows, heads, _ = self.shape
+        out = self.q.new_empty(self.shape, dtype=dtype)
+        state = self.q.new_empty(2, batch, heads, rows, dtype=torch.float32)
+        _C.merge(out, state, self.waiting or [_nothing(out, state)], self.unit, False)
         return out, state
+
+
+class Sums:
+    """A sum of partial gradients of the rows (B, S, H, D) of `like`, in float32, rounded once. Parts are its own from
+    when they are added: it may write to those of float32, and return one."""
+
+    def __init__(self, like: Tensor):
+        self.like = like
+        self.waiting: dict[torch.dtype, list[tuple[int, int, Tensor, None]]] = {}
+        self.total: Tensor | None = None  # of what was summed, in float32
+
+    def add(self, begin: int, end: int, x: Tensor) -> None:
+        """Adds `x` (B, n, H, D), of any dtype, to the rows [begin, end)."""
+        waiting = self.waiting.setdefault(x.dtype, [])
+        if len(waiting) == _MOST:
+            self._fold(x.dtype)
+        waiting.append((begin, end, x, None))
+
+    def finish(self, dtype: torch.dtype) -> Tensor:
+        """The sum, 0 where nothing was added."""
+        kinds = [kind for kind, waiting in self.waiting.items() if waiting]
+        if self.total is None and len(kinds) < 2:
+            waiting = self.waiting[kinds[0]] if kinds else []
+            if len(waiting) == 1 and self._is_whole(waiting[0]):
+                return waiting[0][2].to(dtype)
+            return self._summed(waiting, dtype)
+        for kind in sorted(kinds, key=lambda kind: kind != torch.float32):
+            self._fold(kind)
+        assert self.total is not None
+        return self.total.to(dtype)
+
+    def _fold(self, kind: torch.dtype) -> None:
+        waiting = self.waiting[kind]
+        if self.total is None and kind == torch.float32 and self._is_whole(waiting[0]):
+            self.total = waiting.pop(0)[2]
+        if self.total is None:
+            self.total = self._summed(waiting, torch.float32)
+        elif waiting:
+            _C.merge(self.total, None, waiting, 1.0, True)
+        waiting.clear()
+
+    def _is_whole(self, part: tuple[int, int, Tensor, None]) -> bool:
+        return part[:2] == (0, self.like.shape[1])
+
+    def _summed(self, parts: list[tuple[int, int, Tensor, None]], dtype: torch.dtype) -> Tensor:
+        out = self.like.new_empty(self.like.shape, dtype=dtype)
+        _C.merge(out, None, parts or [_nothing(out, None)], 1.0, False)
+        return out
+
+
+def _nothing(out: Tensor, state: Tensor | None):
+    """A part of no rows."""
+    return 0, 0, out[:, :0], None if state is None else state[..., :0]
 
 
 def unit_of(options: tuple, head_dim: int) -> float:
@@ -76,16 +128,3 @@ def unit_of(options: tuple, head_dim: int) -> float:
     factor = softcap if 0 < softcap < 2.0**122 else scale
     stretched = options[_PLACE["alibi_slopes"]] is not None or not 0 < factor <= 2.0**124
     return 1.0 if stretched else torch.tensor(factor, dtype=torch.float32).item()
-
-
-class Sums:
-    """A sum of parts of a gradient, in float32."""
-
-    def __init__(self, like: Tensor):
-        self.total = torch.zeros_like(like, dtype=torch.float32)
-
-    def add(self, begin: int, end: int, part: Tensor) -> None:
-        self.total[:, begin:end] += part
-
-    def finish(self, dtype: torch.dtype) -> Tensor:
-        return self.total.to(dtype)
