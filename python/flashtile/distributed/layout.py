@@ -126,8 +126,13 @@ def rows_of(runs: Runs) -> int:
 
 def common(a: Runs, b: Runs) -> Runs:
     """What two lists of runs have in common."""
-    both = ((max(x, y), min(x_end, y_end)) for x, x_end in a for y, y_end in b)
-    return tuple(sorted(run for run in both if run[0] < run[1]))
+    both, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        begin, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if begin < end:
+            both.append((begin, end))
+        i, j = (i + 1, j) if a[i][1] < b[j][1] else (i, j + 1)
+    return tuple(both)
 
 
 def union(runs: Sequence[Run]) -> Runs:
@@ -143,12 +148,12 @@ def union(runs: Sequence[Run]) -> Runs:
 
 def places_in(runs: Runs, part: Runs) -> list[Run]:
     """Where each run of `part` lies among the rows of `runs`, counted one behind the other; `part` is part of these."""
-    places, before = [], 0
-    for begin, end in runs:
-        for first, last in part:
-            if begin <= first and last <= end:
-                places.append((before + first - begin, before + last - begin))
-        before += end - begin
+    places, before, i = [], 0, 0
+    for first, last in part:
+        while runs[i][1] < last:
+            before += runs[i][1] - runs[i][0]
+            i += 1
+        places.append((before + first - runs[i][0], before + last - runs[i][0]))
     return places
 
 
