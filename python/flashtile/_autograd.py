@@ -38,7 +38,7 @@ def attend(function, q, k, v, options, return_lse, is_recorded=False):
     if forward_ad._current_level >= 0:
         refuse_tangents(function, q=q, k=k, v=v, sinks=sinks, **descales_of(options))
     if alibi_slopes is not None:
-        _refuse_gradient(function, alibi_slopes)
+        refuse_slopes_that_learn(function, alibi_slopes)
     if sinks is not None:
         sinks = as_float32(sinks)
         options = replaced(options, SINKS, sinks)
@@ -84,7 +84,7 @@ def attend(function, q, k, v, options, return_lse, is_recorded=False):
             refuse_gradients(function, q, k, v, options)
             out, lse = dequantized_forward(q, k, v, options)
             return (out, lse) if return_lse else out
-        dtype = _autocast_dtype(q, k, v)
+        dtype = autocast_dtype(q, k, v)
         if dtype is None:
             raise
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -102,7 +102,7 @@ def _attend_traced(function, q, k, v, options, return_lse):
     require_tensors(function, q=q, k=k, v=v)
     if is_fp8(q, options):
         return fp8_operator(function, q, k, v, options, return_lse)
-    dtype = _autocast_dtype(q, k, v)
+    dtype = autocast_dtype(q, k, v)
     if dtype is not None and (not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES[q.device.type]):
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     return attend_operator(function, q, k, v, options, return_lse)
@@ -186,7 +186,7 @@ def _gradients(ctx, dout, dlse, state, options, q, k, v, alibi_slopes, out, sink
     return (*found, None) if sinks is None else (*found, None, dsinks)
 
 
-def _refuse_gradient(function, alibi_slopes):
+def refuse_slopes_that_learn(function, alibi_slopes):
     if is_grad_enabled() and getattr(alibi_slopes, "requires_grad", False):
         raise NotImplementedError(
             f"{function}: alibi_slopes requires grad, expected slopes that do not: "
@@ -202,7 +202,7 @@ def refuse_tangents(function, **tensors):
             )
 
 
-def _autocast_dtype(*tensors):
+def autocast_dtype(*tensors):
     """What torch.autocast asks for, where it is active and not all tensors are of that dtype; else None."""
     if not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
         return None

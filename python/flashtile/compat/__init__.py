@@ -1,10 +1,12 @@
-"""The functions of the flash-attn packages, and FlashMask's, computed by flashtile.
+"""The functions of the flash-attn packages, FlashMask's and ring-flash-attn's, computed by flashtile.
 
 - :mod:`flashtile.compat.flash_attn`: ``flash_attn`` 2
 - :mod:`flashtile.compat.flash_attn_interface`: ``flash_attn_interface``, FlashAttention-3
 - :mod:`flashtile.compat.bert_padding`: ``flash_attn.bert_padding``
 - :mod:`flashtile.compat.layers.rotary`: ``flash_attn.layers.rotary``
 - :mod:`flashtile.compat.flashmask`: ``flashmask_attention`` of PaddlePaddle and its package ``flash_mask``
+- :mod:`flashtile.compat.ring_flash_attn`: ``ring_flash_attn``, which is imported by itself, as it wants
+  torch.distributed
 
 Names, order and defaults of parameters are theirs, so one import line changes; :func:`install` spares that one too.
 docs/migration.md lists what is served, what has no effect, and what is refused.

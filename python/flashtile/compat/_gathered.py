@@ -1,0 +1,96 @@
+"""A rank's rows over keys of all ranks, which it gathers at once: as Llama 3 was trained (Dubey et al. 2024)."""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import _C
+from .._autograd import autocast_dtype, refuse_slopes_that_learn, refuse_tangents
+from .._core import DTYPES, gradients, readable, readable_options
+from .._options import attention_options
+from ..distributed._exchange import Group, packed, unpacked
+
+
+def attend_gathered(q, k, v, *, group, keys, cu_seqlens_q, cu_seqlens_k, return_lse, **options):
+    """``flashtile.attention_varlen`` of the caller's q, (T_q, H_q, D), over `keys` = (begin, end) of the rows of k and
+    v of all ranks, one behind the other. All have as many; this is not asked, so that no rank waits for an answer."""
+    refuse_tangents("attention_varlen", q=q, k=k, v=v)
+    if options["alibi_slopes"] is not None:
+        refuse_slopes_that_learn("attention_varlen", options["alibi_slopes"])
+    dtype = autocast_dtype(q, k, v)
+    if dtype is not None and (not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES[q.device.type]):
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if k.dtype != v.dtype:  # which travel together
+        raise TypeError(f"attention_varlen: v has dtype {v.dtype}, expected {k.dtype}, as k")
+    options = attention_options(**options, sequences=(cu_seqlens_q, cu_seqlens_k, None, None))
+    out, lse = _AttendGathered.apply(q, k, v, Group(group), keys, options)
+    return (out, lse) if return_lse else out
+
+
+class _AttendGathered(torch.autograd.Function):
+    """What stays for backward is the caller's own: keys are gathered a second time there."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, group, keys, options):
+        given = (q, *_gathered(group, keys, k, v))
+        try:
+            out, lse, state = _C.forward_with_state(*given, options)
+        except _C.Unreadable:
+            out, lse, state = _C.forward_with_state(*map(readable, given), readable_options(options))
+        ctx.save_for_backward(q, k, v, out, state)
+        ctx.given = group, keys, options
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        q, k, v, out, state = ctx.saved_tensors
+        group, keys, options = ctx.given
+        needed = ctx.needs_input_grad
+        of_keys = needed[1] or needed[2]
+        given = q, *_gathered(group, keys, k, v)
+        dq, dk, dv, _ = gradients((needed[0], of_keys, of_keys, False), dout, dlse, *given, out, state, options)
+        if of_keys:
+            dk, dv = _summed(group, keys, len(k), dk, dv)
+        return dq, dk if needed[1] else None, dv if needed[2] else None, None, None, None
+
+
+def _gathered(group, keys, *tensors):
+    """Rows `keys` of what all ranks have of each tensor."""
+    block = packed([x.detach() for x in tensors])
+    everyone = range(group.size)
+    came = group.exchange({rank: [block] for rank in everyone}, {rank: [block.shape] for rank in everyone}, block)
+    parts = [unpacked(blocks[0], [x.shape for x in tensors]) for _, blocks in sorted(came.wait().items())]
+    wanted = [slice(*_within(keys, rank, len(tensors[0]))) for rank in everyone]
+    return [torch.cat([x[rows] for x, rows in zip(of, wanted, strict=True)]) for of in zip(*parts, strict=True)]
+
+
+def _summed(group, keys, rows, *tensors):
+    """The way back: for the caller's rows the sums of what all ranks have, in float32, in the order of the ranks."""
+    everyone = range(group.size)
+    # What ranks have of each other's rows nobody knows but them, so zeros travel too.
+    sends = {rank: [_all_rows(x, keys, rank, rows) for x in tensors] for rank in everyone}
+    shapes = [torch.Size((rows, *x.shape[1:])) for x in tensors]
+    came = group.exchange(sends, {rank: shapes for rank in everyone}, tensors[0]).wait()
+    totals = [x.new_zeros(shape, dtype=torch.float32) for x, shape in zip(tensors, shapes, strict=True)]
+    for rank in everyone:
+        for total, part in zip(totals, came[rank], strict=True):
+            total += part
+    return [total.to(x.dtype) for total, x in zip(totals, tensors, strict=True)]
+
+
+def _within(keys, rank, rows):
+    """Which rows of a rank are among `keys`."""
+    first = rank * rows
+    begin = min(max(keys[0] - first, 0), rows)
+    return begin, max(min(keys[1] - first, rows), begin)
+
+
+def _all_rows(x, keys, rank, rows):
+    """The part of `x`, which has the rows `keys`, for the rows of a rank: zeros where it has none."""
+    begin, end = _within(keys, rank, rows)
+    whole = x.new_zeros(rows, *x.shape[1:])
+    if begin < end:
+        first = rank * rows + begin - keys[0]
+        whole[begin:end] = x[first : first + end - begin]
+    return whole
