@@ -7,7 +7,7 @@ from .. import _C
 from .._autograd import autocast_dtype, refuse_slopes_that_learn, refuse_tangents
 from .._core import DTYPES, gradients, readable, readable_options
 from .._options import attention_options
-from ..distributed._exchange import Group, packed, unpacked
+from ..distributed._exchange import Group
 
 
 def attend_gathered(q, k, v, *, group, keys, cu_seqlens_q, cu_seqlens_k, return_lse, **options):
@@ -57,12 +57,13 @@ class _AttendGathered(torch.autograd.Function):
 
 def _gathered(group, keys, *tensors):
     """Rows `keys` of what all ranks have of each tensor."""
-    block = packed([x.detach() for x in tensors])
     everyone = range(group.size)
-    came = group.exchange({rank: [block] for rank in everyone}, {rank: [block.shape] for rank in everyone}, block)
-    parts = [unpacked(blocks[0], [x.shape for x in tensors]) for _, blocks in sorted(came.wait().items())]
-    wanted = [slice(*_within(keys, rank, len(tensors[0]))) for rank in everyone]
-    return [torch.cat([x[rows] for x, rows in zip(of, wanted, strict=True)]) for of in zip(*parts, strict=True)]
+    mine = [x.detach().contiguous() for x in tensors]
+    come = {rank: [torch.empty_like(x) for x in mine] for rank in everyone}
+    group.exchange(dict.fromkeys(everyone, mine), come).wait()
+    wanted = [slice(*_within(keys, rank, len(mine[0]))) for rank in everyone]
+    parts = zip(*(come[rank] for rank in everyone), strict=True)  # of each tensor those of all ranks
+    return [torch.cat([x[rows] for x, rows in zip(of, wanted, strict=True)]) for of in parts]
 
 
 def _summed(group, keys, rows, *tensors):
@@ -71,10 +72,11 @@ def _summed(group, keys, rows, *tensors):
     # What ranks have of each other's rows nobody knows but them, so zeros travel too.
     sends = {rank: [_all_rows(x, keys, rank, rows) for x in tensors] for rank in everyone}
     shapes = [torch.Size((rows, *x.shape[1:])) for x in tensors]
-    came = group.exchange(sends, {rank: shapes for rank in everyone}, tensors[0]).wait()
+    come = {rank: [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)] for rank in everyone}
+    group.exchange(sends, come).wait()
     totals = [x.new_zeros(shape, dtype=torch.float32) for x, shape in zip(tensors, shapes, strict=True)]
     for rank in everyone:
-        for total, part in zip(totals, came[rank], strict=True):
+        for total, part in zip(totals, come[rank], strict=True):
             total += part
     return [total.to(x.dtype) for total, x in zip(totals, tensors, strict=True)]
 

@@ -58,55 +58,48 @@ class Ulysses:
     def __init__(self, group: Group, ranks: Sequence[int], index: int, heads: Heads):
         self.group, self.ranks, self.index, self.heads = group, tuple(ranks), index, heads
 
-    def to_heads(self, tensors: Sequence[Tensor], layouts: Sequence[Layout], heads: Sequence[Sequence[Run]]):
+    def to_heads(
+        self, tensors: Sequence[Tensor], layouts: Sequence[Layout], heads: Sequence[Sequence[Run]]
+    ) -> list[Tensor]:
         """Tensors (B, S_local, H, D) as (B, S, own heads, D); each has its layout, and the heads that ranks take."""
-        ranks, me = self.ranks, self.index
-        sends = {
-            rank: [x[:, :, slice(*of[i])] for x, of in zip(tensors, heads, strict=True)] for i, rank in enumerate(ranks)
-        }
-        own = [end - begin for begin, end in (of[me] for of in heads)]
-        receives = {
-            rank: [
-                torch.Size((x.shape[0], layout.rows(i), n, x.shape[3]))
-                for x, layout, n in zip(tensors, layouts, own, strict=True)
-            ]
-            for i, rank in enumerate(ranks)
-        }
-        came = self.group.exchange(sends, receives, tensors[0]).wait()
-        found = []
-        for t, (x, layout, n) in enumerate(zip(tensors, layouts, own, strict=True)):
-            (runs,) = layout.merged([range(len(ranks))]).runs
-            whole = x.new_empty(x.shape[0], rows_of(runs), n, x.shape[3])
-            for i, rank in enumerate(ranks):
-                first = 0
-                for begin, end in places_in(runs, layout.runs[i]):
-                    whole[:, begin:end] = came[rank][t][:, first : first + end - begin]
-                    first += end - begin
-            found.append(whole)
+        found: list[Tensor] = []
+        sends: dict[int, list[Tensor]] = {rank: [] for rank in self.ranks}
+        receives: dict[int, list[Tensor]] = {rank: [] for rank in self.ranks}
+        for x, layout, of_ranks in zip(tensors, layouts, heads, strict=True):
+            (runs,) = layout.merged([range(len(self.ranks))]).runs
+            begin, end = of_ranks[self.index]
+            found.append(x.new_empty(x.shape[0], rows_of(runs), end - begin, x.shape[3]))
+            for i, rank in enumerate(self.ranks):
+                first = 0  # of the caller's rows
+                for run in layout.runs[self.index]:
+                    last = first + run[1] - run[0]
+                    sends[rank].append(x[:, first:last, slice(*of_ranks[i])])
+                    first = last
+                receives[rank] += [found[-1][:, slice(*place)] for place in places_in(runs, layout.runs[i])]
+        self.group.exchange(sends, receives).wait()
         return found
 
     def to_rows(self, x: Tensor, layout: Layout, heads: Sequence[Run], heads_of_all: int) -> Tensor:
         """The way back of one tensor. What several ranks have of a head is summed, in the order of the ranks."""
-        ranks, me = self.ranks, self.index
-        (runs,) = layout.merged([range(len(ranks))]).runs
-        places = [places_in(runs, layout.runs[i]) for i in range(len(ranks))]
-        sends = {rank: [x[:, slice(*place)] for place in places[i]] for i, rank in enumerate(ranks)}
-        receives = {
-            rank: [
-                torch.Size((x.shape[0], end - begin, heads[i][1] - heads[i][0], x.shape[3]))
-                for begin, end in places[me]
-            ]
-            for i, rank in enumerate(ranks)
-        }
-        came = self.group.exchange(sends, receives, x).wait()
-        total = x.new_empty(x.shape[0], layout.rows(me), heads_of_all, x.shape[3])
+        (runs,) = layout.merged([range(len(self.ranks))]).runs
+        total = x.new_empty(x.shape[0], layout.rows(self.index), heads_of_all, x.shape[3])
+        sends: dict[int, list[Tensor]] = {}
+        receives: dict[int, list[Tensor]] = {}
+        added: list[tuple[Tensor, Tensor]] = []
         written = 0  # heads
-        for i, rank in enumerate(ranks):
+        for i, rank in enumerate(self.ranks):
+            sends[rank] = [x[:, slice(*place)] for place in places_in(runs, layout.runs[i])]
             begin, end = heads[i]
-            first = 0
-            for part in came.get(rank, ()):
-                place = total[:, first : first + part.shape[1], begin:end]
-                place.add_(part) if begin < written else place.copy_(part)
-                first += part.shape[1]
+            receives[rank] = []
+            for first, last in places_in(layout.runs[self.index], layout.runs[self.index]):
+                place = total[:, first:last, begin:end]
+                if begin < written:  # another rank has them, too
+                    part = torch.empty_like(place)
+                    added.append((place, part))
+                    place = part
+                receives[rank].append(place)
             written = max(end, written)
+        self.group.exchange(sends, receives).wait()
+        for place, part in added:
+            place += part
         return total

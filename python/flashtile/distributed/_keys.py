@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._exchange import Group, Pending, packed, unpacked
+from ._exchange import Group, Pending
 from ._local import Local
 from ._pairs import needed_keys
 from ._rows import Rows, Sums
@@ -52,59 +52,59 @@ class Ring:
         return 1
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Rows:
-        total, steps, block = self.local.begin(q, v.shape[-1]), self.steps(), packed([k, v])
+        total, steps, block = self.local.begin(q, v.shape[-1]), self.steps(), [k, v]
         for step in range(steps):
-            coming = self._pass_on(block, step + 1, [k, v]) if step + 1 < steps else None
-            self.local.add_block(total, q, *unpacked(block, self._shapes([k, v], step)), self._keys(step))
+            coming = self._pass_on(block, step + 1) if step + 1 < steps else None
+            self.local.add_block(total, q, *block, self._keys(step))
             if coming is not None:
-                block = self._next(coming)
+                block = coming.wait()
         return total
 
     def backward(self, needed, dout, dlse, q, k, v, out, state) -> Gradients:
-        steps, block = self.steps(), packed([k, v])
+        steps, block = self.steps(), [k, v]
         dq = Sums(q)
-        arriving, of_block = None, torch.empty(0)
+        arriving: _Block | None = None
+        of_block: list[Tensor] = []
         for step in range(steps):
-            coming = self._pass_on(block, step + 1, [k, v]) if step + 1 < steps else None
-            shapes = self._shapes([k, v], step)
-            block_k, block_v = unpacked(block, shapes)
-            sums = [Sums(block_k), Sums(block_v)]
-            self.local.add_gradients(
-                (dq, *sums), needed, dout, dlse, (q, block_k, block_v), self._keys(step), out, state
-            )
+            coming = self._pass_on(block, step + 1) if step + 1 < steps else None
+            sums = [Sums(x) for x in block]
+            self.local.add_gradients((dq, *sums), needed, dout, dlse, (q, *block), self._keys(step), out, state)
             if arriving is not None:
-                for mine, theirs in zip(sums, unpacked(self._next(arriving), shapes), strict=True):
+                for mine, theirs in zip(sums, arriving.wait(), strict=True):
                     mine.add(0, theirs.shape[1], theirs)
-            of_block = packed([x.finish(torch.float32) for x in sums])
+            of_block = [x.finish(torch.float32) for x in sums]
             if coming is not None:
-                arriving = self._pass_on(of_block, step + 1, [k, v])
-                block = self._next(coming)
+                arriving = self._pass_on(of_block, step + 1)
+                block = coming.wait()
         if steps > 1:
-            of_block = self._return(of_block, steps - 1, torch.Size([k.numel() + v.numel()]))
-        dk, dv = unpacked(of_block, [k.shape, v.shape])
-        return dq.finish(q.dtype), dk, dv
+            of_block = self._send(of_block, steps - 1, 0).wait()  # to whom the block belongs
+        return dq.finish(q.dtype), of_block[0], of_block[1]
 
     def _keys(self, step: int) -> Runs:
         return self.members.keys.runs[self.members.neighbour(-step)]
 
-    def _shapes(self, tensors: list[Tensor], step: int) -> list[torch.Size]:
-        return [_shape(x, rows_of(self._keys(step))) for x in tensors]
-
-    def _pass_on(self, block: Tensor, step: int, like: list[Tensor]) -> Pending:
+    def _pass_on(self, block: list[Tensor], step: int) -> _Block:
         """Sends a block to the next member, and begins to receive that of `step`."""
-        ranks, members = self.members.ranks, self.members
-        numel = sum(shape.numel() for shape in self._shapes(like, step))
-        receives = {ranks[members.neighbour(-1)]: [torch.Size([numel])]}
-        return members.group.exchange({ranks[members.neighbour(1)]: [block]}, receives, block)
+        return self._send(block, -1, step)
 
-    def _next(self, coming: Pending) -> Tensor:
-        return coming.wait()[self.members.ranks[self.members.neighbour(-1)]][0]
-
-    def _return(self, block: Tensor, distance: int, shape: torch.Size) -> Tensor:
-        """Sends what a block gathered to whom the block belongs."""
+    def _send(self, block: list[Tensor], to: int, step: int) -> _Block:
+        """Sends a block `to` so many members back, and begins to receive that of `step` from so many ahead."""
         ranks, members = self.members.ranks, self.members
-        owner, holder = ranks[members.neighbour(-distance)], ranks[members.neighbour(distance)]
-        return members.group.exchange({owner: [block]}, {holder: [shape]}, block).wait()[holder][0]
+        coming = [x.new_empty(_shape(x, rows_of(self._keys(step)))) for x in block]
+        sends = {ranks[members.neighbour(-to)]: [x.contiguous() for x in block]}
+        return _Block(members.group.exchange(sends, {ranks[members.neighbour(to)]: coming}), coming)
+
+
+@dataclass
+class _Block:
+    """Tensors on their way."""
+
+    pending: Pending
+    tensors: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        self.pending.wait()
+        return self.tensors
 
 
 class AllGather:
@@ -140,50 +140,34 @@ class AllGather:
 
     def _gather(self, tensors: list[Tensor]) -> list[Tensor]:
         me, ranks, own = self.members.index, self.members.ranks, self.members.keys.runs
-        sends = {
-            ranks[reader]: [_taken(x, places_in(own[me], self._shared(me, reader))) for x in tensors]
-            for reader in range(len(ranks))
-        }
-        receives = {
-            ranks[owner]: [_shape(x, rows_of(self._shared(owner, me))) for x in tensors] for owner in range(len(ranks))
-        }
-        came = self.members.group.exchange(sends, receives, tensors[0]).wait()
         gathered = [x.new_empty(_shape(x, rows_of(self.needed[me]))) for x in tensors]
-        for owner in range(len(ranks)):
-            places = places_in(self.needed[me], self._shared(owner, me))
-            for x, part in zip(gathered, came[ranks[owner]], strict=True):
-                _put(x, places, part)
+        sends, receives = {}, {}
+        for other, rank in enumerate(ranks):
+            sends[rank] = _parts(tensors, places_in(own[me], self._shared(me, other)))
+            receives[rank] = _parts(gathered, places_in(self.needed[me], self._shared(other, me)))
+        self.members.group.exchange(sends, receives).wait()
         return gathered
 
     def _scatter(self, sums: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         me, ranks, own = self.members.index, self.members.ranks, self.members.keys.runs
-        sends = {
-            ranks[owner]: [_taken(x, places_in(self.needed[me], self._shared(owner, me))) for x in sums]
-            for owner in range(len(ranks))
-        }
-        receives = {
-            ranks[reader]: [_shape(x, rows_of(self._shared(me, reader))) for x in sums] for reader in range(len(ranks))
-        }
-        came = self.members.group.exchange(sends, receives, sums[0]).wait()
-        totals = [x.new_zeros(shape) for x, shape in zip(sums, shapes, strict=True)]
-        for reader in range(len(ranks)):  # in this order, whatever came first
-            places = places_in(own[me], self._shared(me, reader))
-            for x, part in zip(totals, came[ranks[reader]], strict=True):
-                _put(x, places, part, add=True)
-        return totals
+        totals = [Sums(x.new_empty(shape)) for x, shape in zip(sums, shapes, strict=True)]
+        sends, receives, places = {}, {}, {}
+        for other, rank in enumerate(ranks):
+            sends[rank] = _parts(sums, places_in(self.needed[me], self._shared(other, me)))
+            places[rank] = places_in(own[me], self._shared(me, other))
+            receives[rank] = [x.new_empty(_shape(x, end - begin)) for x in sums for begin, end in places[rank]]
+        self.members.group.exchange(sends, receives).wait()
+        for rank in ranks:  # in this order, whatever came first
+            for i, total in enumerate(totals):
+                for n, (begin, end) in enumerate(places[rank]):
+                    total.add(begin, end, receives[rank][i * len(places[rank]) + n])
+        return [total.finish(torch.float32) for total in totals]
 
 
 def _shape(x: Tensor, rows: int) -> torch.Size:
     return torch.Size((x.shape[0], rows, *x.shape[2:]))
 
 
-def _taken(x: Tensor, places: list[tuple[int, int]]) -> Tensor:
-    return torch.cat([x[:, begin:end] for begin, end in places], 1) if places else x[:, :0]
-
-
-def _put(x: Tensor, places: list[tuple[int, int]], part: Tensor, add: bool = False) -> None:
-    first = 0
-    for begin, end in places:
-        rows = part[:, first : first + end - begin]
-        x[:, begin:end].add_(rows) if add else x[:, begin:end].copy_(rows)
-        first += end - begin
+def _parts(tensors: list[Tensor], places: list[tuple[int, int]]) -> list[Tensor]:
+    """Rows of each tensor, tensor by tensor."""
+    return [x[:, begin:end] for x in tensors for begin, end in places]

@@ -37,15 +37,14 @@ def unshard(x: Tensor, dim: int, group: Any = None, layout: str | Layout = "zigz
     counts: list[Any] = [None] * ranks.size
     dist.all_gather_object(counts, x.shape[dim], group=group)
     found = layout_of(layout, sum(counts), ranks)
-    rows_first = x.movedim(dim, 0).contiguous()
-    shapes = {rank: [torch.Size((found.rows(rank), *rows_first.shape[1:]))] for rank in range(ranks.size)}
-    came = ranks.exchange({rank: [rows_first] for rank in range(ranks.size)}, shapes, rows_first).wait()
-    whole = rows_first.new_empty(found.length, *rows_first.shape[1:])
-    for rank in range(ranks.size):
-        first = 0
-        for begin, end in found.runs[rank]:
-            whole[begin:end] = came[rank][0][first : first + end - begin]
-            first += end - begin
+    mine = x.movedim(dim, 0).contiguous()
+    whole = mine.new_empty(found.length, *mine.shape[1:])
+    first, own = 0, []
+    for begin, end in found.runs[ranks.rank]:
+        own.append(mine[first : first + end - begin])
+        first += end - begin
+    places = {rank: [whole[begin:end] for begin, end in found.runs[rank]] for rank in range(ranks.size)}
+    ranks.exchange(dict.fromkeys(places, own), places).wait()
     return whole.movedim(0, dim)
 
 
