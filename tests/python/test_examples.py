@@ -1,8 +1,10 @@
 """Every example and every Python block of the documentation runs, and the README's do what they say."""
 
 import doctest
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -38,6 +40,24 @@ def test_example(path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # where there is a GPU, an example may want minutes
     runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out
+
+
+def test_two_ranks_train_as_one(capsys, monkeypatch):
+    """examples/long_context.py, as its docstring says."""
+    command = [str(ROOT / "examples" / "long_context.py"), "--steps", "4", "--context", "70"]  # no multiple of 4 chunks
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ranks = subprocess.run([*torchrun, *command], capture_output=True, text=True, timeout=300, env=environment)
+    assert ranks.returncode == 0, ranks.stderr
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    runpy.run_path(command[0], run_name="__main__")
+    losses = [
+        [float(x) for x in re.findall(r"loss (\S+)$", said, re.MULTILINE)]
+        for said in (ranks.stdout, capsys.readouterr().out)
+    ]
+    assert len(losses[0]) == 4 and losses[0][-1] < losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], abs=5e-5)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -11,6 +11,7 @@ from torch import nn
 
 # causal attention over (B, S, H, D)
 CausalAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Rotation = Callable[[torch.Tensor], torch.Tensor]  # of (B, S, H, D)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +27,26 @@ class Config:
         return self.heads * self.head_dim
 
 
+def rotate(x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    """Rotary position embedding of (B, S, H, D): pairs of features turn by an angle that grows with the position.
+    `positions`, (S), are by default 0, 1, 2 and so on."""
+    seqlen, head_dim = x.shape[1], x.shape[-1]
+    speeds = 10000.0 ** -(torch.arange(0, head_dim, 2, device=x.device) / head_dim)
+    positions = torch.arange(seqlen, device=x.device) if positions is None else positions
+    angles = positions[:, None, None] * speeds  # (S, 1, D / 2)
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: Config, attention: CausalAttention) -> None:
+    def __init__(self, config: Config, attention: CausalAttention, rotate: Rotation) -> None:
         super().__init__()
         self.heads = config.heads
         self.attention = attention
+        self.rotate = rotate
         self.attention_norm = nn.LayerNorm(config.width)
         self.to_qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.from_heads = nn.Linear(config.width, config.width, bias=False)
@@ -45,16 +59,16 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.to_qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        x = x + self.from_heads(self.attention(rotate(q), rotate(k), v).flatten(2))
+        x = x + self.from_heads(self.attention(self.rotate(q), self.rotate(k), v).flatten(2))
         return x + self.mlp(self.mlp_norm(x))
 
 
 class GPT(nn.Module):
-    def __init__(self, config: Config, attention: CausalAttention) -> None:
+    def __init__(self, config: Config, attention: CausalAttention, rotate: Rotation = rotate) -> None:
         super().__init__()
         self.config = config
         self.bytes = nn.Embedding(config.vocabulary, config.width)
-        self.blocks = nn.Sequential(*(Block(config, attention) for _ in range(config.layers)))
+        self.blocks = nn.Sequential(*(Block(config, attention, rotate) for _ in range(config.layers)))
         self.norm = nn.LayerNorm(config.width)
         self.to_logits = nn.Linear(config.width, config.vocabulary, bias=False)
 
@@ -77,13 +91,3 @@ class GPT(nn.Module):
             chances = (logits / temperature).softmax(-1)
             tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], dim=1)
         return bytes(tokens[0].tolist())
-
-
-def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of (B, S, H, D): pairs of features turn by an angle that grows with the position."""
-    seqlen, head_dim = x.shape[1], x.shape[-1]
-    speeds = 10000.0 ** -(torch.arange(0, head_dim, 2, device=x.device) / head_dim)
-    angles = torch.arange(seqlen, device=x.device)[:, None, None] * speeds  # (S, 1, D / 2)
-    cos, sin = angles.cos(), angles.sin()
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
