@@ -106,6 +106,9 @@ def check(rank, port):
     refused(rank, varlen, own, flat, flat, flat, **tables)
     tables = dict(cu_seqlens_q=(0, 25), cu_seqlens_k=(0, 25))
     refused(rank, varlen, "cu_seqlens ends at 25, with 24 query rows", flat, flat, flat, **tables)
+    refused(rank, attention, "seed is None, expected an int", q, q, q, dropout_p=0.5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attention(q.bfloat16(), q, q).dtype is torch.bfloat16
     multiple = "chunks that begin at multiples of 16"
     refused(rank, attention, multiple, q, q, q, dropout_p=0.5, seed=1, method="ring", layout="contiguous")
     # What was refused leaves nothing behind.

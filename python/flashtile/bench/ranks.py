@@ -198,11 +198,13 @@ class _Together(_Run):
 
     def _call(self, leaves: list[Tensor], method: str, degree: int | None) -> Tensor:
         options: dict[str, Any] = dict(self.case.options, method=method, ulysses_degree=degree)
+        out: Any
         if self.case.documents == 1:
-            return distributed.attention(*leaves, **options)  # type: ignore[return-value]
-        begins = self.case.begins(self.ranks)
-        flat = [x[0] for x in leaves]
-        return distributed.attention_varlen(*flat, cu_seqlens_q=begins, cu_seqlens_k=begins, **options)[None]
+            out = distributed.attention(*leaves, **options)
+        else:
+            begins, flat = self.case.begins(self.ranks), [x[0] for x in leaves]
+            out = distributed.attention_varlen(*flat, cu_seqlens_q=begins, cu_seqlens_k=begins, **options)[None]
+        return out
 
 
 class _Alone(_Run):

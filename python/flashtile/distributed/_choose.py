@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -60,25 +60,21 @@ class Choice:
         return f"{label:<24}{1e3 * self.seconds:>10.3f} ms{1e3 * self.computing:>12.3f} ms{self.sent / 1e6:>12.1f} MB"
 
 
-def choices(shape: Shape, bandwidth: float) -> list[Choice]:
-    """All methods, the quickest first, and at the end those that cannot be taken."""
-    found = list(_choices(shape, bandwidth))
+def choices(shape: Shape, bandwidth: float, method: str = "auto", degree: int | None = None) -> list[Choice]:
+    """Those that `method` and `degree` leave, the quickest first, and at the end those that cannot be taken."""
+    found = [_timed(shape, *kind, bandwidth) for kind in _kinds(shape.queries.ranks, method, degree)]
     return sorted(found, key=lambda x: (bool(x.refused), x.seconds))
 
 
+@lru_cache(maxsize=256)
 def choose(function: str, shape: Shape, method: str, degree: int | None) -> Choice:
-    """The quickest of those that `method` and `degree` leave."""
+    """The quickest of them."""
     ranks = shape.queries.ranks
     if degree is not None and (degree < 1 or ranks % degree):
         raise ValueError(
             f"{function}: ulysses_degree is {degree}, expected a divisor of {ranks}, the size of the group"
         )
-    fitting = [x for x in choices(shape, bandwidth_of(ranks)) if degree in (None, x.degree)]
-    if method == "ulysses_ring":  # which a degree of 1 or of all ranks makes one of the two
-        fitting = [x for x in fitting if x.inner == "ring"]
-        fitting = [x for x in fitting if x.name == method] or fitting
-    elif method != "auto":
-        fitting = [x for x in fitting if x.name == method]
+    fitting = choices(shape, bandwidth_of(ranks), method, degree)
     if not fitting:
         raise ValueError(
             f"{function}: method is {method!r} with ulysses_degree {degree}, expected what fits {ranks} ranks"
@@ -120,17 +116,17 @@ def _counted(shape: Shape, degree: int) -> tuple[tuple[tuple[int, ...], ...], tu
     return tuple(pairs), tuple(gathered)
 
 
-def _choices(shape: Shape, bandwidth: float) -> Iterator[Choice]:
-    ranks = shape.queries.ranks
-    degrees = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    for degree in degrees:
-        for inner in ("ring", "all_gather"):
-            if degree == ranks and inner == "all_gather":
-                continue  # nothing is left to travel
-            if 1 < degree < ranks and inner == "all_gather":
-                continue  # one that needs more memory than a ring, and gains little
-            name = "ulysses" if degree == ranks else inner if degree == 1 else "ulysses_ring"
-            yield _timed(shape, name, degree, inner, bandwidth)
+def _kinds(ranks: int, method: str, degree: int | None) -> list[tuple[str, int, str]]:
+    """(name, degree, how keys travel) of each method. In two dimensions they pass round rings: gathering them would
+    need more memory, and gain little."""
+    kinds = [("ring", 1, "ring"), ("all_gather", 1, "all_gather")]
+    kinds += [("ulysses_ring", n, "ring") for n in range(2, ranks) if ranks % n == 0]
+    kinds.append(("ulysses", ranks, "ring"))
+    kinds = [kind for kind in kinds if degree in (None, kind[1])]
+    if method == "ulysses_ring":  # which a degree of 1 or of all ranks makes one of the others
+        kinds = [kind for kind in kinds if kind[2] == "ring"]
+        return [kind for kind in kinds if kind[0] == method] or kinds
+    return [kind for kind in kinds if method in ("auto", kind[0])]
 
 
 def _timed(shape: Shape, name: str, degree: int, inner: str, bandwidth: float) -> Choice:

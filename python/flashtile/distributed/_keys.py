@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ._exchange import Group, Pending
-from ._local import Local
+from ._local import Block, Local, Saved
 from ._pairs import needed_keys
 from ._rows import Rows, Sums
 from .layout import Layout, Runs, common, places_in, rows_of
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+
+_cached_needs = lru_cache(maxsize=4096)(needed_keys)
 
 
 @dataclass(frozen=True)
@@ -47,64 +51,66 @@ class Ring:
         for step in reversed(range(1, count)):
             for member in range(count):
                 rows, keys = self.members.queries.runs[member], self.members.keys.runs[(member - step) % count]
-                if needed_keys(rows, keys, local.band, local.documents):
+                if _cached_needs(rows, keys, local.band, local.documents, local.places()):
                     return step + 1
         return 1
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Rows:
-        total, steps, block = self.local.begin(q, v.shape[-1]), self.steps(), [k, v]
+        total, steps, block = self.local.begin(q, v.shape[-1]), self.steps(), (k, v)
         for step in range(steps):
             coming = self._pass_on(block, step + 1) if step + 1 < steps else None
-            self.local.add_block(total, q, *block, self._keys(step))
+            self.local.add_block(total, q, block, self._keys(step))
             if coming is not None:
                 block = coming.wait()
         return total
 
-    def backward(self, needed, dout, dlse, q, k, v, out, state) -> Gradients:
-        steps, block = self.steps(), [k, v]
+    def backward(self, saved: Saved, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        steps, block = self.steps(), (k, v)
         dq = Sums(q)
-        arriving: _Block | None = None
-        of_block: list[Tensor] = []
+        arriving: _Coming | None = None
+        of_block = block
         for step in range(steps):
             coming = self._pass_on(block, step + 1) if step + 1 < steps else None
-            sums = [Sums(x) for x in block]
-            self.local.add_gradients((dq, *sums), needed, dout, dlse, (q, *block), self._keys(step), out, state)
+            dk, dv = Sums(block[0]), Sums(block[1])
+            self.local.add_gradients((dq, dk, dv), saved, q, block, self._keys(step))
             if arriving is not None:
-                for mine, theirs in zip(sums, arriving.wait(), strict=True):
-                    mine.add(0, theirs.shape[1], theirs)
-            of_block = [x.finish(torch.float32) for x in sums]
+                of_others = arriving.wait()
+                dk.add(0, of_others[0].shape[1], of_others[0])
+                dv.add(0, of_others[1].shape[1], of_others[1])
+            of_block = dk.finish(torch.float32), dv.finish(torch.float32)
             if coming is not None:
                 arriving = self._pass_on(of_block, step + 1)
                 block = coming.wait()
         if steps > 1:
             of_block = self._send(of_block, steps - 1, 0).wait()  # to whom the block belongs
-        return dq.finish(q.dtype), of_block[0], of_block[1]
+        return dq.finish(q.dtype), *of_block
 
     def _keys(self, step: int) -> Runs:
         return self.members.keys.runs[self.members.neighbour(-step)]
 
-    def _pass_on(self, block: list[Tensor], step: int) -> _Block:
+    def _pass_on(self, block: Block, step: int) -> _Coming:
         """Sends a block to the next member, and begins to receive that of `step`."""
         return self._send(block, -1, step)
 
-    def _send(self, block: list[Tensor], to: int, step: int) -> _Block:
+    def _send(self, block: Block, to: int, step: int) -> _Coming:
         """Sends a block `to` so many members back, and begins to receive that of `step` from so many ahead."""
         ranks, members = self.members.ranks, self.members
-        coming = [x.new_empty(_shape(x, rows_of(self._keys(step)))) for x in block]
+        rows = rows_of(self._keys(step))
+        coming = block[0].new_empty(_shape(block[0], rows)), block[1].new_empty(_shape(block[1], rows))
         sends = {ranks[members.neighbour(-to)]: [x.contiguous() for x in block]}
-        return _Block(members.group.exchange(sends, {ranks[members.neighbour(to)]: coming}), coming)
+        return _Coming(members.group.exchange(sends, {ranks[members.neighbour(to)]: coming}), coming)
 
 
 @dataclass
-class _Block:
-    """Tensors on their way."""
+class _Coming:
+    """A block on its way."""
 
     pending: Pending
-    tensors: list[Tensor]
+    block: Block
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> Block:
         self.pending.wait()
-        return self.tensors
+        return self.block
 
 
 class AllGather:
@@ -114,36 +120,37 @@ class AllGather:
     def __init__(self, members: Members, local: Local):
         self.members, self.local = members, local
         everything = ((0, members.keys.length),) if members.keys.length else ()
+        places = local.places()
         self.needed = [
-            needed_keys(rows, everything, local.band, local.documents, local.places()) for rows in members.queries.runs
+            _cached_needs(rows, everything, local.band, local.documents, places) for rows in members.queries.runs
         ]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Rows:
         total = self.local.begin(q, v.shape[-1])
-        gathered = self._gather([k, v])
-        if self.needed[self.members.index]:
-            self.local.add_block(total, q, *gathered, self.needed[self.members.index])
+        block, keys = self._gather(k, v), self.needed[self.members.index]
+        if keys:
+            self.local.add_block(total, q, block, keys)
         return total
 
-    def backward(self, needed, dout, dlse, q, k, v, out, state) -> Gradients:
-        gathered, keys = self._gather([k, v]), self.needed[self.members.index]
-        dq, *of_keys = (Sums(x) for x in (q, *gathered))
+    def backward(self, saved: Saved, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        block, keys = self._gather(k, v), self.needed[self.members.index]
+        dq, dk, dv = Sums(q), Sums(block[0]), Sums(block[1])
         if keys:
-            found = dq, of_keys[0], of_keys[1]
-            self.local.add_gradients(found, needed, dout, dlse, (q, *gathered), keys, out, state)
-        dk, dv = self._scatter([x.finish(torch.float32) for x in of_keys], [k.shape, v.shape])
-        return dq.finish(q.dtype), dk, dv
+            self.local.add_gradients((dq, dk, dv), saved, q, block, keys)
+        of_keys = self._scatter([dk.finish(torch.float32), dv.finish(torch.float32)], [k.shape, v.shape])
+        return dq.finish(q.dtype), of_keys[0], of_keys[1]
 
     def _shared(self, owner: int, reader: int) -> Runs:
         """The keys of a member that another one needs."""
         return common(self.members.keys.runs[owner], self.needed[reader])
 
-    def _gather(self, tensors: list[Tensor]) -> list[Tensor]:
+    def _gather(self, k: Tensor, v: Tensor) -> Block:
         me, ranks, own = self.members.index, self.members.ranks, self.members.keys.runs
-        gathered = [x.new_empty(_shape(x, rows_of(self.needed[me]))) for x in tensors]
+        rows = rows_of(self.needed[me])
+        gathered = k.new_empty(_shape(k, rows)), v.new_empty(_shape(v, rows))
         sends, receives = {}, {}
         for other, rank in enumerate(ranks):
-            sends[rank] = _parts(tensors, places_in(own[me], self._shared(me, other)))
+            sends[rank] = _parts((k, v), places_in(own[me], self._shared(me, other)))
             receives[rank] = _parts(gathered, places_in(self.needed[me], self._shared(other, me)))
         self.members.group.exchange(sends, receives).wait()
         return gathered
@@ -168,6 +175,6 @@ def _shape(x: Tensor, rows: int) -> torch.Size:
     return torch.Size((x.shape[0], rows, *x.shape[2:]))
 
 
-def _parts(tensors: list[Tensor], places: list[tuple[int, int]]) -> list[Tensor]:
+def _parts(tensors: Sequence[Tensor], places: list[tuple[int, int]]) -> list[Tensor]:
     """Rows of each tensor, tensor by tensor."""
     return [x[:, begin:end] for x in tensors for begin, end in places]

@@ -17,7 +17,20 @@ from ._pairs import Band, Call, Places, calls_of
 from ._rows import Rows, Sums, unit_of
 from .layout import Runs
 
+Block = tuple[Tensor, Tensor]  # keys and values
+
 cached_calls = lru_cache(maxsize=4096)(calls_of)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a backward knows of a rank's rows."""
+
+    needed: tuple[bool, bool, bool]  # whether gradients of q, k and v are wanted
+    dout: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    state: Tensor
 
 
 @dataclass(frozen=True)
@@ -41,43 +54,34 @@ class Local:
     def begin(self, q: Tensor, head_dim_v: int) -> Rows:
         return Rows(q, head_dim_v, unit_of(self.options, q.shape[-1]))
 
-    def add_block(self, total: Rows, q: Tensor, k: Tensor, v: Tensor, keys: Runs) -> None:
-        """Adds the results over a block of keys, which lie at `keys` in the whole sequence."""
-        for call, given, options in self._calls(q, k, v, keys):
+    def add_block(self, total: Rows, q: Tensor, block: Block, keys: Runs) -> None:
+        """Adds the results over a block of keys and values, which lie at `keys` in the whole sequence."""
+        for call, (q_rows, k_rows, v_rows), options in self._calls(q, block, keys):
             try:
-                out, _, state = _C.forward_with_state(*given, options)
+                out, _, state = _C.forward_with_state(q_rows, k_rows, v_rows, options)
             except _C.Unreadable:
-                out, _, state = _C.forward_with_state(*map(readable, given), readable_options(options))
+                rows = readable(q_rows), readable(k_rows), readable(v_rows)
+                out, _, state = _C.forward_with_state(*rows, readable_options(options))
             if call.is_ragged:
                 out, state = out[None], state[:, None]
             total.add(*call.rows, out, state)
 
-    def add_gradients(
-        self,
-        found: tuple[Sums, Sums, Sums],
-        needed: tuple[bool, bool, bool],
-        dout: Tensor,
-        dlse: Tensor | None,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        keys: Runs,
-        out: Tensor,
-        state: Tensor,
-    ) -> None:
-        """Adds to `found`, dq of the rank's rows, and dk and dv of a block of keys."""
-        for call, given, options in self._calls(*tensors, keys):
+    def add_gradients(self, found: tuple[Sums, Sums, Sums], saved: Saved, q: Tensor, block: Block, keys: Runs) -> None:
+        """Adds to `found`, dq of the rank's rows, and dk and dv of a block of keys and values."""
+        for call, given, options in self._calls(q, block, keys):
             rows = slice(*call.rows)
-            of_rows = [dout[:, rows], None if dlse is None else dlse[..., rows], out[:, rows], state[..., rows]]
+            dout, out, state = saved.dout[:, rows], saved.out[:, rows], saved.state[..., rows]
+            dlse = None if saved.dlse is None else saved.dlse[..., rows]
             if call.is_ragged:
-                of_rows = [None if x is None else x[0] for x in of_rows[:3]] + [state[:, 0, :, rows]]
-            douts, dlses, outs, states = of_rows
-            results = gradients((*needed, False), douts, dlses, *given, outs, states.contiguous(), options)
+                dout, out, state, dlse = dout[0], out[0], state[:, 0], None if dlse is None else dlse[0]
+            results = gradients((*saved.needed, False), dout, dlse, *given, out, state.contiguous(), options)
             for total, result, at in zip(found, results, (call.rows, call.keys, call.keys), strict=False):
                 if result is not None:
                     total.add(*at, result if result.dim() == 4 else result[None])
 
     def _calls(
-        self, q: Tensor, k: Tensor, v: Tensor, keys: Runs
-    ) -> Iterator[tuple[Call, tuple[Tensor, ...], tuple[Any, ...]]]:
+        self, q: Tensor, block: Block, keys: Runs
+    ) -> Iterator[tuple[Call, tuple[Tensor, Tensor, Tensor], tuple[Any, ...]]]:
         """Each call with q, k, v and options as the kernels take them."""
         places = self.places()
         for call in cached_calls(self.rows, keys, self.band, self.documents, places):
@@ -86,15 +90,16 @@ class Local:
             if slopes is not None and slopes.dim() > 1 and self.documents is not None:
                 of_documents = [max(x.document, 0) for x in call.sequences]
                 options = replaced(options, ALIBI_SLOPES, slopes[of_documents])
+            if self.ranges is not None:
+                options = replaced(options, MASK, self._ranges_of(call, keys))
+            rows, columns = slice(*call.rows), slice(*call.keys)
+            given = q[:, rows], block[0][:, columns], block[1][:, columns]
+            if call.is_ragged:
+                given = given[0][0], given[1][0], given[2][0]
+                options = replaced(options, SEQUENCES, _tables(call, q.device))
             if places != Places.ANY:
                 batch = 0 if self.documents is None else max(first.document, 0)
                 options = (*options, (batch, self.first_head, *first.place, first.ahead))
-            if self.ranges is not None:
-                options = replaced(options, MASK, self._ranges_of(call, keys))
-            given = q[:, slice(*call.rows)], k[:, slice(*call.keys)], v[:, slice(*call.keys)]
-            if call.is_ragged:
-                given = tuple(x[0] for x in given)
-                options = replaced(options, SEQUENCES, _tables(call, q.device))
             yield call, given, options
 
     def _ranges_of(self, call: Call, keys: Runs) -> Tensor:

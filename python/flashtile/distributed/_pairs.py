@@ -259,7 +259,9 @@ def _packed(sequences: list[Part], tell_apart: bool) -> list[Call]:
     calls: list[Call] = []
     rest = sorted(sequences, key=lambda x: (x.rows, x.keys))
     while rest:
-        kind, taken, left = _kind(rest[0], tell_apart), [], []
+        kind = _kind(rest[0], tell_apart)
+        taken: list[Part] = []
+        left: list[Part] = []
         for x in rest:
             after = not taken or (x.rows[0] >= taken[-1].rows[1] and x.keys[0] >= taken[-1].keys[1])
             (taken if _kind(x, tell_apart) == kind and after else left).append(x)

@@ -13,7 +13,7 @@ from .._options import ALIBI_SLOPES, replaced
 from ._exchange import Group
 from ._heads import Heads, Ulysses
 from ._keys import AllGather, Members, Ring
-from ._local import Local
+from ._local import Local, Saved
 from .layout import Layout, common, rows_of
 
 INNER = {"ring": Ring, "all_gather": AllGather}
@@ -127,7 +127,7 @@ class Attend(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         needed = ctx.needs_input_grad
-        found = share.attends(sinks).backward(needed[:3], dout, dlse, q, k, v, out, state)
+        found = share.attends(sinks).backward(Saved(needed[:3], dout, dlse, out, state), q, k, v)
         dsinks = None
         if sinks is not None and needed[3]:
             count = share.rows_that_count()

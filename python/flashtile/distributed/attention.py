@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
-from .._autograd import refuse_tangents
-from .._core import as_float32, require_tensors
+from .._autograd import autocast_dtype, refuse_tangents
+from .._core import DTYPES, as_float32, require_tensors
 from .._options import attention_options
 from ..attention import Window
 from ..attention import attention as local_attention
@@ -88,7 +88,7 @@ def attention(
             parameter that ranks share.
         dropout_p: the weights that are dropped are those that the local function drops with this seed. With keys that
             travel, chunks must begin at multiples of 16.
-        seed: the same on all ranks, where there is dropout.
+        seed: the same on all ranks; where there is dropout, it must be given.
         return_lse: also return lse.
 
     Returns:
@@ -115,7 +115,7 @@ def attention(
     arXiv:2407.21783) has for balance; DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509); both at once, USP (Fang
     and Zhao 2024, arXiv:2405.07719).
     """
-    options = dict(
+    options: dict[str, Any] = dict(
         causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
         dropout_p=dropout_p, seed=seed, deterministic=deterministic,
     )  # fmt: skip
@@ -187,7 +187,7 @@ def attention_varlen(
         >>> distributed.attention_varlen(*mine, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, causal=True).shape
         torch.Size([64, 4, 32])
     """
-    options = dict(
+    options: dict[str, Any] = dict(
         causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
         dropout_p=dropout_p, seed=seed, deterministic=deterministic,
     )  # fmt: skip
@@ -199,8 +199,9 @@ def attention_varlen(
             lambda *x: attention_varlen(*x[:3], group=x[3], layout="contiguous", **parallel, **options),
         )
     if group_size(group) == 1:
-        tables = dict(cu_seqlens_q=_table(cu_seqlens_q, q), cu_seqlens_k=_table(cu_seqlens_k, q))
-        return local_attention_varlen(q, k, v, **tables, mask=mask, return_lse=return_lse, **options)
+        begins = _table(cu_seqlens_q, q), _table(cu_seqlens_k, q)
+        options |= dict(cu_seqlens_q=begins[0], cu_seqlens_k=begins[1])
+        return local_attention_varlen(q, k, v, mask=mask, return_lse=return_lse, **options)
     documents = cu_seqlens_q, cu_seqlens_k
     return _attend(_RAGGED, q, k, v, Group(group), layout, method, ulysses_degree, mask, documents, options, return_lse)
 
@@ -285,6 +286,9 @@ def _prepared(function, q, k, v, group, layout, method, degree, mask, documents,
     """The caller's share, q, k and v as (B, S_local, H, D), the sinks, and what the method was chosen by."""
     failure, given, rows, tables = None, {}, (0, 0), documents
     try:
+        dtype = autocast_dtype(q, k, v)
+        if dtype is not None and (not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES[q.device.type]):
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)  # as the local function does
         if tables is not None:
             documents = _documents(function, *tables)
         _check(function, q, k, v, mask, documents, options, layout, method)
@@ -332,6 +336,8 @@ def _check(function, q, k, v, mask, documents, options, layout, method):
         raise NotImplementedError(
             f"{function}: q has dtype float8_e4m3fn, expected 16 or 32 bits; nearest supported: x.to(torch.bfloat16)"
         )
+    if options["dropout_p"] and options["seed"] is None:
+        raise ValueError(f"{function}: seed is None, expected an int, the same on all ranks, as dropout_p is given")
     if mask is not None and not isinstance(mask, ColumnMask):
         raise TypeError(f"{function}: mask is {_C.described(mask)}, expected a flashtile.masks.ColumnMask or None")
     if mask is not None and (mask.cu_seqlens is not None) != (documents is not None):
@@ -345,16 +351,16 @@ def _check(function, q, k, v, mask, documents, options, layout, method):
 
 def _description(q, k, v, layout, method, degree, mask, ragged, options):
     """What has to be the same on all ranks, as text."""
-    sizes = {name: (x.shape[0] if not ragged else None, *x.shape[-2:]) for name, x in (("q", q), ("k", k), ("v", v))}
+    sizes = {name: (None if ragged else x.shape[0], *x.shape[-2:]) for name, x in (("q", q), ("k", k), ("v", v))}
+    leaves = (q, k, v, options["sinks"])
+    wanted = [torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in leaves]
     return {
-        **{f"{name}'s batch, heads and head dimension": str(size) for name, size in sizes.items()},
-        "q's dtype": str(q.dtype),
-        "the gradients wanted of q, k, v, sinks": str(
-            [torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in (q, k, v, options["sinks"])]
-        ),
-        "layout": repr(layout),
-        "method": str((method, degree)),
-        "mask": "None" if mask is None else str(tuple(mask.ranges.shape)),
+        **{f"{name}'s batch, heads and head dimension": size for name, size in sizes.items()},
+        "q's dtype": q.dtype,
+        "the gradients wanted of q, k, v, sinks": str(wanted),
+        "layout": layout,
+        "method": (method, degree),
+        "mask": None if mask is None else tuple(mask.ranges.shape),
         **{name: _told(value) for name, value in options.items()},
     }
 
@@ -374,7 +380,7 @@ def _check_lengths(function, queries, keys, mask, documents):
 
 
 def _told(value):
-    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else str(value)
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else value
 
 
 def _layout_of(function, layout, name, rows):

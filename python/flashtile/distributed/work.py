@@ -39,8 +39,8 @@ def work_of_rows(
     keys = torch.arange(begins[-1])
     lengths = torch.tensor(begins).diff()
     begin, end = (torch.tensor(x).repeat_interleave(lengths) for x in (begins[:-1], begins[1:]))
-    first, last = Band.of(causal, window).rows((0, 1))
-    first, last = (keys + first).maximum(begin), (keys + last).minimum(end)  # the rows that see a key
+    before, after = Band.of(causal, window).rows((0, 1))
+    first, last = (keys + before).maximum(begin), (keys + after).minimum(end)  # the rows that see a key
     seen = _rows_between(first, last, length)
     if mask is None:
         return seen
