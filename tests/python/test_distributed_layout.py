@@ -1,5 +1,7 @@
 """Layouts, and the calls that a rank's share is made of: no rank, no kernel."""
 
+import doctest
+import importlib
 import itertools
 
 import pytest
@@ -188,3 +190,8 @@ def test_work_is_what_rows_see(causal, window, cuts, data):
     given_mask = None if kinds is None else kinds[0] if cuts is None else ColumnMask.concatenate(kinds)
     tables = {} if cuts is None else {"cu_seqlens": begins}
     assert work_of_rows(length, causal=causal, window=window, mask=given_mask, **tables).tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["attention", "layout", "work", "_heads"])
+def test_examples(name):
+    assert doctest.testmod(importlib.import_module(f"flashtile.distributed.{name}")).failed == 0

@@ -16,7 +16,7 @@ from ._keys import AllGather, Members, Ring
 from ._local import Local, Saved
 from .layout import Layout, common, rows_of
 
-INNER = {"ring": Ring, "all_gather": AllGather}
+INNER: dict[str, type[Ring] | type[AllGather]] = {"ring": Ring, "all_gather": AllGather}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Share:
         end = self.queries.length if self.local.documents is None else self.local.documents[-1]
         return rows_of(common(runs, ((0, end),)))
 
-    def attends(self, sinks: Tensor | None) -> Any:
+    def attends(self) -> Ring | AllGather:
         """How keys travel, for the caller's heads."""
         size, index = self.group.size, self.group.rank // self.degree
         sets = [range(first, first + self.degree) for first in range(0, size, self.degree)]
@@ -97,7 +97,7 @@ class Attend(torch.autograd.Function):
             sides = (heads.queries, heads.keys, heads.keys)
             q, k, v = ulysses.to_heads((q, k, v), (queries, keys, keys), sides)
         of_heads = None if sinks is None else sinks[slice(*heads.queries[share.place])]
-        total = share.attends(of_heads).forward(q, k, v)
+        total = share.attends().forward(q, k, v)
         if of_heads is not None:
             total.add_sinks(of_heads, share.rows_that_count())
         out, lse, state = total.finish()
@@ -127,7 +127,7 @@ class Attend(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         needed = ctx.needs_input_grad
-        found = share.attends(sinks).backward(Saved(needed[:3], dout, dlse, out, state), q, k, v)
+        found = share.attends().backward(Saved(needed[:3], dout, dlse, out, state), q, k, v)
         dsinks = None
         if sinks is not None and needed[3]:
             count = share.rows_that_count()

@@ -31,7 +31,7 @@ class Layout:
     Example:
         >>> from flashtile.distributed import Layout
         >>> Layout.zigzag(8, ranks=2)
-        Layout(((0, 2), (6, 8)), ((2, 6),))
+        Layout((((0, 2), (6, 8)), ((2, 6),)))
         >>> Layout.contiguous(10, ranks=4).rows(3)
         1
     """
@@ -47,7 +47,7 @@ class Layout:
             end = stop
 
     def __repr__(self) -> str:
-        return f"Layout({', '.join(map(repr, self.runs))})"
+        return f"Layout({self.runs!r})"
 
     @property
     def ranks(self) -> int:
@@ -98,7 +98,7 @@ class Layout:
                 of the mean; if none do, those that come nearest.
 
         >>> Layout.balanced([1, 2, 3, 4, 1, 2, 3, 4], ranks=2, rounds=[2])
-        Layout(((0, 2), (6, 8)), ((2, 6),))
+        Layout((((0, 4),), ((4, 8),)))
         """
         sums = torch.nn.functional.pad(torch.as_tensor(work, dtype=torch.float64).cumsum(0), (1, 0)).tolist()
         length = len(sums) - 1
