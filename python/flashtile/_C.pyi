@@ -86,6 +86,7 @@ def merge(
     unit: float,  # of scores
     adds: bool,
 ) -> None: ...
+def unit_of_scores(scale: float, softcap: float, alibi: bool) -> float: ...  # what `merge` is given
 
 # device: None for that of the tensors. Returns None where no kernel was called.
 def explain(function: Callable[..., object], device: str | None, *args: Any, **kwargs: Any) -> str | None: ...

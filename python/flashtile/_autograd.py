@@ -84,7 +84,7 @@ def attend(function, q, k, v, options, return_lse, is_recorded=False):
             refuse_gradients(function, q, k, v, options)
             out, lse = dequantized_forward(q, k, v, options)
             return (out, lse) if return_lse else out
-        dtype = autocast_dtype(q, k, v)
+        dtype = _autocast_dtype(q, k, v)
         if dtype is None:
             raise
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -102,10 +102,16 @@ def _attend_traced(function, q, k, v, options, return_lse):
     require_tensors(function, q=q, k=k, v=v)
     if is_fp8(q, options):
         return fp8_operator(function, q, k, v, options, return_lse)
-    dtype = autocast_dtype(q, k, v)
-    if dtype is not None and (not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES[q.device.type]):
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = cast_as_eager_calls_do(q, k, v)
     return attend_operator(function, q, k, v, options, return_lse)
+
+
+def cast_as_eager_calls_do(q, k, v):
+    """For those who cannot ask the module what it serves, and cast where it refuses, as eager calls do."""
+    dtype = _autocast_dtype(q, k, v)
+    if dtype is None or (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES[q.device.type]):
+        return q, k, v
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def takes_operators(*tensors):
@@ -202,7 +208,7 @@ def refuse_tangents(function, **tensors):
             )
 
 
-def autocast_dtype(*tensors):
+def _autocast_dtype(*tensors):
     """What torch.autocast asks for, where it is active and not all tensors are of that dtype; else None."""
     if not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
         return None

@@ -23,6 +23,14 @@ _FLAT = {  # what takes the parts of a jagged nested tensor
 }
 
 
+def forward_with_state(q, k, v, options):
+    """(out, lse, state): `state` is what `gradients` wants of the softmax."""
+    try:
+        return _C.forward_with_state(q, k, v, options)
+    except _C.Unreadable:
+        return _C.forward_with_state(readable(q), readable(k), readable(v), readable_options(options))
+
+
 def gradients(needed, dout, dlse, q, k, v, out, state, options):
     """[dq, dk, dv, dsinks], None where not `needed`; `dout` or `dlse` may be None. `state` is what the forward
     left of its softmax, or an lse, whose one float32 does not say enough where scores are large."""

@@ -13,7 +13,15 @@ from torch.autograd.graph import increment_version
 
 from . import _C
 from ._arguments import of_attention, of_cache, to_attention, to_cache
-from ._core import gradients, is_compiling, readable, readable_options, require_tensors, under_functorch
+from ._core import (
+    forward_with_state,
+    gradients,
+    is_compiling,
+    readable,
+    readable_options,
+    require_tensors,
+    under_functorch,
+)
 from ._flops import append_flops, backward_flops, count_flops, forward_flops, kvcache_flops
 from ._options import (
     CACHE_ARGUMENTS,
@@ -40,11 +48,7 @@ _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
 
 
 def _forward(q, k, v, *options):
-    options = to_attention(*options)
-    try:
-        return _C.forward_with_state(q, k, v, options)
-    except _C.Unreadable:
-        return _C.forward_with_state(readable(q), readable(k), readable(v), readable_options(options))
+    return forward_with_state(q, k, v, to_attention(*options))
 
 
 def empty_results(q, k, v, *_, dtype=None):

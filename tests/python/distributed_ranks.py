@@ -15,7 +15,7 @@ import reference
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from compare import assert_accurate, difference_rounding, score_rounding
+from compare import assert_accurate, difference_rounding, score_rounding, sink_rounding
 
 from flashtile import distributed
 from flashtile.distributed import Layout
@@ -187,8 +187,10 @@ class Checked:
             "dq": of_difference[0] + score_rounding(lse, self.exact[2]),
             "dk": of_difference[1] + score_rounding(lse, self.exact[3]),
             "dv": score_rounding(lse, self.exact[4]),
-            "dsinks": 1e-2,
         }
+        if self.sinks is not None:
+            out, dout = self.exact[0].to(self.q.dtype), self.dout
+            slack["dsinks"] = sink_rounding(out, lse.float(), dout, self.sinks, self.keys)
         for i, (what, x) in enumerate(zip(slack, found, strict=False)):
             exact, rough = (
                 of[i] if what == "dsinks" else distributed.shard(of[i], 2 if what == "lse" else 1, layout=layout)

@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,8 +165,6 @@ class _Run:
         return statistics.median(self._round(run) for _ in range(ROUNDS))
 
     def _round(self, run: Callable[[], None]) -> float:
-        import time
-
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         if dist.is_initialized():
@@ -198,13 +197,12 @@ class _Together(_Run):
 
     def _call(self, leaves: list[Tensor], method: str, degree: int | None) -> Tensor:
         options: dict[str, Any] = dict(self.case.options, method=method, ulysses_degree=degree)
-        out: Any
         if self.case.documents == 1:
-            out = distributed.attention(*leaves, **options)
-        else:
-            begins, flat = self.case.begins(self.ranks), [x[0] for x in leaves]
-            out = distributed.attention_varlen(*flat, cu_seqlens_q=begins, cu_seqlens_k=begins, **options)[None]
-        return out
+            out: Any = distributed.attention(*leaves, **options)
+            return out
+        begins, flat = self.case.begins(self.ranks), [x[0] for x in leaves]
+        of_rows: Any = distributed.attention_varlen(*flat, cu_seqlens_q=begins, cu_seqlens_k=begins, **options)
+        return of_rows[None]
 
 
 class _Alone(_Run):
@@ -237,15 +235,15 @@ class _Nobody(Group):
 
     def __init__(self, place: int, count: int):
         super().__init__()
-        self.__dict__.update(place=place, count=count)
+        self.place, self.count = place, count
 
     @property
     def size(self) -> int:
-        return self.__dict__["count"]
+        return self.count
 
     @property
     def rank(self) -> int:
-        return self.__dict__["place"]
+        return self.place
 
     def exchange(self, sends: Any, receives: Any) -> Pending:
         for rank, places in receives.items():

@@ -3,11 +3,11 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from .. import _C
-from .._autograd import autocast_dtype, refuse_slopes_that_learn, refuse_tangents
-from .._core import DTYPES, gradients, readable, readable_options
+from .._autograd import cast_as_eager_calls_do, refuse_slopes_that_learn, refuse_tangents
+from .._core import forward_with_state, gradients
 from .._options import attention_options
 from ..distributed._exchange import Group
+from ..distributed._rows import Sums
 
 
 def attend_gathered(q, k, v, *, group, keys, cu_seqlens_q, cu_seqlens_k, return_lse, **options):
@@ -16,9 +16,7 @@ def attend_gathered(q, k, v, *, group, keys, cu_seqlens_q, cu_seqlens_k, return_
     refuse_tangents("attention_varlen", q=q, k=k, v=v)
     if options["alibi_slopes"] is not None:
         refuse_slopes_that_learn("attention_varlen", options["alibi_slopes"])
-    dtype = autocast_dtype(q, k, v)
-    if dtype is not None and (not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES[q.device.type]):
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = cast_as_eager_calls_do(q, k, v)
     if k.dtype != v.dtype:  # which travel together
         raise TypeError(f"attention_varlen: v has dtype {v.dtype}, expected {k.dtype}, as k")
     options = attention_options(**options, sequences=(cu_seqlens_q, cu_seqlens_k, None, None))
@@ -31,11 +29,7 @@ class _AttendGathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, group, keys, options):
-        given = (q, *_gathered(group, keys, k, v))
-        try:
-            out, lse, state = _C.forward_with_state(*given, options)
-        except _C.Unreadable:
-            out, lse, state = _C.forward_with_state(*map(readable, given), readable_options(options))
+        out, lse, state = forward_with_state(q, *_gathered(group, keys, k, v), options)
         ctx.save_for_backward(q, k, v, out, state)
         ctx.given = group, keys, options
         ctx.set_materialize_grads(False)
@@ -74,11 +68,13 @@ def _summed(group, keys, rows, *tensors):
     shapes = [torch.Size((rows, *x.shape[1:])) for x in tensors]
     come = {rank: [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)] for rank in everyone}
     group.exchange(sends, come).wait()
-    totals = [x.new_zeros(shape, dtype=torch.float32) for x, shape in zip(tensors, shapes, strict=True)]
-    for rank in everyone:
-        for total, part in zip(totals, come[rank], strict=True):
-            total += part
-    return [total.to(x.dtype) for total, x in zip(totals, tensors, strict=True)]
+    found = []
+    for i, x in enumerate(tensors):
+        total = Sums(come[0][i][None])
+        for rank in everyone:
+            total.add(0, rows, come[rank][i][None])
+        found.append(total.finish(x.dtype)[0])
+    return found
 
 
 def _within(keys, rank, rows):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ._heads import Heads
+from ._heads import Heads, sets_of
 from ._pairs import ALIGNED, Band, Places, calls_of, needed_keys, pieces_of, visible
 from .layout import Layout, common, rows_of
 
@@ -93,9 +92,8 @@ def bandwidth_of(ranks: int) -> float:
 def _counted(shape: Shape, degree: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """For each rank among which keys travel: the pairs of a row and a key in each step of a ring, and the keys that it
     gets when they are gathered."""
-    sets = [range(first, first + degree) for first in range(0, shape.queries.ranks, degree)]
-    queries, keys = shape.queries.merged(sets), shape.keys.merged(sets)
-    members = len(sets)
+    queries, keys = _of_sets(shape, degree)
+    members = queries.ranks
     everything = ((0, keys.length),) if keys.length else ()
     pairs, gathered = [], []
     for member in range(members):
@@ -134,42 +132,44 @@ def _timed(shape: Shape, name: str, degree: int, inner: str, bandwidth: float) -
     refused = _refusal(shape, degree)
     if refused:
         return Choice(name, degree, inner, 0.0, 0.0, 0, refused)
+    # Of the rank that has most of each.
     most_q, most_k = (max(end - begin for begin, end in runs) for runs in (heads.queries, heads.keys))
+    rows, keys = (max(map(rows_of, layout.runs)) for layout in _of_sets(shape, degree))
     pairs, gathered = _counted(shape, degree)
-    members, passes = len(pairs), (0, 1) if shape.differentiable else (0,)
-    rows = max(map(sum, zip(*[iter(map(shape.queries.rows, range(shape.queries.ranks)))] * degree, strict=True)))
-    keys = max(map(sum, zip(*[iter(map(shape.keys.rows, range(shape.keys.ranks)))] * degree, strict=True)))
     width = shape.head_dim + shape.head_dim_v
-    rate = next(x for x in _RATES if max(shape.head_dim, shape.head_dim_v) <= x[0])
+    row_bytes = shape.batch * width * shape.bytes  # of a row of queries and outputs of a head, or of keys and values
+    rates = next(x[1:] for x in _RATES if max(shape.head_dim, shape.head_dim_v) <= x[0])
     seconds = computing = 0.0
     sent = 0
-    for backward in passes:
-        flops = (2 * (3 * shape.head_dim + 2 * shape.head_dim_v) if backward else 2 * width) * shape.batch * most_q
-        key_bytes = keys * most_k * shape.batch * width * (shape.bytes + 4 * backward)
-        # What a block adds to a total in float32.
-        added = (rows * most_q * shape.head_dim_v if not backward else rows * most_q * shape.head_dim) * shape.batch
-        merge = added * (shape.bytes + 8) / _MEMORY + _LAUNCH
-        blocks = [max(of) * flops / rate[1 + backward] + merge for of in zip(*pairs, strict=True) if max(of)]
-        if inner == "ring" and members > 1:
-            transfer = key_bytes / bandwidth + _MESSAGE
-            steps = max(step for of in pairs for step, x in enumerate(of) if x or not step) + 1
-            seconds += sum(max(x, transfer) for x in blocks[:-1]) + sum(blocks[-1:])
-            if backward and steps > 1:
-                seconds += transfer  # of the last sums, on their way home
-            sent += key_bytes * (steps - 1)
+    for backward in (False, True) if shape.differentiable else (False,):
+        products = 3 * shape.head_dim + 2 * shape.head_dim_v if backward else width
+        rate = rates[backward] / (2 * products * shape.batch * most_q)  # pairs a second
+        # A part waits for the others, and all are read once: see _rows.py.
+        merge = rows * most_q * shape.batch * shape.head_dim_v * shape.bytes / _MEMORY + _LAUNCH
+        of_key = most_k * row_bytes  # in backward keys and values, and their gradients in float32
+        of_key += 4 * most_k * shape.batch * width if backward else 0
+        if inner == "ring":
+            blocks = [max(of) / rate + merge for of in zip(*pairs, strict=True) if max(of)]
+            moved = keys * of_key * (len(blocks) - 1)
+            transfer = keys * of_key / bandwidth + _MESSAGE
+            seconds += sum(max(block, transfer) for block in blocks[:-1]) + sum(blocks[-1:])
+            seconds += transfer if backward and len(blocks) > 1 else 0  # of the last sums, on their way home
         else:
-            coming = max(gathered) * most_k * shape.batch * width * (shape.bytes + 4 * backward)
-            blocks = [max(map(sum, pairs)) * flops / rate[1 + backward] + merge]
-            seconds += blocks[0] + (coming / bandwidth + _MESSAGE * (1 + backward) if coming else 0)
-            sent += coming
+            blocks = [max(map(sum, pairs)) / rate + merge]
+            moved = max(gathered) * of_key
+            seconds += blocks[0] + (moved / bandwidth + _MESSAGE * (1 + backward) if moved else 0)
         computing += sum(blocks)
-        if degree > 1:
-            of_rows = rows // degree * shape.heads_q * shape.batch * (width if not backward else 2 * width)
-            of_keys = rows_of_keys = keys // degree * shape.heads_k * shape.batch * width
-            exchanged = (of_rows + (of_keys if not backward else rows_of_keys)) * shape.bytes * (degree - 1) // degree
-            seconds += exchanged / bandwidth + 2 * _MESSAGE
-            sent += exchanged
+        # Queries and outputs, keys and values leave once, or in backward their gradients.
+        exchanged = (rows * shape.heads_q + keys * shape.heads_k) * row_bytes // degree * (degree - 1) // degree
+        seconds += exchanged / bandwidth + 2 * _MESSAGE if degree > 1 else 0
+        sent += moved + exchanged
     return Choice(name, degree, inner, seconds, computing, sent)
+
+
+def _of_sets(shape: Shape, degree: int) -> tuple[Layout, Layout]:
+    """Rows and keys of the sets of ranks that exchange heads."""
+    sets = sets_of(shape.queries.ranks, degree)
+    return shape.queries.merged(sets), shape.keys.merged(sets)
 
 
 def _refusal(shape: Shape, degree: int) -> str:
@@ -177,8 +177,7 @@ def _refusal(shape: Shape, degree: int) -> str:
         return f"{degree} ranks share {shape.heads_q} query heads"
     if shape.places != Places.ALL or degree == shape.queries.ranks:
         return ""
-    sets: Sequence[Sequence[int]] = [range(n, n + degree) for n in range(0, shape.queries.ranks, degree)]
-    for layout in (shape.queries.merged(sets), shape.keys.merged(sets)):
+    for layout in _of_sets(shape, degree):
         for runs in layout.runs:
             for piece in pieces_of(runs, shape.documents):
                 origin = 0 if shape.documents is None else shape.documents[piece.document]

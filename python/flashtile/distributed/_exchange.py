@@ -13,11 +13,11 @@ from torch import Tensor
 Tensors = Mapping[int, Sequence[Tensor]]  # for each rank some
 
 
-@dataclass(frozen=True)
 class Group:
     """A process group as messages need it. `group` None is the default group."""
 
-    group: Any = None
+    def __init__(self, group: Any = None):
+        self.group = group
 
     @property
     def size(self) -> int:
@@ -32,17 +32,17 @@ class Group:
         and dtypes in the same order. What is for the caller itself is copied. Memory that is contiguous goes as it is.
         """
         me, peers = self.rank, [] if self.group is None else dist.get_process_group_ranks(self.group)
+        on_host = dist.get_backend(self.group) == "gloo"  # which sends what a CPU's memory holds
         pending, operations = Pending(), []
 
         def begin(way: Any, rank: int, message: Tensor) -> None:
-            operations.append(
-                dist.P2POp(way, message.view(-1).view(torch.uint8), peers[rank] if peers else rank, self.group)
-            )
+            peer = peers[rank] if peers else rank
+            operations.append(dist.P2POp(way, message.view(-1).view(torch.uint8), peer, self.group))
 
         for rank, tensors in sends.items():
             for x in tensors if rank != me else ():
                 if x.numel():
-                    message = self._sendable(x)
+                    message = (x.cpu() if on_host else x).contiguous()
                     pending.sent.append(message)
                     begin(dist.isend, rank, message)
         for rank, places in receives.items():
@@ -50,19 +50,15 @@ class Group:
                 if rank == me:
                     place.copy_(sends[me][i])
                 elif place.numel():
-                    message = place if self._sendable(place) is place else self._sendable(torch.empty_like(place))
-                    if message is not place:
+                    message = place
+                    if not place.is_contiguous() or (on_host and place.is_cuda):
+                        device = "cpu" if on_host else place.device
+                        message = torch.empty(place.shape, dtype=place.dtype, device=device)
                         pending.copies.append((place, message))
                     begin(dist.irecv, rank, message)
         if operations:
             pending.works = dist.batch_isend_irecv(operations)
         return pending
-
-    def _sendable(self, x: Tensor) -> Tensor:
-        """`x`, or a copy that can be sent: gloo sends what a CPU's memory holds."""
-        if x.is_cuda and dist.get_backend(self.group) == "gloo":
-            x = x.cpu()
-        return x.contiguous()
 
 
 @dataclass

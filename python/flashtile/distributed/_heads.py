@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from ._exchange import Group
-from .layout import Layout, Run, places_in, rows_of
+from .layout import Run, Runs, places_in, rows_of, together
+
+
+def sets_of(ranks: int, degree: int) -> list[range]:
+    """The sets of `degree` neighbouring ranks that exchange heads."""
+    return [range(first, first + degree) for first in range(0, ranks, degree)]
 
 
 @dataclass(frozen=True)
@@ -52,46 +57,46 @@ class Heads:
 
 
 class Ulysses:
-    """The exchange between ranks that have rows of `layout`, of all heads, and ranks that have all of these rows, of
-    some heads. `ranks` are those of the group that take part, of which the caller is number `index`."""
+    """The exchange between ranks that each have some rows, of all heads, and ranks that have all of these rows, of some
+    heads. `ranks` are those of the group that take part, of which the caller is number `index`."""
 
     def __init__(self, group: Group, ranks: Sequence[int], index: int, heads: Heads):
         self.group, self.ranks, self.index, self.heads = group, tuple(ranks), index, heads
 
     def to_heads(
-        self, tensors: Sequence[Tensor], layouts: Sequence[Layout], heads: Sequence[Sequence[Run]]
+        self, tensors: Sequence[Tensor], rows: Sequence[Sequence[Runs]], heads: Sequence[Sequence[Run]]
     ) -> list[Tensor]:
-        """Tensors (B, S_local, H, D) as (B, S, own heads, D); each has its layout, and the heads that ranks take."""
+        """Tensors (B, S_local, H, D) as (B, S, own heads, D), of each of which ranks have `rows`, and take `heads`."""
         found: list[Tensor] = []
         sends: dict[int, list[Tensor]] = {rank: [] for rank in self.ranks}
         receives: dict[int, list[Tensor]] = {rank: [] for rank in self.ranks}
-        for x, layout, of_ranks in zip(tensors, layouts, heads, strict=True):
-            (runs,) = layout.merged([range(len(self.ranks))]).runs
+        for x, runs_of, of_ranks in zip(tensors, rows, heads, strict=True):
+            runs = together(runs_of)
             begin, end = of_ranks[self.index]
             found.append(x.new_empty(x.shape[0], rows_of(runs), end - begin, x.shape[3]))
             for i, rank in enumerate(self.ranks):
                 first = 0  # of the caller's rows
-                for run in layout.runs[self.index]:
+                for run in runs_of[self.index]:
                     last = first + run[1] - run[0]
                     sends[rank].append(x[:, first:last, slice(*of_ranks[i])])
                     first = last
-                receives[rank] += [found[-1][:, slice(*place)] for place in places_in(runs, layout.runs[i])]
+                receives[rank] += [found[-1][:, slice(*place)] for place in places_in(runs, runs_of[i])]
         self.group.exchange(sends, receives).wait()
         return found
 
-    def to_rows(self, x: Tensor, layout: Layout, heads: Sequence[Run], heads_of_all: int) -> Tensor:
+    def to_rows(self, x: Tensor, rows: Sequence[Runs], heads: Sequence[Run], heads_of_all: int) -> Tensor:
         """The way back of one tensor. What several ranks have of a head is summed, in the order of the ranks."""
-        (runs,) = layout.merged([range(len(self.ranks))]).runs
-        total = x.new_empty(x.shape[0], layout.rows(self.index), heads_of_all, x.shape[3])
+        runs, own = together(rows), rows[self.index]
+        total = x.new_empty(x.shape[0], rows_of(own), heads_of_all, x.shape[3])
         sends: dict[int, list[Tensor]] = {}
         receives: dict[int, list[Tensor]] = {}
         added: list[tuple[Tensor, Tensor]] = []
         written = 0  # heads
         for i, rank in enumerate(self.ranks):
-            sends[rank] = [x[:, slice(*place)] for place in places_in(runs, layout.runs[i])]
+            sends[rank] = [x[:, slice(*place)] for place in places_in(runs, rows[i])]
             begin, end = heads[i]
             receives[rank] = []
-            for first, last in places_in(layout.runs[self.index], layout.runs[self.index]):
+            for first, last in places_in(own, own):
                 place = total[:, first:last, begin:end]
                 if begin < written:  # another rank has them, too
                     part = torch.empty_like(place)

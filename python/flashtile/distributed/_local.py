@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _C
-from .._core import gradients, readable, readable_options
+from .._core import forward_with_state, gradients
 from .._options import ALIBI_SLOPES, DROPOUT_P, MASK, SEQUENCES, WINDOW, replaced
 from ._pairs import Band, Call, Places, calls_of
 from ._rows import Rows, Sums, unit_of
@@ -56,12 +55,8 @@ class Local:
 
     def add_block(self, total: Rows, q: Tensor, block: Block, keys: Runs) -> None:
         """Adds the results over a block of keys and values, which lie at `keys` in the whole sequence."""
-        for call, (q_rows, k_rows, v_rows), options in self._calls(q, block, keys):
-            try:
-                out, _, state = _C.forward_with_state(q_rows, k_rows, v_rows, options)
-            except _C.Unreadable:
-                rows = readable(q_rows), readable(k_rows), readable(v_rows)
-                out, _, state = _C.forward_with_state(*rows, readable_options(options))
+        for call, given, options in self._calls(q, block, keys):
+            out, _, state = forward_with_state(*given, options)
             if call.is_ragged:
                 out, state = out[None], state[:, None]
             total.add(*call.rows, out, state)

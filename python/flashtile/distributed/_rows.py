@@ -122,9 +122,7 @@ def _nothing(out: Tensor, state: Tensor | None):
 
 
 def unit_of(options: tuple, head_dim: int) -> float:
-    """The unit of scores, as ScoreMap has it."""
-    scale, softcap = options[_PLACE["scale"]], options[_PLACE["softcap"]]
-    scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    factor = softcap if 0 < softcap < 2.0**122 else scale
-    stretched = options[_PLACE["alibi_slopes"]] is not None or not 0 < factor <= 2.0**124
-    return 1.0 if stretched else torch.tensor(factor, dtype=torch.float32).item()
+    """The unit of scores, as kernels have it."""
+    scale = options[_PLACE["scale"]]
+    alibi = options[_PLACE["alibi_slopes"]] is not None
+    return _C.unit_of_scores(1 / math.sqrt(head_dim) if scale is None else scale, options[_PLACE["softcap"]], alibi)

@@ -11,10 +11,10 @@ from torch.autograd.function import once_differentiable
 
 from .._options import ALIBI_SLOPES, replaced
 from ._exchange import Group
-from ._heads import Heads, Ulysses
+from ._heads import Heads, Ulysses, sets_of
 from ._keys import AllGather, Members, Ring
 from ._local import Local, Saved
-from .layout import Layout, common, rows_of
+from .layout import Layout, Runs, common, rows_of, together
 
 INNER: dict[str, type[Ring] | type[AllGather]] = {"ring": Ring, "all_gather": AllGather}
 
@@ -35,8 +35,7 @@ class Share:
 
     @property
     def neighbours(self) -> range:
-        first = self.group.rank // self.degree * self.degree
-        return range(first, first + self.degree)
+        return sets_of(self.group.size, self.degree)[self.group.rank // self.degree]
 
     @property
     def place(self) -> int:
@@ -49,20 +48,19 @@ class Share:
     def ulysses(self) -> Ulysses:
         return Ulysses(self.group, self.neighbours, self.place, self.heads())
 
-    def of_neighbours(self, layout: Layout) -> Layout:
-        """What the neighbours have, as a layout of their rows; others have none."""
-        return _Part(tuple(layout.runs[rank] for rank in self.neighbours))
+    def of_neighbours(self, layout: Layout) -> list[Runs]:
+        """The rows of each of the neighbours."""
+        return [layout.runs[rank] for rank in self.neighbours]
 
     def rows_that_count(self) -> int:
         """How many of the neighbours' rows belong to a document: all but those behind the last."""
-        (runs,) = self.of_neighbours(self.queries).merged([range(self.degree)]).runs
         end = self.queries.length if self.local.documents is None else self.local.documents[-1]
-        return rows_of(common(runs, ((0, end),)))
+        return rows_of(common(together(self.of_neighbours(self.queries)), ((0, end),)))
 
     def attends(self) -> Ring | AllGather:
         """How keys travel, for the caller's heads."""
         size, index = self.group.size, self.group.rank // self.degree
-        sets = [range(first, first + self.degree) for first in range(0, size, self.degree)]
+        sets = sets_of(size, self.degree)
         queries, keys = self.queries.merged(sets), self.keys.merged(sets)
         ranks = tuple(range(self.place, size, self.degree))
         heads = self.heads()
@@ -74,16 +72,6 @@ class Share:
             ranges = ranges[:, slice(*(of_q if ranges.shape[1] == self.heads_q else of_k))]
         local = replace(self.local, rows=queries.runs[index], options=options, ranges=ranges, first_head=of_q[0])
         return INNER[self.inner](Members(self.group, ranks, index, queries, keys), local)
-
-
-class _Part(Layout):
-    """Rows of some ranks, which are not all rows."""
-
-    def __post_init__(self) -> None:
-        pass
-
-    def merged(self, groups: Any) -> Layout:
-        return _Part(tuple(tuple(sorted(run for rank in group for run in self.runs[rank])) for group in groups))
 
 
 class Attend(torch.autograd.Function):
@@ -118,7 +106,7 @@ class Attend(torch.autograd.Function):
         ulysses, heads = share.ulysses(), share.heads()
         if share.degree > 1:
             # All ranks must send, so one that has no gradient sends zeros.
-            rows, all_heads = queries.rows(share.place), share.heads_q
+            rows, all_heads = rows_of(queries[share.place]), share.heads_q
             dout = q.new_zeros(q.shape[0], rows, all_heads, v.shape[-1]) if dout is None else dout
             (dout,) = ulysses.to_heads([dout.to(q.dtype)], [queries], [heads.queries])
             dlse = lse.new_zeros(q.shape[0], all_heads, rows) if dlse is None else dlse

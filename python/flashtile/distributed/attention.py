@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
-from .._autograd import autocast_dtype, refuse_tangents
-from .._core import DTYPES, as_float32, require_tensors
+from .._autograd import cast_as_eager_calls_do, refuse_tangents
+from .._core import as_float32, require_tensors
 from .._options import attention_options
 from ..attention import Window
 from ..attention import attention as local_attention
@@ -121,10 +121,11 @@ def attention(
     )  # fmt: skip
     if is_dtensor(q):
         parallel: dict[str, Any] = dict(method=method, ulysses_degree=ulysses_degree, mask=mask, return_lse=return_lse)
-        return with_local(
-            *(_FUNCTION, q, k, v, 1),
-            lambda *x: attention(*x[:3], group=x[3], layout="contiguous", **parallel, **options),
-        )
+
+        def call(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Any:
+            return attention(q, k, v, group=group, layout="contiguous", **parallel, **options)
+
+        return with_local(_FUNCTION, q, k, v, 1, call)
     if group_size(group) == 1:
         return local_attention(q, k, v, mask=mask, return_lse=return_lse, **options)
     return _attend(_FUNCTION, q, k, v, Group(group), layout, method, ulysses_degree, mask, None, options, return_lse)
@@ -194,10 +195,11 @@ def attention_varlen(
     if is_dtensor(q):
         parallel: dict[str, Any] = dict(method=method, ulysses_degree=ulysses_degree, mask=mask, return_lse=return_lse)
         parallel |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        return with_local(
-            *(_RAGGED, q, k, v, 0),
-            lambda *x: attention_varlen(*x[:3], group=x[3], layout="contiguous", **parallel, **options),
-        )
+
+        def call(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Any:
+            return attention_varlen(q, k, v, group=group, layout="contiguous", **parallel, **options)
+
+        return with_local(_RAGGED, q, k, v, 0, call)
     if group_size(group) == 1:
         begins = _table(cu_seqlens_q, q), _table(cu_seqlens_k, q)
         options |= dict(cu_seqlens_q=begins[0], cu_seqlens_k=begins[1])
@@ -211,7 +213,8 @@ def explain(
     k: Tensor,
     v: Tensor,
     *,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
+    cu_seqlens_q: Tensor | Sequence[int] | None = None,
+    cu_seqlens_k: Tensor | Sequence[int] | None = None,
     group: Any = None,
     layout: str | Layout = "zigzag",
     method: str = "auto",
@@ -219,7 +222,7 @@ def explain(
     mask: ColumnMask | None = None,
     **options: Any,
 ) -> str:
-    """What a call of :func:`attention`, or with `cu_seqlens` of :func:`attention_varlen`, would do, and what the
+    """What a call of :func:`attention`, or with `cu_seqlens_q` of :func:`attention_varlen`, would do, and what the
     methods are expected to take: for each of them the time of the rank that takes longest, how much of it is computing,
     and what a rank sends. Every rank of the group must call it. Arguments are those of the call.
 
@@ -232,7 +235,7 @@ def explain(
     if group_size(group) == 1:
         return "flashtile.distributed plan: one rank, the local function"
     options = {**_OPTIONS, **options}
-    documents = None if cu_seqlens is None else (cu_seqlens, cu_seqlens)
+    documents = None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
     function = _FUNCTION if documents is None else _RAGGED
     group = Group(group)
     share, *_, shape = _prepared(function, q, k, v, group, layout, method, ulysses_degree, mask, documents, options)
@@ -286,9 +289,7 @@ def _prepared(function, q, k, v, group, layout, method, degree, mask, documents,
     """The caller's share, q, k and v as (B, S_local, H, D), the sinks, and what the method was chosen by."""
     failure, given, rows, tables = None, {}, (0, 0), documents
     try:
-        dtype = autocast_dtype(q, k, v)
-        if dtype is not None and (not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES[q.device.type]):
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)  # as the local function does
+        q, k, v = cast_as_eager_calls_do(q, k, v)
         if tables is not None:
             documents = _documents(function, *tables)
         _check(function, q, k, v, mask, documents, options, layout, method)

@@ -117,7 +117,12 @@ class Layout:
 
     def merged(self, groups: Sequence[Sequence[int]]) -> Layout:
         """The layout of groups of ranks, each of which has the rows of its members."""
-        return Layout(tuple(tuple(sorted(run for rank in group for run in self.runs[rank])) for group in groups))
+        return Layout(tuple(together([self.runs[rank] for rank in group]) for group in groups))
+
+
+def together(runs: Sequence[Runs]) -> Runs:
+    """The rows of several ranks."""
+    return union(list(itertools.chain.from_iterable(runs)))
 
 
 def rows_of(runs: Runs) -> int:
