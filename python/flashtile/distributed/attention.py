@@ -81,8 +81,10 @@ def attention(
             ranks exchange heads, and keys travel between such sets; ``"auto"``, whichever takes least time by a count
             of bytes and FLOPs, which :func:`explain` prints.
         ulysses_degree: how many neighbouring ranks exchange heads, a divisor of the group's size.
-        causal, window, scale, softcap, deterministic: as in the local function, on the whole sequence.
+        causal: as in the local function, of the whole sequence, as the next.
+        window: (left, right).
         mask: of the whole sequence, the same on all ranks.
+        scale: as in the local function, as softcap and deterministic.
         alibi_slopes: the same on all ranks, as sinks.
         sinks: their gradient is that of the caller's rows: that of the whole call is the sum over ranks, as for every
             parameter that ranks share.
@@ -158,7 +160,7 @@ def attention_varlen(
 
     As :func:`attention`, of T rows that are several sequences one behind the other. Sequences may have any lengths, and
     may lie on any number of ranks: chunks are cut without regard to where they begin. :meth:`Layout.balanced` makes
-    chunks that have equal work.
+    chunks that have equal work. Arguments that are not listed are those of :func:`attention`.
 
     Args:
         q: (T_local, H_q, D), the caller's rows of all T.
@@ -169,7 +171,6 @@ def attention_varlen(
         cu_seqlens_k: the same again: sequences have as many keys as queries.
         mask: of the whole batch, as `ColumnMask.concatenate` makes it.
         dropout_p: where keys travel, chunks must begin at multiples of 16 rows of the sequence that they cut.
-        others: as in :func:`attention`.
 
     Returns:
         out, (T_local, H_q, D_v); with ``return_lse`` the pair (out, lse), lse being (H_q, T_local), float32. Rows

@@ -24,8 +24,10 @@ def work_of_rows(
 
     Args:
         length: of the sequence, or how many rows those of a ragged batch have together.
-        causal, window, mask: as attention takes them.
+        causal: as attention takes it, as the next.
+        window: (left, right).
         cu_seqlens: where the sequences of a ragged batch begin, and where the last one ends.
+        mask: of the whole sequence or batch.
 
     Returns:
         (length), float64, on the CPU. The mask's values are read, which waits for its device.
