@@ -50,6 +50,9 @@ struct MergeCall {
   bool adds;                         // what `out`, of float32, and `state` hold counts as a part of all rows
 };
 
+/// Returns the unit of scores (see ScoreMap) of a call of this scale, of this softcap (0: none) and with ALiBi or not.
+float unit_of_scores(float scale, float softcap, bool alibi);
+
 /// Checks the arguments in the name of `function`, and runs on the device of the tensors.
 void merge(const char* function, const MergeCall& call, const DeviceInfo& device, Stream stream);
 

@@ -9,7 +9,6 @@
 
 #include "bindings.h"
 #include "call.h"
-#include "flashtile/math/softmax.h"
 #include "tensor.h"
 
 namespace flashtile::bindings {
@@ -46,12 +45,7 @@ void merge_into(nb::handle out, nb::handle state, const Parts& parts, float unit
 void bind_merge(nb::module_& module) {
   module.def("merge", &merge_into, nb::arg("out"), nb::arg("state").none(), nb::arg("parts"), nb::arg("unit"),
              nb::arg("adds"));
-  module.def(
-      "unit_of_scores",
-      [](double scale, double softcap, bool alibi) {
-        return ScoreMap::of(static_cast<float>(scale), static_cast<float>(softcap), alibi).unit;
-      },
-      nb::arg("scale"), nb::arg("softcap"), nb::arg("alibi"));
+  module.def("unit_of_scores", &unit_of_scores, nb::arg("scale"), nb::arg("softcap"), nb::arg("alibi"));
 }
 
 }  // namespace flashtile::bindings
