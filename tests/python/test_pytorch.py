@@ -174,6 +174,26 @@ def test_ragged_batches(on_the_cpu):
         assert_close(found, expected)
 
 
+def ranks_of_context_parallel(size, device):
+    program = Path(__file__).with_name("context_parallel_ranks.py")
+    command = [sys.executable, str(program), str(size), device]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=program.parent)
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-8000:]
+    assert re.search(r"^[1-9]\d* calls$", ended.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_context_parallel(size):
+    ranks_of_context_parallel(size, "cpu")
+
+
+@pytest.mark.gpu
+def test_context_parallel_of_gpus():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    ranks_of_context_parallel(2, "cuda")
+
+
 def test_what_is_refused(on_the_cpu):
     q = torch.randn(2, 9, 4, 16)
     lengths = torch.tensor([9, 3], dtype=torch.int32)
