@@ -19,7 +19,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 BUILD := build/wheel
 PIP := $(BIN)/pip install --disable-pip-version-check
-CXX_FILES = $(shell find include cpp python tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+CXX_FILES = $(shell find include cpp python tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := $(shell find CMakeLists.txt pyproject.toml cmake third_party include cpp python tests/cpp -type f \
              -not -name '*.pyc')
 # The name of this file changes with the options, so that other options build anew.

@@ -86,12 +86,13 @@ function(flashtile_add_kernels target)
   set_source_files_properties(${for_every_gpu} PROPERTIES COMPILE_OPTIONS "${FLASHTILE_GENCODE_every_gpu}")
   add_library(${target} STATIC ${sources} ${for_every_gpu} cpp/cuda/tensor_map.cpp)
   target_include_directories(${target} PRIVATE include cpp)
-  target_link_libraries(${target} PRIVATE flashtile_cutlass flashtile_warnings)
+  target_link_libraries(${target} PRIVATE $<BUILD_LOCAL_INTERFACE:flashtile_cutlass;flashtile_warnings>)
   target_compile_definitions(
-    ${target} PUBLIC FLASHTILE_WITH_CUDA FLASHTILE_CUDA_ARCHITECTURES="${FLASHTILE_CUDA_ARCHITECTURES}"
+    ${target} PUBLIC $<BUILD_INTERFACE:FLASHTILE_WITH_CUDA>
+                     $<BUILD_INTERFACE:FLASHTILE_CUDA_ARCHITECTURES="${FLASHTILE_CUDA_ARCHITECTURES}">
   )
   # The host side of the core calls the CUDA runtime: the headers are public, the library is linked statically.
-  target_include_directories(${target} SYSTEM PUBLIC ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+  target_include_directories(${target} SYSTEM PUBLIC "$<BUILD_INTERFACE:${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES}>")
   target_compile_options(
     ${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;--compress-mode=size>
   )
