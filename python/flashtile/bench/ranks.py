@@ -235,15 +235,7 @@ class _Nobody(Group):
 
     def __init__(self, place: int, count: int):
         super().__init__()
-        self.place, self.count = place, count
-
-    @property
-    def size(self) -> int:
-        return self.count
-
-    @property
-    def rank(self) -> int:
-        return self.place
+        self.rank, self.size = place, count
 
     def exchange(self, sends: Any, receives: Any) -> Pending:
         for rank, places in receives.items():

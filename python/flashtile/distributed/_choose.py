@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ._heads import Heads, sets_of
+from ._heads import Heads
 from ._pairs import ALIGNED, Band, Places, calls_of, needed_keys, pieces_of, visible
-from .layout import Layout, common, rows_of
+from .layout import Layout, common, of_sets, rows_of
 
 METHODS = ("auto", "ring", "all_gather", "ulysses", "ulysses_ring")
 
@@ -146,7 +146,8 @@ def _timed(shape: Shape, name: str, degree: int, inner: str, bandwidth: float) -
         rate = rates[backward] / (2 * products * shape.batch * most_q)  # pairs a second
         # A part waits for the others, and all are read once: see _rows.py.
         merge = rows * most_q * shape.batch * shape.head_dim_v * shape.bytes / _MEMORY + _LAUNCH
-        of_key = most_k * row_bytes  # in backward keys and values, and their gradients in float32
+        # In backward gradients are sent, too: in float32, or as two parts of 16 bits.
+        of_key = most_k * row_bytes
         of_key += 4 * most_k * shape.batch * width if backward else 0
         if inner == "ring":
             blocks = [max(of) / rate + merge for of in zip(*pairs, strict=True) if max(of)]
@@ -168,8 +169,7 @@ def _timed(shape: Shape, name: str, degree: int, inner: str, bandwidth: float) -
 
 def _of_sets(shape: Shape, degree: int) -> tuple[Layout, Layout]:
     """Rows and keys of the sets of ranks that exchange heads."""
-    sets = sets_of(shape.queries.ranks, degree)
-    return shape.queries.merged(sets), shape.keys.merged(sets)
+    return of_sets(shape.queries, degree), of_sets(shape.keys, degree)
 
 
 def _refusal(shape: Shape, degree: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ class Group:
     def __init__(self, group: Any = None):
         self.group = group
 
-    @property
+    @cached_property
     def size(self) -> int:
         return dist.get_world_size(self.group)
 
-    @property
+    @cached_property
     def rank(self) -> int:
         return dist.get_rank(self.group)
 

@@ -6,17 +6,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ._exchange import Group
 from .layout import Run, Runs, places_in, rows_of, together
-
-
-def sets_of(ranks: int, degree: int) -> list[range]:
-    """The sets of `degree` neighbouring ranks that exchange heads."""
-    return [range(first, first + degree) for first in range(0, ranks, degree)]
 
 
 @dataclass(frozen=True)
@@ -28,6 +24,7 @@ class Heads:
     keys: tuple[Run, ...]
 
     @classmethod
+    @lru_cache(maxsize=1024)
     def of(cls, heads_q: int, heads_k: int, ranks: int) -> Heads:
         """
         >>> Heads.of(8, 4, ranks=2)

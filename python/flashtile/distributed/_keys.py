@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from ._exchange import Group, Pending
-from ._local import Block, Local, Saved
-from ._pairs import needed_keys
+from ._local import Block, Local, Saved, cached_calls
+from ._pairs import Band, Places, needed_keys
 from ._rows import Rows, Sums
-from .layout import Layout, Runs, common, places_in, rows_of
+from .layout import Layout, Run, Runs, common, places_in, rows_of
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-
-_cached_needs = lru_cache(maxsize=4096)(needed_keys)
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,9 @@ class Ring:
         self.members, self.local = members, local
 
     def steps(self) -> int:
-        """How many blocks a member gets, its own included: up to the last step in which any sees a key."""
-        count, local = len(self.members.ranks), self.local
-        for step in reversed(range(1, count)):
-            for member in range(count):
-                rows, keys = self.members.queries.runs[member], self.members.keys.runs[(member - step) % count]
-                if _cached_needs(rows, keys, local.band, local.documents, local.places()):
-                    return step + 1
-        return 1
+        """How many blocks a member gets, its own included."""
+        members, local = self.members, self.local
+        return _steps(members.queries, members.keys, local.band, local.documents, local.places())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Rows:
         total, steps, block = self.local.begin(q, v.shape[-1]), self.steps(), (k, v)
@@ -119,11 +112,7 @@ class AllGather:
 
     def __init__(self, members: Members, local: Local):
         self.members, self.local = members, local
-        everything = ((0, members.keys.length),) if members.keys.length else ()
-        places = local.places()
-        self.needed = [
-            _cached_needs(rows, everything, local.band, local.documents, places) for rows in members.queries.runs
-        ]
+        self.needed = _needed(members.queries, members.keys, local.band, local.documents, local.places())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Rows:
         total = self.local.begin(q, v.shape[-1])
@@ -137,44 +126,103 @@ class AllGather:
         dq, dk, dv = Sums(q), Sums(block[0]), Sums(block[1])
         if keys:
             self.local.add_gradients((dq, dk, dv), saved, q, block, keys)
-        of_keys = self._scatter([dk.finish(torch.float32), dv.finish(torch.float32)], [k.shape, v.shape])
-        return dq.finish(q.dtype), of_keys[0], of_keys[1]
+        wanted = [(x, like) for x, like, needed in zip((dk, dv), (k, v), saved.needed[1:], strict=True) if needed]
+        of_keys = iter(self._scatter([x.parts(_PARTS) for x, _ in wanted], [like for _, like in wanted]))
+        dk_of_own, dv_of_own = (
+            next(of_keys) if needed else torch.zeros_like(like)
+            for like, needed in zip((k, v), saved.needed[1:], strict=True)
+        )
+        return dq.finish(q.dtype), dk_of_own, dv_of_own
 
-    def _shared(self, owner: int, reader: int) -> Runs:
-        """The keys of a member that another one needs."""
-        return common(self.members.keys.runs[owner], self.needed[reader])
+    def _ways(self, owner: int, reader: int) -> tuple[tuple[Run, Run], ...]:
+        return _ways(self.members.keys.runs[owner], self.needed[reader])
 
     def _gather(self, k: Tensor, v: Tensor) -> Block:
-        me, ranks, own = self.members.index, self.members.ranks, self.members.keys.runs
+        me, ranks = self.members.index, self.members.ranks
         rows = rows_of(self.needed[me])
         gathered = k.new_empty(_shape(k, rows)), v.new_empty(_shape(v, rows))
         sends, receives = {}, {}
         for other, rank in enumerate(ranks):
-            sends[rank] = _parts((k, v), places_in(own[me], self._shared(me, other)))
-            receives[rank] = _parts(gathered, places_in(self.needed[me], self._shared(other, me)))
+            sends[rank] = [x[:, slice(*own)] for x in (k, v) for own, _ in self._ways(me, other)]
+            receives[rank] = [x[:, slice(*read)] for x in gathered for _, read in self._ways(other, me)]
         self.members.group.exchange(sends, receives).wait()
         return gathered
 
-    def _scatter(self, sums: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        me, ranks, own = self.members.index, self.members.ranks, self.members.keys.runs
-        totals = [Sums(x.new_empty(shape)) for x, shape in zip(sums, shapes, strict=True)]
+    def _parts_of(self, reader: int) -> tuple[list[Run], bool]:
+        """Which of the keys that it gathers each part of a reader's gradients has, and whether they are of 16 bits."""
+        rows, keys, local = self.members.queries.runs[reader], self.needed[reader], self.local
+        calls = cached_calls(rows, keys, local.band, local.documents, local.places()) if keys else ()
+        if len(calls) <= _PARTS:
+            return [call.keys for call in calls], True
+        return [(0, rows_of(keys))], False
+
+    def _scatter(self, parts: list[list[tuple[int, int, Tensor]]], likes: list[Tensor]) -> list[Tensor]:
+        """The sum of what all members have for the keys of each, in float32. A tensor's parts go as they are: of two
+        parts of 16 bits the sum would be no smaller, and would have to be made."""
+        me, ranks = self.members.index, self.members.ranks
         sends, receives, places = {}, {}, {}
         for other, rank in enumerate(ranks):
-            sends[rank] = _parts(sums, places_in(self.needed[me], self._shared(other, me)))
-            places[rank] = places_in(own[me], self._shared(me, other))
-            receives[rank] = [x.new_empty(_shape(x, end - begin)) for x in sums for begin, end in places[rank]]
+            ways = self._ways(other, me)
+            sends[rank] = [
+                x[:, begin - first : end - first]
+                for of_tensor in parts
+                for first, last, x in of_tensor
+                for (begin, end), _ in _overlaps((first, last), ways)
+            ]
+            of_reader, as_they_are = self._parts_of(other)
+            places[rank] = [own for part in of_reader for _, own in _overlaps(part, self._ways(me, other))]
+            receives[rank] = [
+                x.new_empty(_shape(x, end - begin), dtype=x.dtype if as_they_are else torch.float32)
+                for x in likes
+                for begin, end in places[rank]
+            ]
         self.members.group.exchange(sends, receives).wait()
+        totals = [Sums(x) for x in likes]
         for rank in ranks:  # in this order, whatever came first
-            for i, total in enumerate(totals):
-                for n, (begin, end) in enumerate(places[rank]):
-                    total.add(begin, end, receives[rank][i * len(places[rank]) + n])
+            come = iter(receives[rank])
+            for total in totals:
+                for begin, end in places[rank]:
+                    total.add(begin, end, next(come))
         return [total.finish(torch.float32) for total in totals]
+
+
+_PARTS = 2  # of a gradient of gathered keys that travel as they are
+
+
+@lru_cache(maxsize=1024)
+def _steps(queries: Layout, keys: Layout, band: Band, documents: tuple[int, ...] | None, places: Places) -> int:
+    """How many blocks go round a ring, up to the last step in which any member sees a key."""
+    for step in reversed(range(1, keys.ranks)):
+        for member in range(keys.ranks):
+            block = keys.runs[(member - step) % keys.ranks]
+            if needed_keys(queries.runs[member], block, band, documents, places):
+                return step + 1
+    return 1
+
+
+@lru_cache(maxsize=1024)
+def _needed(
+    queries: Layout, keys: Layout, band: Band, documents: tuple[int, ...] | None, places: Places
+) -> tuple[Runs, ...]:
+    """The keys that each member's rows see."""
+    everything = ((0, keys.length),) if keys.length else ()
+    return tuple(needed_keys(rows, everything, band, documents, places) for rows in queries.runs)
+
+
+@lru_cache(maxsize=4096)
+def _ways(own: Runs, needed: Runs) -> tuple[tuple[Run, Run], ...]:
+    """The keys that one member has and another needs: where they lie among those of either."""
+    shared = common(own, needed)
+    return tuple(zip(places_in(own, shared), places_in(needed, shared), strict=True))
+
+
+def _overlaps(part: Run, ways: tuple[tuple[Run, Run], ...]) -> Iterator[tuple[Run, Run]]:
+    """What of a part of the needed keys belongs to their owner: where it lies among the needed, and the owner's."""
+    for own, read in ways:
+        begin, end = max(part[0], read[0]), min(part[1], read[1])
+        if begin < end:
+            yield (begin, end), (own[0] + begin - read[0], own[0] + end - read[0])
 
 
 def _shape(x: Tensor, rows: int) -> torch.Size:
     return torch.Size((x.shape[0], rows, *x.shape[2:]))
-
-
-def _parts(tensors: Sequence[Tensor], places: list[tuple[int, int]]) -> list[Tensor]:
-    """Rows of each tensor, tensor by tensor."""
-    return [x[:, begin:end] for x in tensors for begin, end in places]

@@ -97,6 +97,13 @@ class Sums:
         assert self.total is not None
         return self.total.to(dtype)
 
+    def parts(self, most: int) -> list[tuple[int, int, Tensor]]:
+        """What was added, or if that is more than `most` parts, their sum in float32."""
+        waiting = [part[:3] for kind in self.waiting.values() for part in kind]
+        if self.total is None and len(waiting) <= most:
+            return waiting
+        return [(0, self.like.shape[1], self.finish(torch.float32))]
+
     def _fold(self, kind: torch.dtype) -> None:
         waiting = self.waiting[kind]
         if self.total is None and kind == torch.float32 and self._is_whole(waiting[0]):

@@ -11,10 +11,10 @@ from torch.autograd.function import once_differentiable
 
 from .._options import ALIBI_SLOPES, replaced
 from ._exchange import Group
-from ._heads import Heads, Ulysses, sets_of
+from ._heads import Heads, Ulysses
 from ._keys import AllGather, Members, Ring
 from ._local import Local, Saved
-from .layout import Layout, Runs, common, rows_of, together
+from .layout import Layout, Runs, common, of_sets, rows_of, together
 
 INNER: dict[str, type[Ring] | type[AllGather]] = {"ring": Ring, "all_gather": AllGather}
 
@@ -35,7 +35,8 @@ class Share:
 
     @property
     def neighbours(self) -> range:
-        return sets_of(self.group.size, self.degree)[self.group.rank // self.degree]
+        first = self.group.rank - self.place
+        return range(first, first + self.degree)
 
     @property
     def place(self) -> int:
@@ -59,10 +60,9 @@ class Share:
 
     def attends(self) -> Ring | AllGather:
         """How keys travel, for the caller's heads."""
-        size, index = self.group.size, self.group.rank // self.degree
-        sets = sets_of(size, self.degree)
-        queries, keys = self.queries.merged(sets), self.keys.merged(sets)
-        ranks = tuple(range(self.place, size, self.degree))
+        index = self.group.rank // self.degree
+        queries, keys = of_sets(self.queries, self.degree), of_sets(self.keys, self.degree)
+        ranks = tuple(range(self.place, self.group.size, self.degree))
         heads = self.heads()
         of_q, of_k = heads.queries[self.place], heads.keys[self.place]
         options, ranges = self.local.options, self.local.ranges

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -115,9 +116,13 @@ class Layout:
         assert best is not None
         return best[1]
 
-    def merged(self, groups: Sequence[Sequence[int]]) -> Layout:
-        """The layout of groups of ranks, each of which has the rows of its members."""
-        return Layout(tuple(together([self.runs[rank] for rank in group]) for group in groups))
+
+@lru_cache(maxsize=1024)
+def of_sets(layout: Layout, degree: int) -> Layout:
+    """The layout of sets of `degree` neighbouring ranks, each of which has the rows of its members."""
+    if degree == 1:
+        return layout
+    return Layout(tuple(together(layout.runs[i : i + degree]) for i in range(0, layout.ranks, degree)))
 
 
 def together(runs: Sequence[Runs]) -> Runs:

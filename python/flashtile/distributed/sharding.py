@@ -17,8 +17,8 @@ def shard(x: Tensor, dim: int, group: Any = None, layout: str | Layout = "zigzag
     """The caller's rows of `x`, which all ranks have, along dimension `dim`, one behind the other."""
     if group_size(group) == 1:
         return x
-    found = layout_of(layout, x.shape[dim], Group(group))
-    runs = found.runs[Group(group).rank]
+    ranks = Group(group)
+    runs = layout_of(layout, x.shape[dim], ranks).runs[ranks.rank]
     return torch.cat([x.narrow(dim, 0, 0), *(x.narrow(dim, begin, end - begin) for begin, end in runs)], dim)
 
 
@@ -26,7 +26,8 @@ def positions(length: int, group: Any = None, layout: str | Layout = "zigzag", d
     """Where the caller's rows lie in a sequence of `length` rows, int64: for rotary embedding."""
     if group_size(group) == 1:
         return torch.arange(length, device=device)
-    return layout_of(layout, length, Group(group)).positions(Group(group).rank).to(device)
+    ranks = Group(group)
+    return layout_of(layout, length, ranks).positions(ranks.rank).to(device)
 
 
 def unshard(x: Tensor, dim: int, group: Any = None, layout: str | Layout = "zigzag") -> Tensor:
