@@ -27,11 +27,12 @@ from torch import Tensor
 import flashtile
 from flashtile import distributed
 from flashtile.bench import machine
+from flashtile.bench.rank_peers import RankPeer, rank_peers
 from flashtile.distributed._exchange import Group, Pending
 from flashtile.distributed._share import Attend
 from flashtile.distributed.attention import share_of
 
-ROUNDS, WARM_UP = 7, 2
+ROUNDS, FEWEST_ROUNDS, ENOUGH = 7, 3, 3.0  # as many as fit into so many seconds, within these bounds
 SHARERS = 4  # ranks, where there is one process
 METHODS = ("ring", "all_gather", "ulysses", "ulysses_ring")
 WORKS = ("forward", "forward and backward")
@@ -67,6 +68,8 @@ CASES = (
     Case(16384, 32, 8, 128, ()),
     Case(16384, 32, 8, 128, (("causal", True), ("window", (4096, None)))),
     Case(16384, 32, 8, 128, documents=12),
+    Case(65536, 32, 8, 128),
+    Case(65536, 32, 8, 128, documents=12),
 )
 QUICK = (Case(64, 4, 2, 64), Case(64, 4, 2, 64, documents=3))
 
@@ -96,7 +99,7 @@ def _measure(cases: Sequence[Case], size: int, device: torch.device, json_path: 
     if size > 1 and dist.get_rank() > 0:
         return 0
     record = {"suite": "distributed", "ranks": size, "machine": facts, "cells": cells}
-    Console(width=160).print(_table(record))
+    Console(width=240).print(_table(record))
     if json_path:
         json_path.write_text(json.dumps(record, indent=1) + "\n")
     return 0
@@ -129,12 +132,11 @@ class _Run:
 
     def __init__(self, case: Case, ranks: int, device: torch.device):
         self.case, self.ranks, self.device = case, ranks, device
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def tensors(self, rows: int) -> tuple[list[Tensor], Tensor]:
         case = self.case
         q, k, v = (
-            torch.randn(1, rows, heads, case.head_dim, device=self.device, dtype=self.dtype, requires_grad=True)
+            torch.randn(1, rows, heads, case.head_dim, device=self.device, dtype=torch.bfloat16, requires_grad=True)
             for heads in (case.heads_q, case.heads_k, case.heads_k)
         )
         return [q, k, v], torch.randn_like(q)
@@ -160,9 +162,9 @@ class _Run:
 
     def timed(self, run: Callable[[], None]) -> float:
         """Seconds: the median of a few rounds, of each the time of the rank that takes longest."""
-        for _ in range(WARM_UP):
-            run()
-        return statistics.median(self._round(run) for _ in range(ROUNDS))
+        run()
+        rounds = round(min(max(ENOUGH / self._round(run), FEWEST_ROUNDS), ROUNDS))  # the same on all ranks
+        return statistics.median(self._round(run) for _ in range(rounds))
 
     def _round(self, run: Callable[[], None]) -> float:
         if self.device.type == "cuda":
@@ -193,7 +195,23 @@ class _Together(_Run):
             degree = 2 if method == "ulysses_ring" else None
             found[method] = self.times(lambda x: self._call(x, method, degree), leaves, dout)  # noqa: B023
         found["auto"] = self.times(lambda x: self._call(x, "auto", None), leaves, dout)
+        if self.case.documents == 1 and self.case.options == (("causal", True),):
+            for peer in rank_peers(self.device):
+                with peer.setting():
+                    self._require_same(peer, leaves, dout)
+                    found[peer.name] = self.times(peer.call, leaves, dout)
         return found
+
+    def _require_same(self, peer: RankPeer, leaves: list[Tensor], dout: Tensor) -> None:
+        """A peer that computes something else is not timed."""
+        ours, theirs = (
+            (out, *torch.autograd.grad(out, leaves, dout))
+            for out in (self._call(leaves, "ring", None), peer.call(leaves))
+        )
+        for what, x, y in zip(("out", "dq", "dk", "dv"), ours, theirs, strict=True):
+            difference = ((x - y).float().norm() / x.float().norm()).item()
+            if not difference < 0.02:
+                raise AssertionError(f"{what} of {peer.name} is another than flashtile's by {difference:.2g}")
 
     def _call(self, leaves: list[Tensor], method: str, degree: int | None) -> Tensor:
         options: dict[str, Any] = dict(self.case.options, method=method, ulysses_degree=degree)
