@@ -38,7 +38,7 @@ def rank_peers(device: torch.device) -> list[RankPeer]:
     if zigzag is not None:
 
         def ring_flash_attn(leaves: list[Tensor]) -> Tensor:
-            out: Tensor = zigzag.zigzag_ring_flash_attn_func(*leaves, causal=True)  # type: ignore[union-attr]
+            out: Tensor = zigzag.zigzag_ring_flash_attn_func(*leaves, causal=True)
             return out
 
         found.append(RankPeer("ring-flash-attn, flashtile", ring_flash_attn, contextlib.nullcontext))
@@ -78,7 +78,7 @@ def _pytorchs_passes(zigzag: Any) -> Iterator[None]:
         zigzag._flash_attn_forward, zigzag._flash_attn_backward = before
 
 
-def _forward(  # type: ignore[no-untyped-def]
+def _forward(
     q,
     k,
     v,
@@ -99,7 +99,7 @@ def _forward(  # type: ignore[no-untyped-def]
     return out, lse, None, None
 
 
-def _backward(  # type: ignore[no-untyped-def]
+def _backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
     softcap, alibi_slopes, deterministic,
 ):  # fmt: skip
@@ -114,7 +114,8 @@ def _backward(  # type: ignore[no-untyped-def]
 
 
 def _sdpa(leaves: list[Tensor]) -> Tensor:
-    out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=True, enable_gqa=True)
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)
 
 
