@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -118,5 +118,10 @@ def _tables(call: Call, device: torch.device) -> tuple[Tensor, Tensor, None, Non
         [0, *(x.rows[1] - first_row for x in call.sequences)],
         [0, *(x.keys[1] - first_key for x in call.sequences)],
     ]
-    cu_seqlens_q, cu_seqlens_k = torch.tensor(begins, dtype=torch.int32).to(device, non_blocking=True)
+    cu_seqlens_q, cu_seqlens_k = table_on(device, begins)
     return cu_seqlens_q, cu_seqlens_k, None, None
+
+
+def table_on(device: torch.device, numbers: Sequence[Any]) -> Tensor:
+    """An int32 tensor of numbers that the host knows, which does not wait for the device."""
+    return torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)

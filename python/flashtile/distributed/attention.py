@@ -22,7 +22,7 @@ from ._agree import rows_of_ranks
 from ._choose import METHODS, Shape, bandwidth_of, choices, choose
 from ._dtensor import is_dtensor, with_local
 from ._exchange import Group
-from ._local import Local
+from ._local import Local, table_on
 from ._pairs import Band
 from ._share import Attend, Share
 from .layout import Layout
@@ -253,9 +253,7 @@ def explain(
 
 
 def _table(cu_seqlens: Tensor | Sequence[int], q: Tensor) -> Tensor:
-    return (
-        cu_seqlens if isinstance(cu_seqlens, Tensor) else torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
-    )
+    return cu_seqlens if isinstance(cu_seqlens, Tensor) else table_on(q.device, cu_seqlens)
 
 
 def _documents(function: str, cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[int, ...]:
@@ -344,10 +342,10 @@ def _check(function, q, k, v, mask, documents, options, layout, method):
         raise TypeError(f"{function}: mask is {_C.described(mask)}, expected a flashtile.masks.ColumnMask or None")
     if mask is not None and (mask.cu_seqlens is not None) != (documents is not None):
         raise ValueError(f"{function}: mask is {mask}, expected one of {'a ragged' if documents else 'a dense'} batch")
-    table = None if documents is None else torch.tensor([0, q.shape[0]], dtype=torch.int32, device=q.device)
-    if table is None:
+    if documents is None:
         _C.explain(local_attention, None, q, k, v, **options)
     else:
+        table = q.new_zeros(2, dtype=torch.int32)  # of one sequence, which may as well be empty
         _C.explain(local_attention_varlen, None, q, k, v, cu_seqlens_q=table, cu_seqlens_k=table, **options)
 
 

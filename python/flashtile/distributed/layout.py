@@ -72,7 +72,7 @@ class Layout:
         """The layout of this name."""
         if name not in NAMES:
             raise ValueError(f"layout is {name!r}, expected a Layout or one of {', '.join(map(repr, NAMES))}")
-        return cls.contiguous(length, ranks) if name == "contiguous" else cls.zigzag(length, ranks)
+        return _named(name, length, ranks)
 
     @classmethod
     def contiguous(cls, length: int, ranks: int) -> Layout:
@@ -115,6 +115,11 @@ class Layout:
                 break
         assert best is not None
         return best[1]
+
+
+@lru_cache(maxsize=1024)
+def _named(name: str, length: int, ranks: int) -> Layout:
+    return Layout.contiguous(length, ranks) if name == "contiguous" else Layout.zigzag(length, ranks)
 
 
 @lru_cache(maxsize=1024)
