@@ -1,6 +1,6 @@
 // This file declares the parts of the ABI of XLA's foreign function interface that this module reads: what XLA hands to
 // a handler, and the table of C functions that it offers to one. They are the same in the versions 0.1 to 0.3 of that
-// interface, those of jaxlib 0.5 to 0.10 (https://openxla.org/xla/custom_call; jaxlib brings the whole of it as
+// interface, those of jaxlib 0.6 to 0.10 (https://openxla.org/xla/custom_call; jaxlib brings the whole of it as
 // xla/ffi/api/c_api.h). So the build needs no JAX, and one build serves them all.
 #pragma once
 

@@ -103,23 +103,23 @@ def attention(
             raise TypeError(f"attention: {name} is of type {type(x).__name__}, expected a jax.Array")
     if return_lse is not False and return_lse is not True:
         raise TypeError(f"attention: return_lse is {_C.described(return_lse)}, expected True or False")
-    is_array = isinstance(seed, jax.Array)
-    if is_array and (seed.dtype != np.uint32 or seed.shape != ()):
-        found = f"of dtype {seed.dtype} and shape {seed.shape}"
+    seed_array = seed if isinstance(seed, jax.Array) else None
+    if seed_array is not None and (seed_array.dtype != np.uint32 or seed_array.shape != ()):
+        found = f"of dtype {seed_array.dtype} and shape {seed_array.shape}"
         raise TypeError(f"attention: seed is {found}, expected an int, or an array of dtype uint32 and shape ()")
-    options = {
+    options: dict[str, Any] = {
         "causal": causal,
         "window": window,
         "scale": scale,
         "softcap": softcap,
         "dropout_p": dropout_p,
-        "seed": None if is_array else seed,
+        "seed": seed if seed_array is None else None,
         "deterministic": deterministic,
     }
     _C.check_options("attention", attention_options(**options))
     if dropout_p > 0 and seed is None:
         raise ValueError(f"attention: seed is None, expected an int or an array, as dropout_p is {dropout_p}")
-    out, lse = _attend(q, k, v, alibi_slopes, sinks, seed if is_array else None, _numbers_of(**options))
+    out, lse = _attend(q, k, v, alibi_slopes, sinks, seed_array, _numbers_of(**options))
     return (out, lse) if return_lse else out
 
 

@@ -4,6 +4,9 @@ import doctest
 import functools
 import importlib
 import os
+import shutil
+import subprocess
+from pathlib import Path
 
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # else JAX takes most of a GPU, which others share
 
@@ -21,6 +24,7 @@ from traced import assert_all_bitwise
 import flashtile
 import flashtile.jax
 
+ROOT = Path(__file__).parents[2]
 DTYPES = {F32: jnp.float32, F16: jnp.float16, BF16: jnp.bfloat16}
 EVERYTHING = dict(window=(50, 7), softcap=10.0, scale=0.3, sinks=0.0, dropout_p=0.2, heads_q=6, heads_k=2)
 attention = flashtile.jax.attention
@@ -377,6 +381,13 @@ def test_several_devices(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert_survives(SEVERAL_DEVICES)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_the_declarations_of_xla_are_those_of_jaxlib():
+    include = [jax.ffi.include_dir(), ROOT / "python" / "bindings"]
+    command = ["g++", "-std=c++20", "-fsyntax-only", *(f"-I{folder}" for folder in include)]
+    subprocess.run([*command, ROOT / "tests" / "python" / "xla_abi.cpp"], check=True)
 
 
 def test_flashtile_alone_does_not_import_jax():
