@@ -198,7 +198,7 @@ def _gradients(numbers, saved, cotangents):
     dout = jnp.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
     dlse = None if isinstance(dlse, SymbolicZero) else dlse
     dq, dk, dv, dsinks = _once(_backward(numbers), *saved, dout, dlse)
-    return dq, dk, dv, None, dsinks, None
+    return dq, dk, dv, None, dsinks, None  # neither slopes nor a seed have one
 
 
 _attention.defvjp(_saving_attention, _gradients, symbolic_zeros=True)
