@@ -28,14 +28,19 @@ void check_count(const char* function, handle tuple, std::size_t count, const ch
     throw InvalidType(std::string(function) + ": expected " + std::to_string(count) + " " + what);
 }
 
-DeviceInfo device_for(const char* function, Device device) try {
-  if (const DeviceInfo* planned = planned_device()) return *planned;
+DeviceInfo known_device(const char* function, Device device) try {
   DeviceInfo info = device_info(device);
-  if (device.type == DeviceType::kCpu) info.threads = nb::cast<int>(interned().get_num_threads());
   info.compute_capability = std::min(info.compute_capability, compute_capability_limit);
   return info;
 } catch (const Unsupported& error) {
   throw Unsupported(std::string(function) + ": " + error.what());
+}
+
+DeviceInfo device_for(const char* function, Device device) {
+  if (const DeviceInfo* planned = planned_device()) return *planned;
+  DeviceInfo info = known_device(function, device);
+  if (device.type == DeviceType::kCpu) info.threads = nb::cast<int>(interned().get_num_threads());
+  return info;
 }
 
 void limit_compute_capability(int limit) {
@@ -56,13 +61,18 @@ nb::object new_lse(handle q, const Problem& p) {
   return q.attr(interned().new_empty)(p.batch, p.heads_q, p.seqlen_q, "dtype"_a = interned().float32);
 }
 
+HostMemory host_memory(std::int64_t bytes) {
+  constexpr std::int64_t kAlignment = 64;
+  HostMemory memory(std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment));
+  if (!memory) throw std::bad_alloc();
+  return memory;
+}
+
 Workspace::Workspace(const char* function, const Plan& plan, handle like) {
   const std::int64_t bytes = plan.workspace_bytes;
   if (bytes == 0) return;
   if (plan.problem.device.type == DeviceType::kCpu) {
-    constexpr std::int64_t kAlignment = 64;
-    host_.reset(std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment));
-    if (!host_) throw std::bad_alloc();
+    host_ = host_memory(bytes);
   } else {
     const std::int64_t floats = (bytes + 3) / 4;
     device_ = hidden_memory(like, plan.problem.device, {floats});

@@ -25,7 +25,10 @@ const Interned& interned();
 /// Throws InvalidType unless `tuple` has `count` elements, which the message calls `what`.
 void check_count(const char* function, nb::handle tuple, std::size_t count, const char* what);
 
-/// Returns the device as the core knows it, with as many CPU threads as PyTorch may use.
+/// Returns the device as the core knows it, and needs no Python. Throws Unsupported in the name of `function`.
+DeviceInfo known_device(const char* function, Device device);
+
+/// Returns the same with as many CPU threads as PyTorch may use, or the device that a call is only planned for.
 DeviceInfo device_for(const char* function, Device device);
 
 /// Returns whether this thread is inside explain(), which asks how calls would be computed. Then a call ends when its
@@ -49,6 +52,14 @@ void limit_compute_capability(int limit);
 nb::object new_out(nb::handle q, const TensorView& view, const Problem& problem);
 nb::object new_lse(nb::handle q, const Problem& problem);
 
+struct FreeHostMemory {
+  void operator()(void* memory) const { std::free(memory); }
+};
+using HostMemory = std::unique_ptr<void, FreeHostMemory>;
+
+/// Returns memory for a workspace on a CPU.
+HostMemory host_memory(std::int64_t bytes);
+
 /// This is a plan's workspace: host memory, or on a GPU memory of the framework, which may reuse it for later work on
 /// the current stream.
 class Workspace {
@@ -57,11 +68,7 @@ class Workspace {
   void* get() const { return host_ ? host_.get() : pointer_; }
 
  private:
-  struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-  };
-
-  std::unique_ptr<void, Free> host_;
+  HostMemory host_;
   nb::object device_;
   void* pointer_ = nullptr;
 };

@@ -9,5 +9,6 @@ NB_MODULE(_C, module) {
   flashtile::bindings::bind_explain(module);
   flashtile::bindings::bind_quantize(module);
   flashtile::bindings::bind_merge(module);
+  flashtile::bindings::bind_xla(module);
   flashtile::bindings::bind_info(module);
 }

@@ -103,7 +103,7 @@ def _fits(kind, x):
 def _converted(kind, x):
     if not _is_number(kind):
         return x
-    return _as_integer(x) if kind.startswith("SymInt") else _as_real(x)
+    return as_integer(x) if kind.startswith("SymInt") else _as_real(x)
 
 
 def _item(x):
@@ -117,7 +117,7 @@ def _is_plain(x, types):
     return isinstance(x, types) and (not isinstance(x, int) or _INT64[0] <= x <= _INT64[1])
 
 
-def _as_integer(x):
+def as_integer(x):
     """Beyond 64 bits the nearest one, as in the module."""
     return x if x is None or _is_plain(x, _INTEGERS) else min(max(operator.index(x), _INT64[0]), _INT64[1])
 
