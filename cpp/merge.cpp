@@ -56,7 +56,9 @@ void check_merge(const char* function, const MergeCall& call) {
 
 }  // namespace
 
-float unit_of_scores(float scale, float softcap, bool alibi) { return ScoreMap::of(scale, softcap, alibi).unit; }
+float unit_of_scores(float scale, float softcap, bool alibi) {
+  return ScoreMap::of(scale, softcap, alibi).unit;
+}
 
 #ifdef FLASHTILE_WITH_CUDA
 void launch_merge(const MergeCall& call, Stream stream);  // cpp/cuda/merge.cu
