@@ -328,8 +328,7 @@ def test_what_does_not_fit():
     mask = biases.BlockDiagonalMask.from_seqlens(QUERIES, device="cpu")
     assert_refuses(function, ValueError, "query has a batch of 2, expected 1, as attn_bias has seq", q, k, v, mask)
     q, k, v = (x[:1] for x in (q, k, v))
-    message = r"query has shape \(1, 17, 2, 16\), expected \(1, 18, ...\), as attn_bias has"
-    assert_refuses(function, ValueError, message, q[:, :17], k, v, mask)
+    assert_refuses(function, ValueError, "query has 17 rows, expected 18, as attn_bias has", q[:, :17], k, v, mask)
     assert_refuses(function, ValueError, "key has 17 rows, expected 18, as attn_bias has", q, k[:, 1:], v[:, 1:], mask)
     message = r"query, key and value have shapes \(1, 18, 2, 16\), \(18, 2, 16\), .* expected all of \(B, M, K\), "
     assert_refuses(function, ValueError, message, q, k[0], v[0])

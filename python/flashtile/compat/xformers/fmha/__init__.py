@@ -118,21 +118,11 @@ def _attend(function, query, key, value, bias, p, scale, output_dtype, return_ls
     elif isinstance(bias, Tensor):
         keys = _visible_keys(function, bias, query, key)
         result = attend_visible(q, k, v, visible_first(keys), dropout_p=p, **options)
+    elif hasattr(bias, "q_seqinfo"):
+        result = _of_sequences(function, bias, q, k, v, p, options)
     else:
-        band = band_of(bias)
-        if band is None:
-            refuse(function, "attn_bias", f"of type {type(bias).__name__}", "a mask of fmha.attn_bias")
-        if not hasattr(bias, "q_seqinfo"):
-            window = band.window(q.shape[1], k.shape[1])
-            result = attend_padded(attention, q, k, v, window=window, dropout_p=p, **options)
-        else:
-            q, k, v = (_alone(function, name, x) for name, x in (("query", q), ("key", k), ("value", v)))
-            if bias.q_seqinfo.seqstart_py[-1] != len(q):
-                found, expected = tuple(query.shape), f"(1, {bias.q_seqinfo.seqstart_py[-1]}, ...), as attn_bias has"
-                raise ValueError(f"{function}: query has shape {found}, expected {expected}")
-            of_blocks = _over_pages if hasattr(bias, "block_tables") else _in_sequences
-            result = of_blocks(function, bias, band, q, k, v, p, options)
-            result = (result[0], result[1][None]) if return_lse else result
+        window = _band(function, bias).window(q.shape[1], k.shape[1])
+        result = attend_padded(attention, q, k, v, window=window, dropout_p=p, **options)
     out, *lse = result if return_lse else (result,)
     out = out.reshape(*query.shape[:-1], out.shape[-1])
     return (out, lse[0].unflatten(1, query.shape[2:-1] or (1,))) if return_lse else out
@@ -170,17 +160,30 @@ def _visible_keys(function, bias, query, key):
     return visible
 
 
-def _alone(function, name, x):
-    if x.shape[0] != 1:
-        raise ValueError(f"{function}: {name} has a batch of {x.shape[0]}, expected 1, as attn_bias has sequences")
-    return x[0]
+def _band(function, bias):
+    band = band_of(bias)
+    if band is None:
+        refuse(function, "attn_bias", f"of type {type(bias).__name__}", "a mask of fmha.attn_bias")
+    return band
 
 
-def _in_sequences(function, bias, band, q, k, v, p, options):
+def _of_sequences(function, bias, q, k, v, p, options):
+    """Of (1, rows of all sequences, heads, K); out without the batch."""
+    band, rows = _band(function, bias), bias.q_seqinfo.seqstart_py[-1]
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if x.shape[0] != 1:
+            raise ValueError(f"{function}: {name} has a batch of {x.shape[0]}, expected 1, as attn_bias has sequences")
+    if q.shape[1] != rows:
+        raise ValueError(f"{function}: query has {q.shape[1]} rows, expected {rows}, as attn_bias has")
+    attend = _over_pages if hasattr(bias, "block_tables") else _over_rows
+    result = attend(function, bias, band, q[0], k[0], v[0], p, options)
+    return (result[0], result[1][None]) if options["return_lse"] else result
+
+
+def _over_rows(function, bias, band, q, k, v, p, options):
     info, blocks = bias.k_seqinfo, list(bias.k_seqinfo.intervals())
     if info.seqstart_py[-1] != len(k):
-        found, expected = f"{len(k)} rows", f"{info.seqstart_py[-1]}, as attn_bias has"
-        raise ValueError(f"{function}: key has {found}, expected {expected}")
+        raise ValueError(f"{function}: key has {len(k)} rows, expected {info.seqstart_py[-1]}, as attn_bias has")
     if any(end > start for (_, end), start in zip(blocks, info.seqstart_py[1:], strict=True)):
         refuse(function, "attn_bias", f"of keys {blocks}", "those of each sequence behind those of the one before")
     first, starts = info.seqstart_py[0], info.seqstart

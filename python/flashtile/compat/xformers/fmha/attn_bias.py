@@ -2,7 +2,7 @@
 behind the other.
 
 Causal masks are aligned at the top left, the first query with the first key, unless their name says FromBottomRight or
-WithOffset: then the last query meets the last key.
+WithOffset: then the last query meets the last key. Tables are on `device`, by default on the GPU, if there is one.
 
 >>> import torch
 >>> from flashtile.compat.xformers.fmha.attn_bias import BlockDiagonalMask
