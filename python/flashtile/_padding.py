@@ -42,10 +42,10 @@ def attend_visible(q, k, v, keys, queries=None, **options):
     """Attention of the rows that count, where `keys` and `queries` are what :func:`visible_first` says of each. Visible
     keys stand in front, where a length tells them from the others, and so do queries, if they are given: then masks
     are aligned at the last query and the last key that count, distances are in rows that count, and out is 0 elsewhere.
-    """
+    With return_lse, which goes without `queries`, also lse (B, H_q, S_q)."""
     (batch, seqlen_q), seqlen_k = q.shape[:2], k.shape[1]
     offsets = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-    out = attend_padded(
+    result = attend_padded(
         attention_varlen,
         (q if queries is None else gathered(q, queries[0])).flatten(0, 1),
         gathered(k, keys[0]).flatten(0, 1),
@@ -55,7 +55,11 @@ def attend_visible(q, k, v, keys, queries=None, **options):
         seqused_q=None if queries is None else queries[1],
         seqused_k=keys[1],
         **options,
-    ).unflatten(0, (batch, seqlen_q))
+    )
+    out, *lse = result if isinstance(result, tuple) else (result,)
+    out = out.unflatten(0, (batch, seqlen_q))
+    if lse:
+        return out, lse[0].unflatten(1, (batch, seqlen_q)).transpose(0, 1)
     return out if queries is None else gathered(out, queries[0].argsort(dim=-1))
 
 

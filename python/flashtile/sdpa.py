@@ -98,7 +98,7 @@ def scaled_dot_product_attention(
         _refuse_misfits(query, key, value, enable_gqa)
         refuse_misfit(attn_mask, query, key)
     try:
-        return _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except (TypeError, ValueError, NotImplementedError) as refusal:
         reason = None if is_compiling() else str(refusal)
     _refuse_misfits(query, key, value, enable_gqa)
@@ -161,8 +161,9 @@ def _legible_mask(attn_mask, query, key):
     return attn_mask
 
 
-def _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
-    """Out, or an exception that says "found, expected what is served"; flashtile's functions raise the same."""
+def served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse=False):
+    """Out, of four dimensions also (out, lse), or an exception that says "found, expected what is served"; flashtile's
+    functions raise the same."""
     for name, option in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(option, bool):
             raise NotImplementedError(f"{name} is of type {type(option).__name__}, expected a bool")
@@ -177,7 +178,7 @@ def _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gq
     if under_functorch():
         raise NotImplementedError("query, key or value are under a transform of torch.func, expected none")
     if query.dim() == key.dim() == value.dim() == 2 and not enable_gqa:
-        out = _served(query[None], key[None], value[None], attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        out = served(query[None], key[None], value[None], attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return out[0]
     device = query.device.type
     if device not in DTYPES:
@@ -219,12 +220,16 @@ def _served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gq
     if len(leading) != 2:
         query, key, value = (_with_heads(x, batched).flatten(0, -4) for x in (query, key, value))
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    options = {"causal": causal, "window": window, "scale": scale, "dropout_p": dropout_p}
-    out = (
-        attend_padded(attention, q, k, v, mask=mask, **options) if keys is None else _attend_to(keys, q, k, v, options)
-    )
+    options = {"causal": causal, "window": window, "scale": scale, "dropout_p": dropout_p, "return_lse": return_lse}
+    if keys is None:
+        result = attend_padded(attention, q, k, v, mask=mask, **options)
+    else:
+        result = _attend_to(keys, q, k, v, options)
+    out, *lse = result if return_lse else (result,)
     out = out.transpose(1, 2)
-    return out if len(leading) == 2 else out.reshape(*leading, seqlen_q, head_dim_v)
+    if len(leading) != 2:
+        out = out.reshape(*leading, seqlen_q, head_dim_v)
+    return (out, *lse) if return_lse else out
 
 
 def _is_number(x):

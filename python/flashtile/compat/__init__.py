@@ -1,4 +1,4 @@
-"""The functions of the flash-attn packages, FlashMask's and ring-flash-attn's, computed by flashtile.
+"""The functions of the flash-attn packages, FlashMask's, ring-flash-attn's and xformers', computed by flashtile.
 
 - :mod:`flashtile.compat.flash_attn`: ``flash_attn`` 2
 - :mod:`flashtile.compat.flash_attn_interface`: ``flash_attn_interface``, FlashAttention-3
@@ -7,6 +7,7 @@
 - :mod:`flashtile.compat.flashmask`: ``flashmask_attention`` of PaddlePaddle and its package ``flash_mask``
 - :mod:`flashtile.compat.ring_flash_attn`: ``ring_flash_attn``, which is imported by itself, as it wants
   torch.distributed
+- :mod:`flashtile.compat.xformers`: attention and biases of ``xformers.ops``
 
 Names, order and defaults of parameters are theirs, so one import line changes; :func:`install` spares that one too.
 docs/migration.md lists what is served, what has no effect, and what is refused.
@@ -14,9 +15,18 @@ docs/migration.md lists what is served, what has no effect, and what is refused.
 
 import sys
 
-from . import bert_padding, flash_attn, flash_attn_interface, flashmask, layers
+from . import bert_padding, flash_attn, flash_attn_interface, flashmask, layers, xformers
 
-__all__ = ["bert_padding", "flash_attn", "flash_attn_interface", "flashmask", "install", "layers", "uninstall"]
+__all__ = [
+    "bert_padding",
+    "flash_attn",
+    "flash_attn_interface",
+    "flashmask",
+    "install",
+    "layers",
+    "uninstall",
+    "xformers",
+]
 
 _MODULES = {
     "flash_attn": flash_attn,

@@ -11,7 +11,9 @@ from .._padding import attend_padded
 WindowSize = tuple[int, int]
 
 _INSTEAD = {
+    "attn_bias": "flashtile.scaled_dot_product_attention, which leaves biases to PyTorch",
     "leftpad_k": "sequences without these rows, by cu_seqlens_k",
+    "output_dtype": "out.to(output_dtype)",
     "qv": "torch.cat((q, qv), -1) as q, torch.cat((k, v), -1) as k",
 }
 
