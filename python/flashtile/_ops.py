@@ -175,9 +175,9 @@ def _append(q, k_cache, v_cache, k_new, v_new, rotary_cos, rotary_sin, *others):
 
 
 def call_kvcache(k_cache, v_cache, operands, tables, options, out=None):
-    """(out, lse or None), with the tensor `out` for the first where it is given. `operands` may be copied: q, k_new, v_new, rotary_cos, rotary_sin. `tables` are tensors of
-    numbers of sequences, and of 8-bit caches the descales, which are written where rows are appended that have one
-    each."""
+    """(out, lse or None), where a tensor `out` is given in it. `operands` may be copied: q, k_new, v_new, rotary_cos,
+    rotary_sin. `tables` are tensors of numbers of sequences, and of 8-bit caches the descales, which are written where
+    rows are appended that have one each."""
     q, *optional = operands
     try:
         results = _C.kvcache(q, k_cache, v_cache, (*optional, *tables), options, out)

@@ -4,21 +4,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ._core import copied_into
 from .varlen import attention_varlen
 
 
 def attend_padded(attention, q, k, v, *, scale, **options):
-    """``flashtile.attention`` or its like, of copies where the operands are not as these want them."""
+    """``flashtile.attention`` or its like, of copies where the operands are not as these want them, and so of `out`."""
     q, k, v = contiguous(q), contiguous(k), contiguous(v)
     head_dim, head_dim_v = last_size(q), last_size(v)
     if head_dim % 8 == 0 == head_dim_v % 8 or last_size(k) != head_dim:
         return attention(q, k, v, scale=scale, **options)
     if scale is None and head_dim > 0:
         scale = head_dim**-0.5
+    place = options.pop("out", None)
     result = attention(padded(q), padded(k), padded(v), scale=scale, **options)
     out, *lse = result if isinstance(result, tuple) else (result,)
     out = out[..., :head_dim_v]
-    return (out, *lse) if lse else out
+    return copied_into(attention.__name__, place, (out, *lse) if lse else out)
 
 
 def contiguous(x):

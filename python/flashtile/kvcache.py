@@ -242,8 +242,8 @@ def attention_kvcache(
             not, nothing outside the tensors is read or written, and it is unspecified what a row holds that is written
             for one sequence and used by another.
         NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, a cache or
-            an out that is misaligned on CUDA or negated lazily, nested tensors), or an input requires a gradient where gradients are
-            enabled.
+            an out that is misaligned on CUDA or negated lazily, nested tensors), or an input requires a gradient where
+            gradients are enabled.
         RuntimeError: the CUDA runtime failed.
 
     Example:

@@ -5,14 +5,21 @@ import operator
 import torch
 from torch import Tensor
 
+from .. import _core
 from .._core import is_compiling
 from .._padding import attend_padded
 
 WindowSize = tuple[int, int]
 
+_COLUMNS = "flashtile.attention_kvcache or attention_varlen with a flashtile.masks.ColumnMask"
 _INSTEAD = {
     "leftpad_k": "sequences without these rows, by cu_seqlens_k",
     "qv": "torch.cat((q, qv), -1) as q, torch.cat((k, v), -1) as k",
+    "q_v": "torch.cat((q, q_v), -1) as q, torch.cat((k, v), -1) as k",
+    "mask_mod": _COLUMNS,
+    "block_sparse_tensors": _COLUMNS,
+    "dynamic_causal": "one call for the sequences with causal=True, another for the rest",
+    "output_scale": "an out of 16 bits, and its quantization after the call",
 }
 
 
@@ -132,10 +139,18 @@ def require_descales(function, shape, device, **descales):
 def require_like(function, name, place, like):
     """`place` is a tensor that `like` can be written into as it is."""
     require_tensors(function, **{name: place})
-    if place.shape != like.shape:
-        raise ValueError(f"{function}: {name} has shape {tuple(place.shape)}, expected {tuple(like.shape)}")
-    if place.dtype != like.dtype:
-        raise TypeError(f"{function}: {name} has dtype {place.dtype}, expected {like.dtype}")
+    _core.require_like(function, name, place, like)
+
+
+def written(function, name, place, result):
+    """`result`, out or (out, ...), with out in the tensor `place` where that is given; it may be there already."""
+    if place is None:
+        return result
+    out, *others = result if isinstance(result, tuple) else (result,)
+    if out is not place:
+        require_like(function, name, place, out)
+        place.copy_(out)
+    return (place, *others) if others else place
 
 
 def index_within(function, name, index, count, what):

@@ -37,7 +37,8 @@ def forward(
     """Out, or (out, softmax_lse), of keys that are in no cache. `tables` are the arguments of `attend_ragged`. As in
     the original, descales have no effect on numbers of 16 bits."""
     if has_8_bits(q):
-        options |= dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+        out_dtype = getattr(options.get("out"), "dtype", None)
+        options |= dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype)
     options["return_lse"] = flag(function, "return_attn_probs", return_attn_probs)
     chunk = length_of(function, attention_chunk)
     if chunk == 0 and tables is None:
