@@ -2,6 +2,7 @@
 flashtile.compat.vllm_flash_attn and flashtile.compat.sgl_kernel."""
 
 import functools
+import inspect
 import itertools
 import math
 import subprocess
@@ -20,7 +21,7 @@ from theirs import assert_refuses, seen_in_chunks
 
 import flashtile
 from flashtile import _C, _capability
-from flashtile.compat import _cache, _serving, sgl_kernel, vllm_flash_attn
+from flashtile.compat import _cache, _serving, flash_attn, sgl_kernel, vllm_flash_attn
 
 each_device = pytest.mark.parametrize("device", DEVICE_PARAMS)
 each_module = pytest.mark.parametrize("module", [vllm_flash_attn, sgl_kernel], ids=["vllm", "sglang"])
@@ -116,13 +117,16 @@ def check(case, call, given, now, **options):
     assert_bitwise(call(given, **options), out.to(BF16) if given["q"].dtype is E4M3 else out)
 
 
+def by_each(cases):
+    """SGLang has no alibi_slopes."""
+    pairs = [(case, call) for case in cases for call in (by_vllm, by_sglang)]
+    return [(case, call) for case, call in pairs if case.alibi is None or call is by_vllm]
+
+
 @pytest.mark.parametrize("one_buffer", [False, True], ids=["apart", "one buffer"])
-@pytest.mark.parametrize("call", [by_vllm, by_sglang])
-@pytest.mark.parametrize("case", MATRIX, ids=str)
+@pytest.mark.parametrize("case, call", by_each(MATRIX), ids=lambda x: getattr(x, "__name__", str(x)))
 @each_device
 def test_caches(device, case, call, one_buffer):
-    if case.alibi is not None and call is by_sglang:
-        return  # which has no such argument
     given = case.arguments(device)
     if one_buffer:
         given["k_cache"], given["v_cache"] = in_one_buffer(given["k_cache"], given["v_cache"])
@@ -169,15 +173,18 @@ def descales(given, expanded=()):
 
 @pytest.mark.parametrize("kind", ["none", "all", "heads"])
 @pytest.mark.parametrize("stored", [E4M3, E5M2])
-@pytest.mark.parametrize("call", [by_vllm, by_sglang])
-@pytest.mark.parametrize("bias", BIASES)
-@pytest.mark.parametrize("stage", ["decode", "prefill", "mixed", "drafts"])
+@pytest.mark.parametrize(
+    "case, call",
+    by_each(
+        Cached(f"{stage}_{name}", dtype=BF16, page_size=16, softcap=5.0, window=(40, 0), **STAGES[stage], **bias)
+        for stage in ("decode", "prefill", "mixed", "drafts")
+        for name, bias in BIASES.items()
+    ),
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
 @each_device
-def test_8_bits(device, stage, bias, call, stored, kind):
+def test_8_bits(device, case, call, stored, kind):
     """Of queries too, as both engines quantize them, and with queries of 16 bits."""
-    if bias == "alibi" and call is by_sglang:
-        return
-    case = Cached(stage, dtype=BF16, page_size=16, softcap=5.0, window=(40, 0), **STAGES[stage], **BIASES[bias])
     given = case.arguments(device)
     batch_and_heads = (case.batch, case.heads_k) if kind == "all" else ()
     narrow, meant = of_8_bits(given, kind, stored, device)
@@ -227,10 +234,9 @@ SEQUENCES = [
 ]
 
 
-@pytest.mark.parametrize("module", [vllm_flash_attn, sgl_kernel], ids=["vllm", "sglang"])
-@pytest.mark.parametrize("case", SEQUENCES, ids=str)
+@pytest.mark.parametrize("case, call", by_each(SEQUENCES), ids=lambda x: getattr(x, "__name__", str(x)))
 @each_device
-def test_sequences(device, case, module):
+def test_sequences(device, case, call):
     q, k, v = case.tensors(device)
     exact, exact_lse = ragged_attention(q, k, v, **case.options(device))
     rough, _ = ragged_attention(q, k, v, **case.options(device), dtype=case.dtype)
@@ -239,14 +245,12 @@ def test_sequences(device, case, module):
     sinks, slopes, window = given.pop("sinks", None), given.pop("alibi_slopes", None), given.pop("window")
     given["softmax_scale"] = given.pop("scale")
     buffer, place = place_for(q, v.shape[-1])
-    common = dict(max_seqlen_q=130, max_seqlen_k=130, window_size=window or (-1, -1), return_softmax_lse=True)
-    if module is vllm_flash_attn:
-        common |= dict(s_aux=sinks, alibi_slopes=slopes)
-    elif slopes is not None:
-        return
+    given |= dict(max_seqlen_q=130, max_seqlen_k=130, window_size=window or (-1, -1), return_softmax_lse=True)
+    if call is by_vllm:
+        function, scores = vllm_flash_attn.flash_attn_varlen_func, dict(s_aux=sinks, alibi_slopes=slopes)
     else:
-        common |= dict(sinks=sinks)
-    out, lse, *_ = module.flash_attn_varlen_func(q, k, v, **given, **common, out=place)
+        function, scores = sgl_kernel.flash_attn_varlen_func, dict(sinks=sinks)
+    out, lse, *_ = function(q, k, v, **given, **scores, out=place)
     assert out is place and buffer[len(place) :].isnan().all()
     assert_accurate(out, exact, rough, "out", 2 * score_rounding(exact_lse, exact))
     assert_accurate(lse, exact_lse, rough_lse, "lse", 2 * score_rounding(exact_lse))
@@ -413,6 +417,16 @@ def test_one_split_is_batch_invariant(module, monkeypatch):
     for num_splits in (0, 1, 16):
         (by_vllm if module is vllm_flash_attn else by_sglang)(given, num_splits=num_splits)
     assert passed == [(0, False), (0, True), (0, False)]
+
+
+def test_vllms_function_of_caches_has_the_parameters_of_flash_attn_2():
+    """And more by name alone."""
+    theirs = inspect.signature(flash_attn.flash_attn_with_kvcache).parameters
+    mine = inspect.signature(vllm_flash_attn.flash_attn_with_kvcache).parameters
+    names = [name for name, parameter in mine.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    assert names == list(theirs) and all(mine[name].default == theirs[name].default for name in names)
+    more = "out scheduler_metadata q_descale k_descale v_descale fa_version s_aux"
+    assert list(mine)[len(names) :] == more.split()
 
 
 @each_module

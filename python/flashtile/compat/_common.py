@@ -35,10 +35,11 @@ def refuse_unserved(function, **unserved):
             refuse(function, name, described(x), None)
 
 
-def attend(function, attention, q, k, v, *, softmax_scale, window_size, softcap, deterministic, **options):
+def attend(function, attention, q, k, v, *, softmax_scale, window_size, softcap, deterministic, out=None, **options):
     """``flashtile.attention`` or ``attention_varlen``. As in flash-attn, last dimensions need neither be contiguous nor
     multiples of 8."""
-    return attend_padded(
+    options |= {} if out is None else dict(out=out)
+    result = attend_padded(
         attention,
         q,
         k,
@@ -49,6 +50,7 @@ def attend(function, attention, q, k, v, *, softmax_scale, window_size, softcap,
         deterministic=flag(function, "deterministic", deterministic) or None,
         **options,
     )
+    return written(function, "out", out, result)
 
 
 def has_8_bits(x):

@@ -42,9 +42,11 @@ def attend_ragged(
             attend(function, attention_varlen, q[..., :0, :], k[..., :1, :], v[..., :1, :], **tables, **no_head)
         require_descales(function, (cu_seqlens_q.shape[0] - 1, k.shape[1]), q.device, **descales)
         tables = in_chunks(attention_chunk, q.shape[0], **tables, **descales)
-    options |= dict(out=out) if dense_q is None and out is not None else {}
-    result = attend(function, attention_varlen, q, k, v, **tables, return_lse=return_lse, **options)
-    return written(function, "out", out, result if dense_q is None else dense_results(result, dense_q))
+    options |= tables | dict(return_lse=return_lse)
+    if dense_q is None:
+        return attend(function, attention_varlen, q, k, v, out=out, **options)
+    result = dense_results(attend(function, attention_varlen, q, k, v, **options), dense_q)
+    return written(function, "out", out, result)
 
 
 def dense_results(result, sizes):
