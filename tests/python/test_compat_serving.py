@@ -42,9 +42,11 @@ MATRIX = [
 ]
 
 
-def in_one_buffer(k_cache, v_cache):
-    """As vLLM keeps them: (pages, H_k, page_size, D + D_v), of which it passes two views."""
-    both = torch.cat((k_cache, v_cache), -1).transpose(1, 2).contiguous().transpose(1, 2)
+def in_one_buffer(k_cache, v_cache, layout):
+    """As vLLM keeps them: pages of rows of heads or of heads of rows, and in these keys beside values."""
+    both = torch.cat((k_cache, v_cache), -1)
+    if layout == "HND":
+        both = both.transpose(1, 2).contiguous().transpose(1, 2)
     return both.split((k_cache.shape[-1], v_cache.shape[-1]), -1)
 
 
@@ -123,13 +125,13 @@ def by_each(cases):
     return [(case, call) for case, call in pairs if case.alibi is None or call is by_vllm]
 
 
-@pytest.mark.parametrize("one_buffer", [False, True], ids=["apart", "one buffer"])
+@pytest.mark.parametrize("layout", ["apart", "NHD", "HND"])
 @pytest.mark.parametrize("case, call", by_each(MATRIX), ids=lambda x: getattr(x, "__name__", str(x)))
 @each_device
-def test_caches(device, case, call, one_buffer):
+def test_caches(device, case, call, layout):
     given = case.arguments(device)
-    if one_buffer:
-        given["k_cache"], given["v_cache"] = in_one_buffer(given["k_cache"], given["v_cache"])
+    if layout != "apart":
+        given["k_cache"], given["v_cache"] = in_one_buffer(given["k_cache"], given["v_cache"], layout)
     how = dict(scheduler_metadata=ints((0,), device), num_splits=16)
     how |= dict(fa_version=2 if case.sinks is None else 3) if call is by_vllm else dict(ver=3)
     check(case, call, given, lambda dtype: given, **how)
@@ -363,7 +365,7 @@ def test_sglangs_page_table_of_sequences():
     tables = dict(seqused_k=held, page_table=given["block_table"])
     tensors = (given["q"], given["k_cache"], given["v_cache"])
     out = sgl_kernel.flash_attn_varlen_func(*tensors, begins, begins, 40, 90, causal=True, **tables)
-    assert_bitwise(out, by_sglang(given, num_splits=1))
+    assert_bitwise(out, by_sglang(given))
 
 
 @pytest.mark.parametrize("chunk", [None, 0, 16])

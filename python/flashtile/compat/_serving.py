@@ -19,7 +19,7 @@ def attend_sequences(
     cu_seqlens_k,
     seqused_q=None,
     seqused_k,
-    num_splits,
+    num_splits=0,
     dropout_p=0.0,
     deterministic=False,
     return_lse,

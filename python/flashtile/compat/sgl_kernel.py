@@ -9,8 +9,8 @@ What :mod:`flashtile.compat.flash_attn_interface` says of its options holds here
 - q_descale: of a q of dtype float8_e4m3fn over a cache of 8-bit numbers; None: 1. Out is bfloat16 then, or of the dtype
   of ``out``.
 - attention_chunk: None is 0.
-- num_splits: 1 is :func:`flashtile.attention_kvcache`'s batch_invariant=True over a cache, as SGLang asks for it when
-  inference has to be deterministic. Another number has no effect.
+- num_splits of flash_attn_with_kvcache: 1 is batch_invariant=True of :func:`flashtile.attention_kvcache`, as SGLang
+  asks for it when inference has to be deterministic. Another number has no effect.
 - ver: no effect. max_seqlen_q, max_seqlen_k, scheduler_metadata, pack_gqa, sm_margin: no effect.
 - qv, only_qv, score_mod and aux_tensors raise NotImplementedError.
 
@@ -203,7 +203,6 @@ def flash_attn_varlen_func(
         k_descale=k_descale,
         v_descale=v_descale,
         softcap=softcap,
-        num_splits=num_splits,
         sinks=sinks,
         out=out,
         return_lse=return_softmax_lse,

@@ -11,7 +11,7 @@ holds here too. Besides:
   They have no effect on numbers of 16 bits. Out is bfloat16 where q has 8 bits, or of the dtype of ``out``.
 - fa_version: 2, 3 or 4. No effect: sinks, ALiBi and 8-bit caches are served on every device, whichever it is.
 - max_seqlen_q, max_seqlen_k, scheduler_metadata, deterministic of a forward, return_attn_probs: no effect.
-- num_splits: 1 is :func:`flashtile.attention_kvcache`'s batch_invariant=True over a cache, as vLLM asks for it when
+- num_splits over a cache: 1 is batch_invariant=True of :func:`flashtile.attention_kvcache`, as vLLM asks for it when
   results must not depend on the batch. Another number has no effect: flashtile splits keys as they fill the GPU, and
   its plans are good for graphs whatever the lengths are.
 - q_v, output_scale, mask_mod, block_sparse_tensors, aux_tensors, dynamic_causal and gather_kv_indices raise
