@@ -18,11 +18,13 @@ from ragged import Ragged
 from ragged import attention as ragged_attention
 from test_kvcache_fp8 import E4M3, E5M2, in_8_bits, numbers, whole
 from theirs import assert_refuses, seen_in_chunks
+from traced import compiled, quiet
 
 import flashtile
 from flashtile import _C, _capability
 from flashtile.compat import _cache, _serving, flash_attn, sgl_kernel, vllm_flash_attn
 
+pytestmark = quiet
 each_device = pytest.mark.parametrize("device", DEVICE_PARAMS)
 each_module = pytest.mark.parametrize("module", [vllm_flash_attn, sgl_kernel], ids=["vllm", "sglang"])
 
@@ -146,6 +148,33 @@ def test_pages_and_head_dimensions(head_dims, call, page_size):
     case = Cached("sizes", dtype=F32, window=(30, 0), **STAGES["mixed"], **sizes)
     given = case.arguments()
     check(case, call, given, lambda dtype: given)
+
+
+@pytest.mark.parametrize("numbers_of", [F32, E4M3], ids=str)
+def test_compiled(numbers_of):
+    """In one graph."""
+    torch.compiler.reset()
+    given = Cached("mixed", dtype=F32, page_size=16, sinks=0.0, **STAGES["mixed"]).arguments()
+    if numbers_of is E4M3:
+        given, _ = of_8_bits(given, "heads", E4M3, "cpu")
+    scales = descales(given)
+    q, k, v, begins, held, table = (
+        given[name] for name in ("q", "k_cache", "v_cache", "cu_seqlens_q", "cache_seqlens", "block_table")
+    )
+
+    def both(q, *places):
+        common = dict(causal=True, **scales)
+        vllm = dict(seqused_k=held, block_table=table, s_aux=given["sinks"], out=places[0])
+        vllm_flash_attn.flash_attn_varlen_func(q, k, v, 40, begins, 90, **vllm, **common)
+        sglang = dict(cu_seqlens_q=begins, cache_seqlens=held, page_table=table, sinks=given["sinks"], out=places[1])
+        sgl_kernel.flash_attn_with_kvcache(q, k, v, **sglang, **common)
+        return places
+
+    places, expected = torch.empty(2, 2, len(q), 4, 64)
+    compiled(both)(q, *places)
+    both(q, *expected)
+    for found, same in zip(places, expected, strict=True):
+        assert_bitwise(found, same)
 
 
 # ---- numbers of 8 bits
