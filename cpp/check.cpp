@@ -4,6 +4,7 @@
 #include "flashtile/flashtile.h"
 #include "operand.h"
 #include "options.h"
+#include "overlap.h"
 
 namespace flashtile {
 namespace {
@@ -214,6 +215,17 @@ void check_out(const char* function, const char* name, const TensorView& out, co
   const Operand operand{function, name, names_of(p).out, out};
   has_rows(operand, p, p.seqlen_q, p.heads_q, p.head_dim_v);
   p.fp8 ? operand.has_dtype(p.out_dtype).lies_like(q) : operand.is_matrix_like(q);
+}
+
+void check_place(const Operand& out, std::initializer_list<Operand> read) {
+  const TensorView& place = out.view;
+  if (!place.given()) return;
+  out.is_aligned<Unsupported>().is_writable("memory of its own for each row");
+  for (const Operand& operand : read) {
+    const bool shared = operand.view.dtype == place.dtype ? share_elements(operand.view, place)
+                                                          : stretch_of(operand.view).meets(stretch_of(place));
+    if (shared) out.refuse(std::string("shares memory with ") + operand.name, "memory of its own");
+  }
 }
 
 Problem check_forward(const char* function, const ForwardTensors& t, const Options& options) {

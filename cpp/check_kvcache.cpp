@@ -11,6 +11,7 @@
 namespace flashtile {
 namespace {
 
+constexpr const char* kOwnMemory = "a cache of its own memory, as k_new is given";
 constexpr Size kRotaryStep = 16;  // R is a multiple of this, so that each table's row is a multiple of 16 bytes
 
 const int* data_of(const TensorView& table) {
@@ -63,13 +64,6 @@ void check_new_rows(const Operand& k, const Operand& v, const TensorView& q, Kvc
   cache.seqlen_new = static_cast<int>(rows);
 }
 
-/// Checks that the rows of a cache that k_new is written to do not share memory.
-void check_writable(const Operand& cache) {
-  for (int i = 0; i < cache.view.rank - 1; ++i)
-    if (cache.view.shape[i] > 1 && cache.view.strides[i] == 0)
-      cache.refuse("has stride 0 in dimension " + std::to_string(i), "a cache of its own memory, as k_new is given");
-}
-
 bool same_memory(const TensorView& a, const TensorView& b) {
   return a.data == b.data && a.shape == b.shape && a.strides == b.strides;
 }
@@ -78,13 +72,13 @@ bool same_memory(const TensorView& a, const TensorView& b) {
 void check_apart(const Operand& k, const Operand& v, const KvcacheTensors& t, const KvcacheProblem& cache) {
   if (!share_elements(k.view, v.view)) return;
   if (same_memory(k.view, v.view) && same_memory(t.k_new, t.v_new) && cache.rotary_dim == 0) return;
-  v.refuse("shares memory with k_cache", "a cache of its own memory, as k_new is given");
+  v.refuse("shares memory with k_cache", kOwnMemory);
 }
 
 /// Checks that what is read while new rows are written is not what they are written to.
 void check_written(const Operand& k, const Operand& v, const KvcacheTensors& t, const KvcacheProblem& cache) {
-  check_writable(k);
-  check_writable(v);
+  k.is_writable(kOwnMemory);
+  v.is_writable(kOwnMemory);
   const Stretch keys = stretch_of(k.view), values = stretch_of(v.view);
   if (keys.meets(values)) check_apart(k, v, t, cache);
   const auto check_outside = [&](const char* name, const TensorView& read) {
@@ -136,8 +130,8 @@ void check_descales_of_rows(const Operand& k, const Operand& v, const KvcachePro
     v.refuse(v.view.given() ? "has shape " + shape_string(v.view) : "is missing",
              k.view.rank == 3 ? "one for each row, as k_descale" : "none of them for each row, as k_descale");
   if (!cache.appends || k.view.rank != 3) return;
-  check_writable(k);
-  check_writable(v);
+  k.is_writable(kOwnMemory);
+  v.is_writable(kOwnMemory);
   if (stretch_of(k.view).meets(stretch_of(v.view)) && share_elements(k.view, v.view))
     v.refuse("shares memory with k_descale", "descales of its own memory, as k_new is given");
 }
@@ -336,8 +330,8 @@ KvcacheProblem check_kvcache(const char* function, const KvcacheTensors& t, cons
   check_cache(k, {function, "block_table", "(B, pages of a sequence)", t.block_table},
               {function, "cache_batch_idx", "(B)", t.cache_batch_idx}, cache);
   cache.has_table = paged || t.cache_batch_idx.given();
-  cache.in_line =
-      !t.leftpad.given() && stands_in_line(t.k_cache) && stands_in_line(t.v_cache) && (p.ragged || stands_in_line(t.q));
+  cache.in_line = !t.leftpad.given() && stands_in_line(t.k_cache) && stands_in_line(t.v_cache) &&
+                  (p.ragged || (stands_in_line(t.q) && stands_in_line(t.out)));
   check_new_rows({function, "k_new", p.ragged ? "(T_q, H_k, D)" : "(B, S_new, H_k, D)", t.k_new},
                  {function, "v_new", p.ragged ? "(T_q, H_k, D_v)" : "(B, S_new, H_k, D_v)", t.v_new}, t.q, cache);
   check_rotary({function, "rotary_cos", "(positions, R / 2)", t.rotary_cos},

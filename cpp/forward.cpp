@@ -1,10 +1,14 @@
 #include "device.h"
 #include "flashtile/flashtile.h"
+#include "operand.h"
 
 namespace flashtile {
 
 ForwardPlan plan_forward(const char* function, const ForwardTensors& tensors, const Options& options,
                          const DeviceInfo& device) {
+  const ForwardTensors& t = tensors;
+  check_place({function, "out", "", t.out},
+              {{function, "q", "", t.q}, {function, "k", "", t.k}, {function, "v", "", t.v}});
   const Problem problem = check_forward(function, tensors, options);
   try {
     return select_forward(problem, device);

@@ -2,6 +2,7 @@
 
 #include "device.h"
 #include "flashtile/error.h"
+#include "operand.h"
 
 namespace flashtile {
 namespace {
@@ -46,6 +47,12 @@ LastColumns KvcacheProblem::masked(const KvcacheTensors& t) const {
 
 KvcachePlan plan_kvcache(const char* function, const KvcacheTensors& tensors, const KvcacheOptions& options,
                          const DeviceInfo& device) {
+  const KvcacheTensors& t = tensors;
+  check_place({function, "out", "", t.out}, {{function, "q", "", t.q},
+                                             {function, "k_cache", "", t.k_cache},
+                                             {function, "v_cache", "", t.v_cache},
+                                             {function, "k_new", "", t.k_new},
+                                             {function, "v_new", "", t.v_new}});
   const KvcacheProblem problem = check_kvcache(function, tensors, options);
   try {
     return select_kvcache(problem, device);

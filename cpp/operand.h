@@ -74,14 +74,21 @@ struct Operand {
     return *this;
   }
 
+  template <class Error = Unreadable>
   const Operand& is_aligned() const {
     if (view.device.type != DeviceType::kCuda || view.empty()) return *this;
     if (reinterpret_cast<std::uintptr_t>(view.data) % kAlignment != 0)
-      refuse<Unreadable>("is at an address that is not a multiple of 16 bytes", "one on CUDA");
+      refuse<Error>("is at an address that is not a multiple of 16 bytes", "one on CUDA");
     for (int i = 0; i < view.rank - 1; ++i)
       if (view.shape[i] > 1 && view.strides[i] * bytes_of(view.dtype) % kAlignment != 0)
-        refuse<Unreadable>("has strides " + shape_string(view.strides.data(), view.rank),
-                           "multiples of 16 bytes on CUDA");
+        refuse<Error>("has strides " + shape_string(view.strides.data(), view.rank), "multiples of 16 bytes on CUDA");
+    return *this;
+  }
+
+  /// Checks that no two rows are one in memory, where they are to be written; else it expects what `expected` says.
+  const Operand& is_writable(const char* expected) const {
+    for (int i = 0; i < view.rank - 1; ++i)
+      if (view.shape[i] > 1 && view.strides[i] == 0) refuse("has stride 0 in dimension " + std::to_string(i), expected);
     return *this;
   }
 
@@ -121,6 +128,9 @@ void check_per_head(const char* function, const char* name, const TensorView& va
 void check_lse(const char* function, const char* name, const TensorView& lse, const Problem& p);
 void check_state(const char* function, const TensorView& state, const Problem& p);
 void check_out(const char* function, const char* name, const TensorView& out, const TensorView& q, const Problem& p);
+/// Checks that results can be written to the memory of `out`, if it is given. It is never copied, as what is `read` may
+/// be, and shares no memory with that.
+void check_place(const Operand& out, std::initializer_list<Operand> read);
 
 /// Checks that the shape is (T, heads, width) where p is ragged, and (B, rows, heads, width) otherwise.
 const Operand& has_rows(const Operand& operand, const Problem& p, Size rows, Size heads, Size width);

@@ -101,21 +101,23 @@ std::string backward_string(const Problem& p, const DeviceInfo& device) try {
   return std::string("flashtile backward plan\n  none      ") + error.what() + "\n";
 }
 
-/// Computes a forward. It allocates nothing before every argument has been checked. With `stands_for_fp8` they
-/// are float32 numbers that stand for e4m3 ones.
-Results forward(handle q, handle k, handle v, const nb::tuple& options, MakeRows make_lse, MakeRows make_state,
-                bool stands_for_fp8 = false) {
+/// Computes a forward, whose results go to `out` if that is not None. It allocates nothing before every argument has
+/// been checked. With `stands_for_fp8` they are float32 numbers that stand for e4m3 ones.
+Results forward(handle q, handle k, handle v, const nb::tuple& options, handle out, MakeRows make_lse,
+                MakeRows make_state, bool stands_for_fp8 = false) {
   const char* const function = names_of(options).forward;
   Given given = to_given(function, q, k, v, options);
   given.options.fp8 = stands_for_fp8;
   ForwardTensors& tensors = given.tensors;
+  tensors.out = given_out(function, out);
   const DeviceInfo device = device_for(function, tensors.q.device);
   const ForwardPlan plan = plan_forward(function, tensors, given.options, device);
   const Problem& p = plan.problem;
   if (explaining()) throw Explained{to_string(plan) + (p.fp8 ? "" : "\n" + backward_string(p, device))};
   if (p.fp8 && make_state != nothing)
     throw Unsupported(std::string(function) + ": q has dtype float8_e4m3fn, expected one with gradients");
-  const Results results = {new_out(q, tensors.q, p), make_lse(q, p), make_state(q, p)};
+  const Results results = {tensors.out.given() ? nb::borrow(out) : new_out(q, tensors.q, p), make_lse(q, p),
+                           make_state(q, p)};
   tensors.out = tensor_view(function, "out", results.out);
   tensors.lse = optional_view(function, "lse", results.lse);
   tensors.state = optional_view(function, "state", results.state);
@@ -129,7 +131,7 @@ Results forward(handle q, handle k, handle v, const nb::tuple& options, MakeRows
 /// This is `forward` of an autograd function: it returns out, and saves in `ctx` what backward needs. In C++ this takes
 /// half a µs less than in Python.
 nb::object saving_forward(handle ctx, handle q, handle k, handle v, const nb::tuple& options, handle sinks) {
-  const Results results = forward(q, k, v, options, nothing, new_hidden_state);
+  const Results results = forward(q, k, v, options, nb::none(), nothing, new_hidden_state);
   ctx.attr(interned().unsaved) = nb::make_tuple(results.state, options);
   const handle alibi_slopes = option_of(options, kAlibiSlopes);
   const handle sequences = option_of(options, kSequences);
@@ -180,19 +182,22 @@ void bind_attention(nb::module_& module) {
   const auto bind_forward = [&](const char* name, auto function) {
     module.def(name, function, any("q"), any("k"), any("v"), nb::arg("options"));
   };
-  bind_forward("forward", [](handle q, handle k, handle v, const nb::tuple& options) {
-    return forward(q, k, v, options, nothing, nothing).out;
+  const auto bind_into = [&](const char* name, auto function) {
+    module.def(name, function, any("q"), any("k"), any("v"), nb::arg("options"), nb::arg("out") = nb::none());
+  };
+  bind_into("forward", [](handle q, handle k, handle v, const nb::tuple& options, handle out) {
+    return forward(q, k, v, options, out, nothing, nothing).out;
   });
-  bind_forward("forward_with_lse", [](handle q, handle k, handle v, const nb::tuple& options) {
-    const Results results = forward(q, k, v, options, new_lse, nothing);
+  bind_into("forward_with_lse", [](handle q, handle k, handle v, const nb::tuple& options, handle out) {
+    const Results results = forward(q, k, v, options, out, new_lse, nothing);
     return nb::make_tuple(results.out, results.lse);
   });
   bind_forward("forward_with_state", [](handle q, handle k, handle v, const nb::tuple& options) {
-    const Results results = forward(q, k, v, options, new_lse, new_state);
+    const Results results = forward(q, k, v, options, nb::none(), new_lse, new_state);
     return nb::make_tuple(results.out, results.lse, results.state);
   });
   bind_forward("forward_rounding_weights", [](handle q, handle k, handle v, const nb::tuple& options) {
-    const Results results = forward(q, k, v, options, new_lse, nothing, true);
+    const Results results = forward(q, k, v, options, nb::none(), new_lse, nothing, true);
     return nb::make_tuple(results.out, results.lse);
   });
   // This is for tests of an older GPU's kernels on a newer one.

@@ -47,6 +47,12 @@ void limit_compute_capability(int limit) {
   compute_capability_limit = limit;
 }
 
+TensorView given_out(const char* function, handle out) try {
+  return planned_device() ? TensorView{} : optional_view(function, "out", out);
+} catch (const Unreadable& refusal) {
+  throw Unsupported(refusal.what());
+}
+
 /// Where out has q's shape, empty_like takes a quarter of a microsecond less than a shape would; a dtype takes as much.
 nb::object new_out(handle q, const TensorView& view, const Problem& p) {
   const handle dtype = torch_dtype(p.out_dtype);

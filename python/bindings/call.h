@@ -48,6 +48,10 @@ void* planned_memory();
 /// Limits the compute capability of the GPUs that device_for returns from now on.
 void limit_compute_capability(int limit);
 
+/// Returns a view of the tensor that a caller gives for out, or of none for None, and in a call that is only planned
+/// for a device. It is written where it lies, so what a copy would have to stand for is refused.
+TensorView given_out(const char* function, nb::handle out);
+
 /// These return contiguous tensors for results. `view` is the view of q.
 nb::object new_out(nb::handle q, const TensorView& view, const Problem& problem);
 nb::object new_lse(nb::handle q, const Problem& problem);

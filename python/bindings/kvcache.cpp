@@ -57,16 +57,18 @@ KvcacheTensors to_tensors(handle q, handle k_cache, handle v_cache, const nb::tu
 }
 
 /// Returns (out, lse), or (out, None). It allocates and writes nothing before every argument has been checked.
-nb::tuple kvcache(handle q, handle k_cache, handle v_cache, const nb::tuple& given, const nb::tuple& options) {
+nb::tuple kvcache(handle q, handle k_cache, handle v_cache, const nb::tuple& given, const nb::tuple& options,
+                  handle out_or_none) {
   check_count(kFunction, given, kTensorCount, "tensors");
   check_count(kFunction, options, kCacheOptionCount, "options");
   KvcacheTensors tensors = to_tensors(q, k_cache, v_cache, given, options);
+  tensors.out = given_out(kFunction, out_or_none);
   const KvcachePlan plan =
       plan_kvcache(kFunction, tensors, to_cache_options(kFunction, options), device_for(kFunction, tensors.q.device));
   const bool with_lse = returns_lse(kFunction, options);
   if (explaining()) throw Explained{to_string(plan)};
   const nb::object lse = with_lse ? new_lse(q, plan.problem) : nb::none();
-  const nb::object out = new_out(q, tensors.q, plan.problem);
+  const nb::object out = tensors.out.given() ? nb::borrow(out_or_none) : new_out(q, tensors.q, plan.problem);
   tensors.out = tensor_view(kFunction, "out", out);
   tensors.lse = optional_view(kFunction, "lse", lse);
   const Stream stream = current_stream(q, plan.problem.device);
@@ -83,7 +85,8 @@ nb::tuple kvcache(handle q, handle k_cache, handle v_cache, const nb::tuple& giv
 void bind_kvcache(nb::module_& module) {
   // Every argument, even None, goes to the conversions of tensor.h, because their messages name the argument.
   const auto any = [](const char* name) { return nb::arg(name).none(); };
-  module.def("kvcache", &kvcache, any("q"), any("k_cache"), any("v_cache"), nb::arg("tensors"), nb::arg("options"));
+  module.def("kvcache", &kvcache, any("q"), any("k_cache"), any("v_cache"), nb::arg("tensors"), nb::arg("options"),
+             nb::arg("out") = nb::none());
 }
 
 }  // namespace flashtile::bindings

@@ -28,8 +28,10 @@ class Unreadable(NotImplementedError):
 class Explained(BaseException):
     """Ends a call within `explain`, and says how it would be computed."""
 
-def forward(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor: ...
-def forward_with_lse(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]: ...
+def forward(q: Tensor, k: Tensor, v: Tensor, options: _Options, out: Tensor | None = None) -> Tensor: ...
+def forward_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, options: _Options, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]: ...
 def forward_with_state(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor, Tensor]: ...
 def saving_forward(
     ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, options: _Options, sinks: Tensor | None = None
@@ -52,7 +54,12 @@ def backward(
     options: _Options,
 ) -> None: ...
 def kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: _CacheTensors, options: _CacheOptions
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tensors: _CacheTensors,
+    options: _CacheOptions,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]: ...
 def described(object: object) -> str: ...  # for messages: in one line, of 80 characters or so
 def check_options(function: str, options: _Options) -> None: ...  # raises what the call would

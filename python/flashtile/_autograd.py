@@ -5,16 +5,19 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad, profiler
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from . import _C
 from ._core import (
     DTYPES,
     as_float32,
+    copied_into,
     gradients,
     is_compiling,
     readable,
     readable_options,
     recorded,
+    refuse_gradients_into,
     refuse_nested,
     require_tensors,
     under_functorch,
@@ -29,9 +32,9 @@ _no_dispatch = Tensor.__torch_dispatch__
 _is_vmapped = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched, not by torch.func
 
 
-def attend(function, q, k, v, options, return_lse, is_recorded=False):
+def attend(function, q, k, v, options, return_lse, out=None, is_recorded=False):
     """Out, or with `return_lse` (out, lse), of the options as the caller gave them; messages name `function`, and a
-    profiler records a call by that name, once."""
+    profiler records a call by that name, once. Where the tensor `out` is given, it is written and returned."""
     if return_lse is not False and return_lse is not True:
         raise TypeError(f"{function}: return_lse is {_C.described(return_lse)}, expected True or False")
     alibi_slopes, sinks, fp8 = options[ALIBI_SLOPES], options[SINKS], options[FP8]
@@ -42,6 +45,8 @@ def attend(function, q, k, v, options, return_lse, is_recorded=False):
     if sinks is not None:
         sinks = as_float32(sinks)
         options = replaced(options, SINKS, sinks)
+    if out is not None:
+        refuse_gradients_into(function, out, q, k, v, sinks, *(fp8 or ()))
     traced = is_compiling() or _count_of_modes() > 0 or _is_jit_tracing()  # is_traced(), 0.05 µs sooner
     try:
         draws = options[DROPOUT_P] and options[SEED] is None
@@ -52,10 +57,10 @@ def attend(function, q, k, v, options, return_lse, is_recorded=False):
         traced = traced or under_functorch()  # vmap may have drawn many
         options = replaced(options, SEED, seed if traced else int(seed))
     if traced:
-        return _attend_traced(function, q, k, v, options, return_lse)
+        return copied_into(function, out, _attend_traced(function, q, k, v, options, return_lse))
     if profiler._is_profiler_enabled and not is_recorded:
         with recorded(function, q, k, v):
-            return attend(function, q, k, v, options, return_lse, True)
+            return attend(function, q, k, v, options, return_lse, out, True)
     try:
         differentiable = is_grad_enabled() and (
             q.requires_grad
@@ -71,24 +76,27 @@ def attend(function, q, k, v, options, return_lse, is_recorded=False):
             apply = (_AttentionWithLse if return_lse else _Attention).quick_apply
             # Autograd takes time for each argument, even if it is None.
             return apply(q, k, v, options) if sinks is None else apply(q, k, v, options, sinks)
-        return _C.forward_with_lse(q, k, v, options) if return_lse else _C.forward(q, k, v, options)
+        result = _C.forward_with_lse(q, k, v, options, out) if return_lse else _C.forward(q, k, v, options, out)
+        if out is not None:
+            increment_version(out)
+        return result
     except _C.Unreadable:
         q, k, v, options = readable(q), readable(k), readable(v), readable_options(options)
     except (TypeError, RuntimeError) as refusal:
         refuse_nested(function, q=q, k=k, v=v)
         if takes_operators(q, k, v):
-            return _attend_traced(function, q, k, v, options, return_lse)
+            return copied_into(function, out, _attend_traced(function, q, k, v, options, return_lse))
         if is_fp8(q, options):
             if not isinstance(refusal, NotImplementedError):
                 raise
             refuse_gradients(function, q, k, v, options)
-            out, lse = dequantized_forward(q, k, v, options)
+            out, lse = dequantized_forward(q, k, v, options, out)
             return (out, lse) if return_lse else out
         dtype = _autocast_dtype(q, k, v)
         if dtype is None:
             raise
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    return attend(function, q, k, v, options, return_lse, True)
+    return attend(function, q, k, v, options, return_lse, out, True)
 
 
 def is_traced():

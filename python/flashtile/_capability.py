@@ -19,11 +19,11 @@ def limit(capability: int) -> None:
     _C._limit_compute_capability(capability)
 
 
-def of_device() -> int:
-    """That of the current GPU, or the limit; 0 where there is none."""
+def of_device(device: torch.device | str | int | None = None) -> int:
+    """That of a GPU, by default the current one, or the limit; 0 where there is none."""
     if not torch.cuda.is_available():
         return 0
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = torch.cuda.get_device_capability(device)
     return min(10 * major + minor, _limit)
 
 

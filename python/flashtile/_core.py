@@ -93,6 +93,34 @@ def require_tensors(function, **operands):
             raise TypeError(f"{function}: {name} is not a dense strided tensor (its layout is {x.layout})")
 
 
+def require_like(function, name, place, like):
+    """`place` is a tensor that `like` can be written into as it is."""
+    if place.shape != like.shape:
+        raise ValueError(f"{function}: {name} has shape {tuple(place.shape)}, expected {tuple(like.shape)}")
+    if place.dtype != like.dtype:
+        raise TypeError(f"{function}: {name} has dtype {place.dtype}, expected {like.dtype}")
+
+
+def refuse_gradients_into(function, out, *inputs):
+    """Autograd keeps results by itself, and nothing is differentiable that is written over."""
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (out, *inputs)):
+        raise NotImplementedError(
+            f"{function}: out is given and a gradient is asked for, expected one of them; nearest supported: "
+            "torch.no_grad(), or no out"
+        )
+
+
+def copied_into(function, out, result):
+    """`result` of an operator, which allocates out, or (out, lse): with `out` in its place, where that is given."""
+    if out is None:
+        return result
+    found, *lse = result if isinstance(result, tuple) else (result,)
+    require_tensors(function, out=out)
+    require_like(function, "out", out, found)
+    out.copy_(found)
+    return (out, *lse) if lse else out
+
+
 def refuse_nested(function, **operands):
     for name, x in operands.items():
         if getattr(x, "is_nested", False):

@@ -11,6 +11,7 @@ import math
 
 import torch
 from torch import is_grad_enabled
+from torch.autograd.graph import increment_version
 
 from . import _C
 from ._arguments import of_attention, to_attention
@@ -72,7 +73,7 @@ def refuse_gradients(function, q, k, v, options):
         )
 
 
-def dequantized_forward(q, k, v, options):
+def dequantized_forward(q, k, v, options, out=None):
     """(out, lse) of a call that the module has checked and refuses: no kernel multiplies its numbers as they are."""
     *descales, out_dtype = options[FP8] or _NOTHING
     out_dtype = out_dtype or torch.bfloat16
@@ -81,21 +82,24 @@ def dequantized_forward(q, k, v, options):
     q, k, v = (dequantized(*given) for given in zip((q, k, v), descales, begins, strict=True))
     options = replaced(options, FP8, None)
     if q.device.type == "cpu":
-        out, lse = _C.forward_rounding_weights(q, k, v, options)
-        return out.to(out_dtype), lse
-    return _forward(q.to(out_dtype), k.to(out_dtype), v.to(out_dtype), options)
+        found, lse = _C.forward_rounding_weights(q, k, v, options)
+        return found.to(out_dtype) if out is None else out.copy_(found), lse
+    return _forward(q.to(out_dtype), k.to(out_dtype), v.to(out_dtype), options, out)
 
 
-def _forward(q, k, v, options):
+def _forward(q, k, v, options, out=None):
     """(out, lse), of numbers of 8 or 16 bits, without gradients."""
     try:
-        return _C.forward_with_lse(q, k, v, options)
+        found, lse = _C.forward_with_lse(q, k, v, options, out)
     except _C.Unreadable:
-        return _forward(readable(q), readable(k), readable(v), readable_options(options))
+        return _forward(readable(q), readable(k), readable(v), readable_options(options), out)
     except NotImplementedError:
         if not is_fp8(q, options):
             raise
-        return dequantized_forward(q, k, v, options)
+        return dequantized_forward(q, k, v, options, out)
+    if out is not None:
+        increment_version(out)
+    return found, lse
 
 
 def dequantized(x, descale, sequences=None):

@@ -174,19 +174,19 @@ def _append(q, k_cache, v_cache, k_new, v_new, rotary_cos, rotary_sin, *others):
     return call_kvcache(k_cache, v_cache, (q, k_new, v_new, rotary_cos, rotary_sin), tables, options)
 
 
-def call_kvcache(k_cache, v_cache, operands, tables, options):
-    """(out, lse or None). `operands` may be copied: q, k_new, v_new, rotary_cos, rotary_sin. `tables` are tensors of
-    numbers of sequences, and of 8-bit caches the descales, which are written where rows are appended that have one
-    each."""
+def call_kvcache(k_cache, v_cache, operands, tables, options, out=None):
+    """(out, lse or None), where a tensor `out` is given in it. `operands` may be copied: q, k_new, v_new, rotary_cos,
+    rotary_sin. `tables` are tensors of numbers of sequences, and of 8-bit caches the descales, which are written where
+    rows are appended that have one each."""
     q, *optional = operands
     try:
-        results = _C.kvcache(q, k_cache, v_cache, (*optional, *tables), options)
+        results = _C.kvcache(q, k_cache, v_cache, (*optional, *tables), options, out)
     except _C.Unreadable:
         written = () if optional[0] is None else (k_cache, v_cache)
         q, *optional = (readable(x, written) for x in operands)
         tensors = (*optional, *map(readable, tables[:-2]), *tables[-2:])
         try:
-            results = _C.kvcache(q, k_cache, v_cache, tensors, readable_options(options))
+            results = _C.kvcache(q, k_cache, v_cache, tensors, readable_options(options), out)
         except _C.Unreadable as refusal:  # of a cache, which is written where it lies
             raise NotImplementedError(str(refusal)) from None
     if optional[0] is not None:  # autograd notices when a cache has changed that it keeps
@@ -195,6 +195,8 @@ def call_kvcache(k_cache, v_cache, operands, tables, options):
         for descale in tables[-2:]:
             if descale is not None and descale.dim() == 3:
                 increment_version(descale)
+    if out is not None:
+        increment_version(out)
     return results
 
 

@@ -8,13 +8,15 @@ from .varlen import attention_varlen
 
 
 def attend_padded(attention, q, k, v, *, scale, **options):
-    """``flashtile.attention`` or its like, of copies where the operands are not as these want them."""
+    """``flashtile.attention`` or its like, of copies where the operands are not as these want them. Then the result is
+    no `out` that is given, but its caller's to write there."""
     q, k, v = contiguous(q), contiguous(k), contiguous(v)
     head_dim, head_dim_v = last_size(q), last_size(v)
     if head_dim % 8 == 0 == head_dim_v % 8 or last_size(k) != head_dim:
         return attention(q, k, v, scale=scale, **options)
     if scale is None and head_dim > 0:
         scale = head_dim**-0.5
+    options.pop("out", None)
     result = attention(padded(q), padded(k), padded(v), scale=scale, **options)
     out, *lse = result if isinstance(result, tuple) else (result,)
     out = out[..., :head_dim_v]

@@ -32,6 +32,7 @@ def attention(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     out_dtype: dtype | None = None,
+    out: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -54,6 +55,7 @@ def attention(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     out_dtype: dtype | None = None,
+    out: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -76,6 +78,7 @@ def attention(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     out_dtype: dtype | None = None,
+    out: Tensor | None = None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @hides_misnamed
@@ -100,6 +103,7 @@ def attention(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     out_dtype: dtype | None = None,
+    out: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale · q kᵀ + mask) v``, without storing the scores.
@@ -152,6 +156,10 @@ def attention(
         v_descale: likewise.
         out_dtype: the dtype of out, where q, k and v are float8_e4m3fn: bfloat16 (the default) or float16, on the CPU
             also float32.
+        out: a tensor for the result, which is returned then: (B, S_q, H_q, D_v), of the result's dtype, on q's device,
+            of any strides with a contiguous last dimension, on CUDA multiples of 16 bytes, and of memory that is not
+            that of q, k and v. Kernels write to it at once; only of e4m3 numbers on the CPU, and where PyTorch traces
+            the call, the result is copied there. There is no gradient then.
         return_lse: also return lse.
 
     Returns:
@@ -168,7 +176,7 @@ def attention(
             :func:`scaled_dot_product_attention` takes.
         ValueError: shapes, strides, devices or option values break the rules above.
         NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, slopes that
-            require a gradient, nested tensors, forward-mode differentiation).
+            require a gradient, out where an input does, nested tensors, forward-mode differentiation).
         RuntimeError: the CUDA runtime failed.
 
     Example:
@@ -194,4 +202,4 @@ def attention(
     fp8 = fp8_option(q_descale, k_descale, v_descale, out_dtype)
     scores = (alibi_slopes, sinks, columns, causal, window, scale, softcap)
     options = (*scores, dropout_p, seed, deterministic, None, fp8)
-    return attend("attention", q, k, v, options, return_lse)
+    return attend("attention", q, k, v, options, return_lse, out)

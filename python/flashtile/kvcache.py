@@ -9,7 +9,7 @@ from torch.autograd import forward_ad, profiler
 
 from . import _C
 from ._autograd import is_traced, refuse_tangents, takes_operators
-from ._core import as_float32, is_compiling, recorded, refuse_nested
+from ._core import as_float32, copied_into, is_compiling, recorded, refuse_gradients_into, refuse_nested
 from ._misnamed import hides_misnamed, refuse_misnamed
 from ._ops import call_kvcache, kvcache_operator
 from .attention import Window
@@ -45,6 +45,7 @@ def attention_kvcache(
     v_descale: Tensor | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    out: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -74,6 +75,7 @@ def attention_kvcache(
     v_descale: Tensor | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    out: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -103,6 +105,7 @@ def attention_kvcache(
     v_descale: Tensor | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    out: Tensor | None = None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @hides_misnamed
@@ -134,6 +137,7 @@ def attention_kvcache(
     v_descale: Tensor | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    out: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of new queries over a cache of keys and values, which may be given new rows first.
@@ -214,6 +218,10 @@ def attention_kvcache(
         batch_invariant: a row's result depends, to the bit, on its query and its sequence's keys alone: not on the
             other sequences of the batch, nor on how many queries come at a time, nor on where the cache's pages lie.
             Only with num_splits=0. On the CPU it always holds.
+        out: a tensor for the result, which is returned then: (B, S_q, H_q, D_v) or (T_q, H_q, D_v), of the result's
+            dtype, on q's device, of any strides with a contiguous last dimension, on CUDA multiples of 16 bytes, and of
+            memory that is not that of q, caches and new rows. Kernels write to it at once; only where PyTorch traces
+            the call, the result is copied there.
         return_lse: also return lse.
 
     Returns:
@@ -233,9 +241,9 @@ def attention_kvcache(
             replays go by what the tables hold then: values that break the rules are taken as the nearest ones that do
             not, nothing outside the tensors is read or written, and it is unspecified what a row holds that is written
             for one sequence and used by another.
-        NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, caches that are
-            misaligned on CUDA or negated lazily, nested tensors), or an input requires a gradient where gradients are
-            enabled.
+        NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, a cache or
+            an out that is misaligned on CUDA or negated lazily, nested tensors), or an input requires a gradient where
+            gradients are enabled.
         RuntimeError: the CUDA runtime failed.
 
     Example:
@@ -273,6 +281,8 @@ def attention_kvcache(
         refuse_tangents("attention_kvcache", **dict(zip(_FLOATS, floats, strict=True)))
     if is_grad_enabled():
         _refuse_gradients(floats)
+        if out is not None:
+            refuse_gradients_into("attention_kvcache", out)
     if not isinstance(cache_seqlens, Tensor):
         cache_seqlens = _for_all_sequences(cache_seqlens, q, cu_seqlens_q)
     if sinks is not None:
@@ -283,19 +293,19 @@ def attention_kvcache(
     options = (*scores, rotary_interleaved, num_splits, batch_invariant, return_lse)
     given = (k_cache, v_cache, operands, tables, options)
     if is_traced():
-        out, lse = kvcache_operator(*given)
+        out, lse = copied_into("attention_kvcache", out, kvcache_operator(*given))
     else:
         try:
             if profiler._is_profiler_enabled:
                 with recorded("attention_kvcache", q, k_cache, v_cache):
-                    out, lse = call_kvcache(*given)
+                    out, lse = call_kvcache(*given, out)
             else:
-                out, lse = call_kvcache(*given)
+                out, lse = call_kvcache(*given, out)
         except (TypeError, RuntimeError):
             refuse_nested("attention_kvcache", q=q, k_cache=k_cache, v_cache=v_cache)
             if not takes_operators(q, k_cache, v_cache):
                 raise
-            out, lse = kvcache_operator(*given)
+            out, lse = copied_into("attention_kvcache", out, kvcache_operator(*given))
     return (out, lse) if return_lse else out
 
 

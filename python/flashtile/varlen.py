@@ -43,6 +43,7 @@ def attention_varlen(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     out_dtype: dtype | None = None,
+    out: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -71,6 +72,7 @@ def attention_varlen(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     out_dtype: dtype | None = None,
+    out: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -99,6 +101,7 @@ def attention_varlen(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     out_dtype: dtype | None = None,
+    out: Tensor | None = None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @hides_misnamed
@@ -129,6 +132,7 @@ def attention_varlen(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     out_dtype: dtype | None = None,
+    out: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of a ragged batch: B sequences of any lengths, one behind the other, without padding.
@@ -184,6 +188,10 @@ def attention_varlen(
         v_descale: likewise.
         out_dtype: the dtype of out, where q, k and v are float8_e4m3fn: bfloat16 (the default) or float16, on the CPU
             also float32.
+        out: a tensor for the result, which is returned then: (T_q, H_q, D_v), of the result's dtype, on q's device, of
+            any strides with a contiguous last dimension, on CUDA multiples of 16 bytes, and of memory that is not that
+            of q, k and v. Kernels write to it at once; only of e4m3 numbers on the CPU, and where PyTorch traces the
+            call, the result is copied there. There is no gradient then.
         return_lse: also return lse.
 
     Returns:
@@ -200,7 +208,7 @@ def attention_varlen(
             captured in a graph: values that break the rules give unspecified results there, but nothing outside the
             tensors is read or written.
         NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, slopes that
-            require a gradient, nested tensors, forward-mode differentiation).
+            require a gradient, out where an input does, nested tensors, forward-mode differentiation).
         RuntimeError: the CUDA runtime failed.
 
     Example:
@@ -229,7 +237,7 @@ def attention_varlen(
     fp8 = fp8_option(q_descale, k_descale, v_descale, out_dtype)
     scores = (alibi_slopes, sinks, columns, causal, window, scale, softcap)
     options = (*scores, dropout_p, seed, deterministic, sequences, fp8)
-    return attend("attention_varlen", q, k, v, options, return_lse)
+    return attend("attention_varlen", q, k, v, options, return_lse, out)
 
 
 def _check_length(name, length):

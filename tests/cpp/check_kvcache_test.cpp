@@ -125,7 +125,8 @@ TEST(CheckKvcache, KnowsWhereRowsStandInLine) {
   KvcacheProblem paged;
   ASSERT_EQ(check([](Call& c) { c.tensors.leftpad = {}; }, &paged), "accepted");
   EXPECT_TRUE(paged.in_line && paged.has_table);
-  for (TensorView KvcacheTensors::* view : {&KvcacheTensors::q, &KvcacheTensors::k_cache, &KvcacheTensors::v_cache})
+  for (TensorView KvcacheTensors::* view :
+       {&KvcacheTensors::q, &KvcacheTensors::k_cache, &KvcacheTensors::v_cache, &KvcacheTensors::out})
     EXPECT_EQ(found([&](Call& c) { (c.tensors.*view).strides[0] += 64; }), std::pair(false, false));
 }
 

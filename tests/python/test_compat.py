@@ -18,10 +18,10 @@ from ragged import Ragged
 from theirs import SMALL, fa2, fa3, in_their_terms, of_each_module, packed
 
 import flashtile
-from flashtile.compat import _passes_2, _passes_3, _ragged, bert_padding
+from flashtile.compat import _passes_2, _passes_3, _ragged, bert_padding, sgl_kernel, vllm_flash_attn
 from flashtile.compat.layers import rotary
 
-# Of flash-attn 2.8.3 and of FlashAttention-3's hopper/flash_attn_interface.py.
+# Of flash-attn 2.8.3, of FlashAttention-3's hopper/flash_attn_interface.py, of vLLM 0.33 and of sglang-kernel 0.4.10.
 UNBOUNDED = ("window_size", (-1, -1))
 MASK = [("softmax_scale", None), ("causal", False), UNBOUNDED, ("softcap", 0.0)]
 OPTIONS = [("dropout_p", 0.0), *MASK, ("alibi_slopes", None), ("deterministic", False), ("return_attn_probs", False)]
@@ -43,6 +43,22 @@ CACHE_3 += [("return_softmax_lse", False)]
 PLAN = [("qkv_dtype", BF16), ("headdim_v", None), ("cu_seqlens_q", None), ("cu_seqlens_k_new", None)]
 PLAN += [("cache_leftpad", None), ("page_size", None), ("max_seqlen_k_new", 0), ("causal", False), UNBOUNDED]
 PLAN += [("attention_chunk", 0), ("has_softcap", False), ("num_splits", 0), ("pack_gqa", None), ("sm_margin", 0)]
+PLAN_VLLM = [parameter for parameter in PLAN if parameter[0] != "attention_chunk"]
+PLAN_SGLANG = [*PLAN[:3], ("cu_seqlens_k", None), PLAN[3], ("seqused_q", None), ("leftpad_k", None), *PLAN[5:]]
+VARLEN_VLLM = [("cu_seqlens_k", None), ("seqused_k", None), ("q_v", None), ("dropout_p", 0.0), ("softmax_scale", None)]
+VARLEN_VLLM += [("causal", False), ("window_size", None), ("softcap", 0.0), ("alibi_slopes", None)]
+VARLEN_VLLM += [("deterministic", False), ("return_attn_probs", False), ("block_table", None)]
+VARLEN_VLLM += [("return_softmax_lse", False), ("out", None), ("scheduler_metadata", None), *DESCALES]
+VARLEN_VLLM += [("num_splits", 0), ("output_scale", None), ("fa_version", 2), ("s_aux", None), ("cp_world_size", 1)]
+VARLEN_VLLM += [("cp_rank", 0), ("cp_tot_seqused_k", None), ("mask_mod", None), ("block_sparse_tensors", None)]
+VARLEN_VLLM += [("aux_tensors", None), ("aux_tensor_leading_dims", None), ("dynamic_causal", None)]
+VARLEN_VLLM += [("gather_kv_indices", None), ("gather_kv_valid_length", None)]
+LAST_SGLANG = [("sinks", None), ("score_mod", None), ("aux_tensors", None), ("ver", 3), ("out", None)]
+CACHE_SGLANG = [(name, None if name == "attention_chunk" else default) for name, default in CACHE_3]
+CACHE_SGLANG = [*CACHE_SGLANG[:-2], ("only_qv", False), *CACHE_SGLANG[-2:], *LAST_SGLANG]
+VARLEN_SGLANG = [("max_seqlen_q", None), ("max_seqlen_k", None), ("seqused_q", None), ("seqused_k", None)]
+VARLEN_SGLANG += [("page_table", None), *OPTIONS_3[:-3], ("only_qv", False), ("sm_margin", 0)]
+VARLEN_SGLANG += [("return_softmax_lse", False), *LAST_SGLANG]
 SEQUENCES = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 # Of the passes by themselves.
 SIDES = [("window_size_left", -1), ("window_size_right", -1)]
@@ -82,6 +98,17 @@ SIGNATURES = {
     (fa3, "get_scheduler_metadata"): (
         "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens",
         PLAN,
+    ),
+    (vllm_flash_attn, "flash_attn_varlen_func"): ("q k v max_seqlen_q cu_seqlens_q max_seqlen_k", VARLEN_VLLM),
+    (vllm_flash_attn, "get_scheduler_metadata"): (
+        "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens",
+        PLAN_VLLM,
+    ),
+    (sgl_kernel, "flash_attn_varlen_func"): ("q k v cu_seqlens_q cu_seqlens_k", VARLEN_SGLANG),
+    (sgl_kernel, "flash_attn_with_kvcache"): ("q k_cache v_cache", CACHE_SGLANG),
+    (sgl_kernel, "get_scheduler_metadata"): (
+        "batch_size max_seqlen_q max_seqlen_k num_heads num_heads_k headdim cache_seqlens",
+        PLAN_SGLANG,
     ),
     (fa2, "_flash_attn_forward"): (f"q k v {PASS} return_softmax", []),
     (fa2, "_flash_attn_varlen_forward"): (f"q k v {SEQUENCES} dropout_p softmax_scale causal", VARLEN_PASS),

@@ -13,6 +13,7 @@ def dense(q: Tensor, flag: bool) -> None:
     assert_type(flashtile.attention(q, q, q), Tensor)
     assert_type(flashtile.attention(q, q, q, causal=True, window=(3, None), return_lse=False), Tensor)
     assert_type(flashtile.attention(q, q, q, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(flashtile.attention(q, q, q, out=q, return_lse=True), tuple[Tensor, Tensor])
     either = flashtile.attention(q, q, q, return_lse=flag)
     assert isinstance(either, tuple)
     assert_type(either, tuple[Tensor, Tensor])
@@ -28,6 +29,7 @@ def ragged(q: Tensor, cu_seqlens: Tensor, flag: bool) -> None:
 
 def cached(q: Tensor, cache: Tensor, flag: bool) -> None:
     assert_type(flashtile.attention_kvcache(q, cache, cache, cache_seqlens=7), Tensor)
+    assert_type(flashtile.attention_kvcache(q, cache, cache, cache_seqlens=7, out=q), Tensor)
     pair = flashtile.attention_kvcache(q, cache, cache, cache_seqlens=q.int(), return_lse=True)
     assert_type(pair, tuple[Tensor, Tensor])
     flashtile.attention_kvcache(q, cache, cache, cache_seqlens=7, return_lse=flag)

@@ -20,6 +20,7 @@ from ._common import (
     require_table,
     softcap_of,
     window_of,
+    written,
 )
 from ._ragged import dense_results, equal_lengths
 from ._rotation import angles_at, check_angles, positions_of, rotated
@@ -49,15 +50,18 @@ def attend_cache(
     attention_chunk=0,
     softcap,
     num_splits=0,
+    batch_invariant=False,
     alibi_slopes=None,
+    sinks=None,
     q_descale=None,
     k_descale=None,
     v_descale=None,
+    out=None,
     return_lse,
 ):
     """Out, or (out, lse). As in flash-attn, head dimensions need not be multiples of 8: caches are copied then, and
-    back where k is given. There is no backward, which only backward says. Descales have no effect on caches of 16 bits,
-    nor that of q on a q of 16 bits."""
+    back where k is given, and so are results where `out` is given. There is no backward, which only backward says.
+    Descales have no effect on caches of 16 bits, nor that of q on a q of 16 bits."""
     if cache_seqlens is None:
         if k is not None:
             raise ValueError(f"{function}: cache_seqlens is None, expected a tensor or an int, since k is given")
@@ -70,12 +74,13 @@ def attend_cache(
     if not has_8_bits(k_cache):
         q_descale = k_descale = v_descale = None
     elif has_8_bits(q):
-        q = q.to(torch.bfloat16)  # which holds each number; descales come later
+        q = q.to(getattr(out, "dtype", torch.bfloat16))  # which holds each number; descales come later
     else:
         q_descale = None
     stored = has_8_bits(k) and all(getattr(x, "dtype", None) is k.dtype for x in (v, k_cache, v_cache))
     if stored and isinstance(q, Tensor):
         k, v = k.to(q.dtype), v.to(q.dtype)  # which holds each number, and the cache gets it again
+    odd = last_size(k_cache) % 8 != 0 or last_size(v_cache) % 8 != 0
     call = dict(
         q=contiguous(q),
         k_cache=k_cache,
@@ -95,18 +100,20 @@ def attend_cache(
         scale=softmax_scale,
         softcap=softcap_of(softcap),
         num_splits=max(integer(function, "num_splits", num_splits), 0),
+        batch_invariant=batch_invariant,
         alibi_slopes=alibi_slopes,
+        sinks=sinks,
         k_descale=k_descale,
         v_descale=v_descale,
+        out=None if odd or chunk > 0 else out,
         return_lse=return_lse,
     )
     apart = chunk > 0 or stored or (k is not None and cu_seqlens_q is not cu_seqlens_k_new)
     turned = rotary_cos is not None and (apart or rotary_seqlens is not None or not _rotates_alike(function, call))
     named = block_table is not None and cache_batch_idx is not None
-    odd = last_size(k_cache) % 8 != 0 or last_size(v_cache) % 8 != 0
     scaled = q_descale is not None
     descales = (q_descale, k_descale, v_descale)
-    inputs = _differentiated(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, alibi_slopes, *descales)
+    inputs = _differentiated(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, alibi_slopes, sinks, *descales)
     if not (apart or turned or named or odd or scaled or inputs):
         return attention_kvcache(**call)
     with torch.no_grad() if inputs else contextlib.nullcontext():
@@ -120,7 +127,8 @@ def attend_cache(
         else:
             result = attention_kvcache(**call)
         if odd:
-            result = _without_padding(call, result, k_cache, v_cache, written=k is not None)
+            result = _without_padding(call, result, k_cache, v_cache, appended=k is not None)
+        result = written(function, "out", out, result)
     if not inputs:
         return result
     if isinstance(result, Tensor):
@@ -189,9 +197,9 @@ def _pad(call):
         call[name] = padded(call[name])
 
 
-def _without_padding(call, result, k_cache, v_cache, written):
+def _without_padding(call, result, k_cache, v_cache, appended):
     for cache, copy in ((k_cache, call["k_cache"]), (v_cache, call["v_cache"])):
-        if written and copy is not cache:
+        if appended and copy is not cache:
             cache.copy_(copy[..., : cache.shape[-1]])
     head_dim_v = v_cache.shape[-1]
     if isinstance(result, Tensor):
@@ -231,7 +239,7 @@ def _check_queries(function, call):
         require_rank(function, 4, "(B, S_q, H_q, D)", q=q)
     else:
         require_rank(function, 3, "(T_q, H_q, D), since cu_seqlens_q is given", q=q)
-    nothing = dict(q=q[..., :0, :], k_new=None, v_new=None, rotary_cos=None, rotary_sin=None, alibi_slopes=None)
+    nothing = dict.fromkeys("k_new v_new rotary_cos rotary_sin alibi_slopes sinks out".split()) | dict(q=q[..., :0, :])
     leftpad = call["leftpad"] if call["k_new"] is None else None
     attention_kvcache(**(call | nothing | dict(leftpad=leftpad)))
     heads, heads_k = q.shape[-2], call["k_cache"].shape[2]
@@ -254,8 +262,13 @@ def _check_new_rows(function, call, cu_seqlens, batch):
 
 
 def _scale_queries(function, call, descale, batch):
-    """In float32, rounded once."""
+    """What queries are multiplied with, keys can be, which have one number for each head too. Where they do not, or new
+    ones are divided by it, queries are, in float32, rounded once."""
     require_descales(function, (batch, call["k_cache"].shape[2]), call["q"].device, q_descale=descale)
+    of_keys = call["k_descale"]
+    if call["k_new"] is None and (of_keys is None or of_keys.dim() < 3):
+        call["k_descale"] = descale if of_keys is None else descale * of_keys
+        return
     call["q"] = dequantized(call["q"], descale, call["cu_seqlens_q"]).to(call["q"].dtype)
 
 

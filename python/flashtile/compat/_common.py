@@ -5,16 +5,23 @@ import operator
 import torch
 from torch import Tensor
 
+from .. import _core
 from .._core import is_compiling
 from .._padding import attend_padded
 
 WindowSize = tuple[int, int]
 
+_COLUMNS = "flashtile.attention_kvcache or attention_varlen with a flashtile.masks.ColumnMask"
 _INSTEAD = {
     "attn_bias": "flashtile.scaled_dot_product_attention, which leaves biases to PyTorch",
     "leftpad_k": "sequences without these rows, by cu_seqlens_k",
     "output_dtype": "out.to(output_dtype)",
     "qv": "torch.cat((q, qv), -1) as q, torch.cat((k, v), -1) as k",
+    "q_v": "torch.cat((q, q_v), -1) as q, torch.cat((k, v), -1) as k",
+    "mask_mod": _COLUMNS,
+    "block_sparse_tensors": _COLUMNS,
+    "dynamic_causal": "one call for the sequences with causal=True, another for the rest",
+    "output_scale": "an out of 16 bits, and its quantization after the call",
 }
 
 
@@ -30,10 +37,11 @@ def refuse_unserved(function, **unserved):
             refuse(function, name, described(x), None)
 
 
-def attend(function, attention, q, k, v, *, softmax_scale, window_size, softcap, deterministic, **options):
+def attend(function, attention, q, k, v, *, softmax_scale, window_size, softcap, deterministic, out=None, **options):
     """``flashtile.attention`` or ``attention_varlen``. As in flash-attn, last dimensions need neither be contiguous nor
     multiples of 8."""
-    return attend_padded(
+    options |= {} if out is None else dict(out=out)
+    result = attend_padded(
         attention,
         q,
         k,
@@ -44,6 +52,7 @@ def attend(function, attention, q, k, v, *, softmax_scale, window_size, softcap,
         deterministic=flag(function, "deterministic", deterministic) or None,
         **options,
     )
+    return written(function, "out", out, result)
 
 
 def has_8_bits(x):
@@ -134,10 +143,18 @@ def require_descales(function, shape, device, **descales):
 def require_like(function, name, place, like):
     """`place` is a tensor that `like` can be written into as it is."""
     require_tensors(function, **{name: place})
-    if place.shape != like.shape:
-        raise ValueError(f"{function}: {name} has shape {tuple(place.shape)}, expected {tuple(like.shape)}")
-    if place.dtype != like.dtype:
-        raise TypeError(f"{function}: {name} has dtype {place.dtype}, expected {like.dtype}")
+    _core.require_like(function, name, place, like)
+
+
+def written(function, name, place, result):
+    """`result`, out or (out, ...), with out in the tensor `place` where that is given; it may be there already."""
+    if place is None:
+        return result
+    out, *others = result if isinstance(result, tuple) else (result,)
+    if out is not place:
+        require_like(function, name, place, out)
+        place.copy_(out)
+    return (place, *others) if others else place
 
 
 def index_within(function, name, index, count, what):

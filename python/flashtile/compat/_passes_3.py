@@ -13,7 +13,7 @@ from ..attention import attention
 from ..varlen import attention_varlen
 from ._cache import attend_cache
 from ._chunks import length_of
-from ._common import attend, flag, has_8_bits, refuse_unserved, require_like, require_tensors
+from ._common import attend, flag, has_8_bits, refuse_unserved, require_like, require_tensors, written
 from ._passes import run_backward
 from ._ragged import attend_ragged
 
@@ -37,7 +37,8 @@ def forward(
     """Out, or (out, softmax_lse), of keys that are in no cache. `tables` are the arguments of `attend_ragged`. As in
     the original, descales have no effect on numbers of 16 bits."""
     if has_8_bits(q):
-        options |= dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+        out_dtype = getattr(options.get("out"), "dtype", None)
+        options |= dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype)
     options["return_lse"] = flag(function, "return_attn_probs", return_attn_probs)
     chunk = length_of(function, attention_chunk)
     if chunk == 0 and tables is None:
@@ -92,6 +93,8 @@ def _flash_attn_forward(
         dtype = torch.bfloat16 if has_8_bits(q) else q.dtype
         shape = (*q.shape[:-1], *v.shape[-1:])
         require_like(function, "out_", out_, torch.empty(shape, dtype=dtype, device="meta"))
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    place = None if differentiated else out_  # where autograd keeps the result, the other is a copy
     window_size = (window_size_left, window_size_right)
     options = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap)
     options |= dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
@@ -108,7 +111,7 @@ def _flash_attn_forward(
         tables = dict(seqused_q=seqused_q, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         if all(x is None for x in tables.values()):
             tables = None
-        options |= dict(attention_chunk=attention_chunk, tables=tables, deterministic=False)
+        options |= dict(attention_chunk=attention_chunk, tables=tables, deterministic=False, out=place)
         out, lse = forward(function, q, k, v, return_attn_probs=True, **options)
     else:
         refuse_unserved(function, seqused_q=seqused_q, cu_seqlens_k=cu_seqlens_k)
@@ -124,13 +127,12 @@ def _flash_attn_forward(
             cu_seqlens_k_new=cu_seqlens_k_new,
             attention_chunk=attention_chunk,
             num_splits=num_splits,
+            out=place,
             return_lse=True,
             **cached,
             **options,
         )
-    if out_ is not None:
-        out = out_.copy_(out)
-    return out, lse, *nothing_kept(lse)
+    return written(function, "out_", out_, out), lse, *nothing_kept(lse)
 
 
 def nothing_kept(lse):

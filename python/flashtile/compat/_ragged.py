@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..varlen import attention_varlen
 from ._chunks import in_chunks
-from ._common import attend, require_descales, require_rank
+from ._common import attend, require_descales, require_rank, written
 
 
 def attend_ragged(
@@ -20,6 +20,7 @@ def attend_ragged(
     seqused_k=None,
     attention_chunk=0,
     return_lse=False,
+    out=None,
     **options,
 ):
     """``flashtile.attention_varlen``. A side without cu_seqlens is dense, (B, S, H, D), and so are the results where it
@@ -36,12 +37,16 @@ def attend_ragged(
         require_rank(function, 3, "(T, H, D)", q=q, k=k, v=v)
         names = ("q_descale", "k_descale", "v_descale")
         descales = {name: options.pop(name) for name in names if options.get(name) is not None}
+        no_head = options | {name: None for name in ("alibi_slopes", "sinks") if name in options}
         with torch.no_grad():  # flashtile says what is wrong with these tables, for no head
-            attend(function, attention_varlen, q[..., :0, :], k[..., :1, :], v[..., :1, :], **tables, **options)
+            attend(function, attention_varlen, q[..., :0, :], k[..., :1, :], v[..., :1, :], **tables, **no_head)
         require_descales(function, (cu_seqlens_q.shape[0] - 1, k.shape[1]), q.device, **descales)
         tables = in_chunks(attention_chunk, q.shape[0], **tables, **descales)
-    result = attend(function, attention_varlen, q, k, v, **tables, return_lse=return_lse, **options)
-    return result if dense_q is None else dense_results(result, dense_q)
+    options |= tables | dict(return_lse=return_lse)
+    if dense_q is None:
+        return attend(function, attention_varlen, q, k, v, out=out, **options)
+    result = dense_results(attend(function, attention_varlen, q, k, v, **options), dense_q)
+    return written(function, "out", out, result)
 
 
 def dense_results(result, sizes):

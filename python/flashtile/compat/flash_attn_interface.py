@@ -32,9 +32,9 @@ from ._common import (
     described,
     flag,
     refuse_unserved,
-    require_like,
     require_tensors,
     unpacked_heads,
+    written,
 )
 from ._passes_3 import _flash_attn_backward as _flash_attn_backward
 from ._passes_3 import _flash_attn_forward as _flash_attn_forward
@@ -343,10 +343,7 @@ def flash_attn_combine(
         out_dtype = out.dtype
     result, lse = combine(out_partial, lse_partial.transpose(-1, -2))
     result, lse = result.to(out_dtype or result.dtype), lse.transpose(-1, -2)
-    if out is None:
-        return result, lse
-    require_like(function, "out", out, result)
-    return out.copy_(result), lse
+    return written(function, "out", out, result), lse
 
 
 def get_scheduler_metadata(
