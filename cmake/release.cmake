@@ -24,8 +24,8 @@ function(flashtile_release target)
             ${FLASHTILE_RUNTIMES} COMMAND_ERROR_IS_FATAL ANY
   )
   target_sources(${target} PRIVATE cmake/release/single_threaded.cpp)
-  target_link_directories(${target} BEFORE PRIVATE ${dir})
-  target_link_options(${target} PRIVATE LINKER:--no-as-needed)
+  # As an option, because CMake would have the module look in a link directory when it is loaded.
+  target_link_options(${target} PRIVATE -L${dir} LINKER:--no-as-needed)
 
   flashtile_contains(
     "GCC runtime" ${CMAKE_CXX_COMPILER_VERSION} "GPL-3.0-or-later WITH GCC-exception-3.1"
