@@ -23,7 +23,7 @@ BUILD := build/wheel
 PIP := $(BIN)/pip install --disable-pip-version-check
 SETTINGS = --no-build-isolation --check-build-dependencies -C build-dir=$(BUILD) -C cmake.define.FLASHTILE_CUDA=$(1) \
   -C cmake.define.FLASHTILE_STRICT=$(STRICT) -C cmake.define.FLASHTILE_RELEASE=$(2)
-CXX_FILES = $(shell find include cpp python tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+CXX_FILES = $(shell find cmake include cpp python tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := $(shell find CMakeLists.txt pyproject.toml cmake third_party include cpp python tests/cpp -type f \
              -not -name '*.pyc')
 # The name of this file changes with the options, so that other options build anew.

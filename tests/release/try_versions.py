@@ -44,13 +44,17 @@ def pythons() -> list[Path]:
 
 
 def can_make_environments(python: str | Path) -> bool:
-    return subprocess.run([python, "-c", "import ensurepip"], capture_output=True).returncode == 0
+    return subprocess.run([python, "-c", "import venv"], capture_output=True).returncode == 0
+
+
+def pip(python: Path) -> list[str | Path]:
+    """This interpreter's pip, for another one, which may have none."""
+    return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
 
 
 def torches(python: Path, asked_for: list[str]) -> list[str]:
     """The versions for CPUs that pip finds, one for each minor version, and of those the ones that are asked for."""
-    command = [python, "-m", "pip", "index", "versions", "torch"]
-    listed = subprocess.run(command, capture_output=True, text=True).stdout
+    listed = subprocess.run([*pip(python), "index", "versions", "torch"], capture_output=True, text=True).stdout
     newest: dict[tuple[int, int], str] = {}
     for version in reversed(re.findall(r"[\d.]+\+cpu", listed.partition("Available versions:")[2])):
         major, minor = map(int, version.split(".")[:2])
@@ -65,11 +69,10 @@ def torches(python: Path, asked_for: list[str]) -> list[str]:
 
 def attempt(python: Path, wheel: str, torch: str | None) -> bool:
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([python, "-m", "venv", folder], check=True)
+        subprocess.run([python, "-m", "venv", "--without-pip", folder], check=True)
         inside = Path(folder, "bin/python")
-        install = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel]
-        install += [f"torch=={torch}"] if torch else ["--no-deps", "nanobind-backend>=1.0,<2"]
-        subprocess.run(install, check=True)
+        packages = [f"torch=={torch}"] if torch else ["--no-deps", "nanobind-backend>=1.0,<2"]
+        subprocess.run([*pip(inside), "install", "--quiet", wheel, *packages], check=True)
         run = [inside, HERE / "attend.py"] if torch else [inside, "-c", ALONE]
         return subprocess.run(run, cwd=folder).returncode == 0
 
