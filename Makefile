@@ -29,7 +29,7 @@ SOURCES := $(shell find CMakeLists.txt pyproject.toml cmake third_party include 
 # The name of this file changes with the options, so that other options build anew.
 OPTIONS := build/options-$(CUDA)-$(STRICT)
 
-.PHONY: help demo test test-gpu build wheel sdist lint docs format clean
+.PHONY: help demo test test-gpu build wheel sdist hub lint docs format clean
 
 help:
 	@echo 'make demo      build, install, then: exactness, speed, and a small GPT trained with flashtile and with SDPA'
@@ -37,6 +37,7 @@ help:
 	@echo 'make test-gpu  the same on a machine with a GPU, and fails where there is none'
 	@echo 'make build     build the wheel and install it into $(VENV)'
 	@echo 'make wheel     build the wheel that is published into dist/, with CUDA kernels, and check it'
+	@echo "make hub       build what Hugging Face's kernels loads into dist/hub, and load it"
 	@echo 'make sdist     pack the source into dist/'
 	@echo 'make lint      check the format and the lint of C++ and Python'
 	@echo 'make format    put them right'
@@ -79,6 +80,13 @@ wheel: $(VENV)/release
 	  build/unaudited/*.whl
 	$(BIN)/python tests/release/check_wheel.py dist/*.whl
 
+# A build tree of its own, as this module is another one. Python 3.12 or newer makes one for every Python from 3.12 on.
+hub: build/installed $(VENV)/hub
+	PATH=$(abspath $(BIN)):$$PATH cmake -G Ninja -S . -B build/hub -D FLASHTILE_HUB=ON -D FLASHTILE_RELEASE=ON \
+	  -D FLASHTILE_CUDA=$(RELEASE_CUDA) -D FLASHTILE_STRICT=$(STRICT) -D Python_EXECUTABLE=$(abspath $(BIN))/python
+	$(BIN)/cmake --build build/hub --target _C
+	$(BIN)/python tests/release/try_hub.py $$($(BIN)/python hub/pack.py build/hub dist/hub)
+
 sdist: $(VENV)/ready
 	rm -f dist/*.tar.gz
 	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; print(build_sdist("dist"))'
@@ -92,6 +100,10 @@ $(VENV)/ready: $(VENV)/tools constraints-cpu.txt pyproject.toml
 
 $(VENV)/release: $(VENV)/ready
 	$(PIP) --quiet --group release
+	@touch $@
+
+$(VENV)/hub: $(VENV)/ready
+	$(PIP) --quiet $(CONSTRAINTS) --group hub
 	@touch $@
 
 $(VENV)/tools: pyproject.toml

@@ -3,6 +3,8 @@
 option(FLASHTILE_RELEASE "Link for manylinux_2_28; pack licences and a bill of materials" OFF)
 set(FLASHTILE_RUNTIMES GLIBC_2.28 GLIBCXX_3.4.24 CXXABI_1.3.11 GCC_7.0.0)  # what manylinux_2_28 promises
 
+file(REMOVE_RECURSE ${CMAKE_BINARY_DIR}/licenses)  # of another configuration
+
 # Notes that the module contains code of `name`; further arguments are its licence's file, where a copy has to be given.
 function(flashtile_contains name version licence purl)
   set_property(
@@ -10,15 +12,15 @@ function(flashtile_contains name version licence purl)
     "    {\"type\": \"library\", \"name\": \"${name}\", \"version\": \"${version}\",
      \"licenses\": [{\"expression\": \"${licence}\"}], \"purl\": \"${purl}\"}"
   )
-  if(ARGN AND FLASHTILE_RELEASE AND SKBUILD)
+  if(ARGN AND FLASHTILE_RELEASE)
     string(REPLACE " " "-" file "${name}.txt")
-    install(FILES ${ARGN} DESTINATION ${SKBUILD_METADATA_DIR}/licenses RENAME ${file} COMPONENT python)
+    configure_file(${ARGN} ${CMAKE_BINARY_DIR}/licenses/${file} COPYONLY)
   endif()
 endfunction()
 
 # Links the Python module `target` with runtimes as old as FLASHTILE_RUNTIMES, and installs the list of what it contains.
 function(flashtile_release target)
-  set(dir ${CMAKE_CURRENT_BINARY_DIR}/runtimes)
+  set(dir ${CMAKE_BINARY_DIR}/runtimes)
   execute_process(
     COMMAND ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/cmake/release/older_runtimes.py ${CMAKE_CXX_COMPILER} ${dir}
             ${FLASHTILE_RUNTIMES} COMMAND_ERROR_IS_FATAL ANY
@@ -35,8 +37,7 @@ function(flashtile_release target)
   list(JOIN components ",\n" FLASHTILE_COMPONENTS)
   configure_file(cmake/release/flashtile.cdx.json.in flashtile.cdx.json @ONLY)
   if(SKBUILD)
-    install(
-      FILES ${CMAKE_CURRENT_BINARY_DIR}/flashtile.cdx.json DESTINATION ${SKBUILD_METADATA_DIR}/sboms COMPONENT python
-    )
+    install(FILES ${CMAKE_BINARY_DIR}/flashtile.cdx.json DESTINATION ${SKBUILD_METADATA_DIR}/sboms COMPONENT python)
+    install(DIRECTORY ${CMAKE_BINARY_DIR}/licenses DESTINATION ${SKBUILD_METADATA_DIR} COMPONENT python)
   endif()
 endfunction()
