@@ -81,7 +81,7 @@ wheel: $(VENV)/release
 	$(BIN)/python tests/release/check_wheel.py dist/*.whl
 
 # A build tree of its own, as this module is another one. Python 3.12 or newer makes one for every Python from 3.12 on.
-hub: build/installed $(VENV)/hub
+hub: $(VENV)/hub
 	PATH=$(abspath $(BIN)):$$PATH cmake -G Ninja -S . -B build/hub -D FLASHTILE_HUB=ON -D FLASHTILE_RELEASE=ON \
 	  -D FLASHTILE_CUDA=$(RELEASE_CUDA) -D FLASHTILE_STRICT=$(STRICT) -D Python_EXECUTABLE=$(abspath $(BIN))/python
 	$(BIN)/cmake --build build/hub --target _C
