@@ -35,7 +35,7 @@ def test_a_page_has_one_title(page):
 def test_a_page_shows_all_that_it_has_without_a_script(page):
     """A diagram in another language than text would be drawn by one, which the site would fetch."""
     languages = re.findall(r"^\s*```(\w+)", page.read_text(), flags=re.MULTILINE)
-    assert set(languages) <= {"python", "sh", "text"}
+    assert set(languages) <= {"cmake", "python", "sh", "text"}
 
 
 def test_the_site_lists_every_page():
