@@ -59,11 +59,12 @@ class TestMake:
         assert "FLASHTILE_CUDA=ON" in commands
         assert "No GPU" not in commands and "constraints-cpu.txt" not in commands
 
+    @pytest.mark.parametrize("target", ["wheel", "hub"])
     @pytest.mark.parametrize("gpus", [0, 1])
-    def test_a_wheel_for_others_has_the_kernels_of_gpus(self, planned, gpus):
-        commands = planned(gpus, target="wheel")
+    def test_a_build_for_others_has_the_kernels_of_gpus(self, planned, gpus, target):
+        commands = planned(gpus, target=target)
         assert "FLASHTILE_CUDA=ON" in commands and "FLASHTILE_RELEASE=ON" in commands
-        assert "FLASHTILE_CUDA=OFF" in planned(gpus, "CUDA=OFF", target="wheel")
+        assert "FLASHTILE_CUDA=OFF" in planned(gpus, "CUDA=OFF", target=target)
 
     def test_a_build_to_run_here_links_with_what_is_here(self, planned):
         assert "FLASHTILE_RELEASE=OFF" in planned(0) and "FLASHTILE_RELEASE=OFF" in planned(0, target="test")
