@@ -3,9 +3,11 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstdlib>
 #include <fstream>
 #include <mutex>
+#include <string_view>
 
 #include "flashtile/flashtile.h"
 
@@ -27,9 +29,10 @@ std::string cpu_name() {
 int cpu_threads() {
   cpu_set_t cores;
   int threads = sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
-  if (const char* limit = std::getenv("OMP_NUM_THREADS"))
-    if (const int n = std::atoi(limit); n > 0) threads = std::min(threads, n);
-  return threads;
+  int limit = 0;
+  if (const char* text = std::getenv("OMP_NUM_THREADS"))
+    std::from_chars(text, text + std::string_view(text).size(), limit);
+  return limit > 0 ? std::min(threads, limit) : threads;
 }
 
 #ifdef FLASHTILE_WITH_CUDA

@@ -1,9 +1,6 @@
 """flashtile: exact attention for PyTorch that never stores the score matrix."""
 
-from importlib.metadata import version as _version
-
-__version__ = _version("flashtile")
-
+from ._build import VERSION as __version__
 from .attention import attention
 from .combine import combine
 from .explain import explain

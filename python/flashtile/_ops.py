@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 
 from . import _C
 from ._arguments import of_attention, of_cache, to_attention, to_cache
+from ._build import NAMESPACE
 from ._core import (
     forward_with_state,
     gradients,
@@ -224,7 +225,8 @@ def kvcache_operator(k_cache, v_cache, operands, tables, options):
 
 _differentiable_calls = {}  # by operator: the function that it stands for
 _backwards = {}  # by operator: the one that computes its gradients
-_library = torch.library.Library("flashtile", "DEF")
+_library = torch.library.Library(NAMESPACE, "DEF")
+_operators = getattr(torch.ops, NAMESPACE)
 
 
 def define(name, arguments, results, kernel, new_results, *tags):
@@ -233,8 +235,8 @@ def define(name, arguments, results, kernel, new_results, *tags):
     _library.define(f"{name}({arguments}) -> {results}", tags=tags)
     for backend in ("CPU", "CUDA"):
         _library.impl(name, kernel, backend)
-    torch.library.register_fake(f"flashtile::{name}", new_results, lib=_library)
-    return getattr(torch.ops.flashtile, name).default
+    torch.library.register_fake(f"{NAMESPACE}::{name}", new_results, lib=_library)
+    return getattr(_operators, name).default
 
 
 def _define_attention(name, options, *tags):
@@ -247,7 +249,7 @@ def _define_attention(name, options, *tags):
     _library.define(f"{name}({inputs}) -> {_RESULTS_AND_STATE}", tags=(torch.Tag.pt2_compliant_tag,))
     differentiable = _differentiable(forward, _save, formula)
     _library.impl(name, differentiable, "CompositeImplicitAutograd")
-    whole = getattr(torch.ops.flashtile, name).default
+    whole = getattr(_operators, name).default
     for call in (whole, forward, backward):
         torch.library.register_vmap(call, _one_by_one(call), lib=_library)
     count_flops(forward, forward_flops)

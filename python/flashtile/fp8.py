@@ -112,10 +112,10 @@ def quantize(
     q, k, v = (x.detach() for x in (q, k, v))
     of_q_and_k = seed if rotate else None
     if not ragged:
-        of = torch.ops.flashtile.quantize if is_compiling() else _quantize
+        of = _quantize_operator if is_compiling() else _quantize
         return Quantized(*of(q, k, v, block, of_q_and_k))
     begins = _check_begins(q, cu_seqlens_q, cu_seqlens_k)
-    of_one = torch.ops.flashtile.quantize_ragged if is_compiling() else _quantize_ragged
+    of_one = _quantize_ragged_operator if is_compiling() else _quantize_ragged
     given = zip((q, k, v), begins, "qkk", (of_q_and_k, of_q_and_k, None), strict=True)
     numbers, descales = zip(*(of_one(*arguments) for arguments in given), strict=True)
     return Quantized(*numbers, *descales)
@@ -325,14 +325,14 @@ def _mixed(x: int) -> int:
     return x ^ x >> 31
 
 
-define(
+_quantize_operator = define(
     "quantize",
     "Tensor q, Tensor k, Tensor v, int block, int? seed",
     "(Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale)",
     _quantize,
     _new_results,
 )
-define(
+_quantize_ragged_operator = define(
     "quantize_ragged",
     "Tensor x, Tensor begins, str side, int? seed",
     "(Tensor numbers, Tensor descale)",

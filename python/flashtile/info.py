@@ -1,10 +1,9 @@
 """What this build holds and what it runs on."""
 
-from importlib.metadata import version
-
 import torch
 
 from . import _C
+from ._build import VERSION
 
 
 class Info(dict):
@@ -36,4 +35,4 @@ def info() -> Info:
     >>> print(flashtile.info())  # doctest: +SKIP
     """
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return Info(flashtile=version("flashtile"), torch=torch.__version__, gpus=gpus, **_C.info())
+    return Info(flashtile=VERSION, torch=torch.__version__, gpus=gpus, **_C.info())

@@ -3,7 +3,7 @@
     python linkage.py MODULE    fails where MODULE needs more than the C and C++ runtimes, or shows a name of its own
 
 One wheel serves every PyTorch and every driver because it links neither; names that it kept visible could meet those of
-another CUDA library in the process.
+another CUDA library in the process. A name that no library was found for has no version, and is Python's or missing.
 """
 
 import re
@@ -21,10 +21,15 @@ def output(*command: str) -> str:
 
 def main() -> int:
     module = sys.argv[1]
-    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", output("readelf", "--dynamic", "--wide", module))
+    dynamic = output("readelf", "--dynamic", "--wide", module)
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)
     exported = [line.split()[-1] for line in output("nm", "--dynamic", "--defined-only", module).splitlines()]
+    undefined = [line.split() for line in output("nm", "--dynamic", "--undefined-only", module).splitlines()]
+    nowhere = [name for kind, name in undefined if kind == "U" and not re.fullmatch(r"_?Py\w+|.+@.+", name)]
     problems = [f"needs {name}" for name in needed if not re.fullmatch(RUNTIMES, name)]
+    problems += [f"looks for libraries in {path}" for path in re.findall(r"\(R(?:UN)?PATH\).*\[(.+)\]", dynamic)]
     problems += [f"exports {name}" for name in exported if not re.fullmatch(VISIBLE, name)]
+    problems += [f"needs {name}, which no library has" for name in nowhere]
     if not needed or not exported:
         problems.append("could not be read")
     print("\n".join(problems) or f"needs {', '.join(needed)}; exports {len(exported)} names")

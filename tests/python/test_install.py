@@ -25,7 +25,7 @@ def test_no_package_that_is_missing_is_complained_of():
 class TestMake:
     @pytest.fixture
     def planned(self, tmp_path, monkeypatch):
-        """What `make build` would run on a machine with these GPUs and an nvcc, given these arguments."""
+        """What `make build`, or another target, would run on a machine with GPUs and an nvcc, given these arguments."""
         for name in ("CUDA", "CONSTRAINTS", "MAKEFLAGS", "MAKELEVEL"):
             monkeypatch.delenv(name, raising=False)
 
@@ -33,12 +33,12 @@ class TestMake:
             (tmp_path / name).write_text(f"#!/bin/sh\nprintf '{text}'\nexit {status}\n")
             (tmp_path / name).chmod(0o755)
 
-        def planned(gpus, *arguments):
+        def planned(gpus, *arguments, target="build"):
             listed = "".join(f"GPU {i}: NVIDIA H100 (UUID: GPU-{i})\\n" for i in range(gpus))
             tool("nvidia-smi", listed or "No devices were found\\n", 0 if gpus else 6)
             tool("nvcc", "")
             environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-            command = ["make", "--dry-run", "--always-make", "build", *arguments]
+            command = ["make", "--dry-run", "--always-make", target, *arguments]
             return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=environment).stdout
 
         return planned
@@ -58,3 +58,13 @@ class TestMake:
         commands = planned(2)
         assert "FLASHTILE_CUDA=ON" in commands
         assert "No GPU" not in commands and "constraints-cpu.txt" not in commands
+
+    @pytest.mark.parametrize("target", ["wheel", "hub"])
+    @pytest.mark.parametrize("gpus", [0, 1])
+    def test_a_build_for_others_has_the_kernels_of_gpus(self, planned, gpus, target):
+        commands = planned(gpus, target=target)
+        assert "FLASHTILE_CUDA=ON" in commands and "FLASHTILE_RELEASE=ON" in commands
+        assert "FLASHTILE_CUDA=OFF" in planned(gpus, "CUDA=OFF", target=target)
+
+    def test_a_build_to_run_here_links_with_what_is_here(self, planned):
+        assert "FLASHTILE_RELEASE=OFF" in planned(0) and "FLASHTILE_RELEASE=OFF" in planned(0, target="test")

@@ -1,0 +1,38 @@
+"""flashtile, exact attention for PyTorch, as Hugging Face's `kernels` loads it: `make hub` packs this file.
+
+Beside flashtile's functions it has those that transformers looks for in a kernel, which are flash-attn's.
+"""
+
+from . import masks
+from ._build import VERSION as __version__
+from .attention import attention
+from .combine import combine
+from .compat.flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+from .explain import explain
+from .info import info
+from .kvcache import attention_kvcache
+from .sdpa import scaled_dot_product_attention
+from .varlen import attention_varlen
+
+__all__ = [
+    "__version__",
+    "attention",
+    "attention_kvcache",
+    "attention_varlen",
+    "combine",
+    "explain",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "info",
+    "masks",
+    "scaled_dot_product_attention",
+]
