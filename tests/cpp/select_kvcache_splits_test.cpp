@@ -259,7 +259,8 @@ TEST(SelectKvcache, TablesOnAGpuAreNotRead) {
     return contiguous(reinterpret_cast<void*>(address), dtype, shape, kH100.device);
   };
   KvcacheTensors t;
-  t.q = t.out = tensor(DType::kBFloat16, {kRows, 8, 128});
+  t.q = tensor(DType::kBFloat16, {kRows, 8, 128});
+  t.out = tensor(DType::kBFloat16, {kRows, 8, 128});
   t.k_new = t.v_new = tensor(DType::kBFloat16, {kRows, 2, 128});
   t.k_cache = tensor(DType::kBFloat16, {kBatch, kCapacity, 2, 128});
   t.v_cache = tensor(DType::kBFloat16, {kBatch, kCapacity, 2, 128});
