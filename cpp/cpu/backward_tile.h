@@ -58,7 +58,7 @@ struct Gradient {
 template <bool kPlain>
 FLASHTILE_INLINE Gradient score_gradient(const BackwardTile& t, int key, int query) {
   const Range* const queries = t.tile.visible.queries_of_key;
-  if (key >= t.tile.keys) return Gradient{};
+  if (key >= t.tile.keys || query >= t.tile.queries) return Gradient{};  // scores may be unwritten there
   if (queries != nullptr && (queries[key].end <= query || query + kLanes <= queries[key].begin)) return Gradient{};
   const std::int64_t at = static_cast<std::int64_t>(key) * t.sizes.tile_m + query;
   Vec x = load(t.buffers.scores + at);

@@ -145,6 +145,7 @@ struct Attention {
     if (p.alibi) t.alibi_slopes = flat_view(slopes, {p.heads_q});
     if (p.alibi && slopes_per_batch) t.alibi_slopes = flat_view(slopes, {p.batch, p.heads_q});
     if (p.sinks) t.sinks = flat_view(sinks, {p.heads_q});
+    if (p.column_masked()) t.mask = contiguous(columns.data(), DType::kInt32, {1, 1, p.seqlen_k, 4});
     t.cu_seqlens_q.data = p.ragged ? begins_q.data() : nullptr;
     t.cu_seqlens_k.data = p.ragged ? begins_k.data() : nullptr;
     t.seqused_q.data = used_q.empty() ? nullptr : used_q.data();
@@ -162,7 +163,8 @@ struct Attention {
     plan.problem = problem;
     plan.variant = variant();
     plan.grid = threads;
-    plan.packed_heads = problem.alibi || problem.dropout.active() ? 1 : std::min(most_packed, problem.group());
+    const bool may_pack = !problem.alibi && !problem.dropout.active() && !problem.column_masked();
+    plan.packed_heads = may_pack ? std::min(most_packed, problem.group()) : 1;
     std::vector<std::byte> workspace(cpu::forward_workspace_bytes(plan), kUndefined);
     cpu::run_forward(plan, forward_tensors(), workspace.data(), nullptr);
   }
@@ -197,6 +199,7 @@ struct Attention {
   int tile = 32;                                        // rows and keys of a tile
   int most_packed = 1000;                               // limit of the heads that the forward packs, where it may
   std::vector<int> begins_q, begins_k, used_q, used_k;  // of a ragged batch
+  std::vector<int> columns;                             // the column mask, one for all
 
  private:
   static constexpr std::byte kUndefined{0xff};  // its bytes make NaN

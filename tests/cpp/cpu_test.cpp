@@ -77,6 +77,25 @@ TEST(Cpu, MatchesDoublePrecisionForTilesOfEverySize) {
   }
 }
 
+/// Tiles of which a column mask hides nothing need no mask, also where their queries end within a pair of registers.
+TEST(Cpu, MatchesDoublePrecisionForColumnsThatHideNothing) {
+  for (const DType dtype : kDTypes) {
+    for (const int seqlen_q : {6, 17, 130}) {
+      SCOPED_TRACE(testing::Message() << name_of(dtype) << ", " << seqlen_q << " queries");
+      Problem p = problem_of(dtype, seqlen_q, 150, 16, 16);
+      p.masks_of_entry = p.masked_entries = 1;
+      Attention a(p);
+      a.columns.assign(static_cast<std::size_t>(p.seqlen_k) * 4, 0);
+      a.tile = 128;
+      const Expected e = expect(a);
+      on_every_instruction_set([&] {
+        a.run(2);
+        compare(a, e);
+      });
+    }
+  }
+}
+
 TEST(Cpu, EmptyAndSingleSequences) {
   for (const DType dtype : kDTypes) {
     for (const int seqlen_q : {0, 1})
