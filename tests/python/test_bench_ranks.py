@@ -1,14 +1,13 @@
 """Suite distributed: what it stores, of one process and of two that torchrun starts, and that it refuses to time a peer
 that computes something else."""
 
-import json
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from flashtile.bench import ranks
+from flashtile.bench import ranks, report
 from flashtile.bench.rank_peers import RankPeer
 
 NAMES = ["S{} H4/2 D64 causal", "S{} H4/2 D64 causal 3 documents"]
@@ -16,7 +15,7 @@ WORKS = {"forward", "forward and backward"}
 
 
 def stored(path, count, names):
-    record = json.loads(path.read_text())
+    record = report.read(path)
     assert record["suite"] == "distributed" and record["ranks"] == count and record["machine"]
     assert [cell["name"] for cell in record["cells"]] == names
     for cell in record["cells"]:

@@ -140,12 +140,15 @@ def _of(options):
 _lengths = (-1, -(10**400))
 _longest = ("x", 1.5, torch.tensor(1.5), torch.ones(60, 90), np.ones(2), [5], *_lengths)
 REFUSED = {  # values of every argument
-    "attention": dict(q=_required, k=_required, v=_required, **_of(ATTENTION[:SEQUENCES]), return_lse=_flag),
+    "attention": dict(
+        q=_required, k=_required, v=_required, **_of(ATTENTION[:SEQUENCES]), out=_operand, return_lse=_flag
+    ),
     "attention_varlen": dict(
         **dict.fromkeys(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), _required),
         **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), _longest),
         **dict.fromkeys(("seqused_q", "seqused_k"), _operand),
         **_of(ATTENTION[:SEQUENCES]),
+        out=_operand,
         return_lse=_flag,
     ),
     "attention_kvcache": dict(
@@ -154,6 +157,7 @@ REFUSED = {  # values of every argument
         **dict.fromkeys(("block_table", "cache_batch_idx", "leftpad", "cu_seqlens_q"), _operand),
         **dict.fromkeys(("k_new", "v_new", "rotary_cos", "rotary_sin"), _operand),
         **_of(CACHE),
+        out=_operand,
     ),
 }
 # What is known when the operator runs, which fake tensors do not.

@@ -74,7 +74,8 @@ def test_nothing_happens_on_import():
 
 def test_documentation():
     page = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", page.partition("# PyTorch's own")[2], re.DOTALL)
+    section = page.partition("# PyTorch's own")[2].partition("\n## ")[0]
+    (example,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     exec(example, {})
     assert registry.current_flash_attention_impl() is None
     assert doctest.testmod(integration).attempted >= 4 and doctest.testmod(integration).failed == 0

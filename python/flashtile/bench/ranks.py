@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import statistics
 import time
@@ -26,7 +25,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import distributed
-from flashtile.bench import machine
+from flashtile.bench import machine, report
 from flashtile.bench.rank_peers import RankPeer, rank_peers
 from flashtile.distributed._exchange import Group, Pending
 from flashtile.distributed._share import Attend
@@ -98,10 +97,10 @@ def _measure(cases: Sequence[Case], size: int, device: torch.device, json_path: 
         del run
     if size > 1 and dist.get_rank() > 0:
         return 0
-    record = {"suite": "distributed", "ranks": size, "machine": facts, "cells": cells}
+    record = {"format": report.FORMAT, "suite": "distributed", "ranks": size, "machine": facts, "cells": cells}
     Console(width=240).print(_table(record))
     if json_path:
-        json_path.write_text(json.dumps(record, indent=1) + "\n")
+        report.write(json_path, record)
     return 0
 
 
