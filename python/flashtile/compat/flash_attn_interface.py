@@ -251,8 +251,9 @@ def flash_attn_with_kvcache(
     arguments holds here, page_table being block_table. Besides:
 
     Args:
-        q: over caches of 8-bit numbers of 16 bits, or of dtype float8_e4m3fn: then it is multiplied with q_descale, in
-            float32, and rounded to bfloat16, which is the dtype of out.
+        q: over caches of 8-bit numbers of 16 bits, or of dtype float8_e4m3fn: then out is bfloat16, and scores are
+            multiplied with q_descale, as with k_descale. Where k is given, or k_descale has a number for each row, q is
+            multiplied instead, in float32, and rounded to bfloat16.
         k: over caches of 8-bit numbers of q's 16 bits; or, as v, of the caches' dtype: then these numbers are appended
             as they are, whatever the descales, by a call of its own.
         k_descale: of the caches, in any shape that :func:`flashtile.attention_kvcache` takes, as v_descale.

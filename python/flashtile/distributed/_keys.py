@@ -17,6 +17,8 @@ from .layout import Layout, Run, Runs, common, places_in, rows_of
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
+_PARTS = 2  # so many of a gradient of gathered keys travel as they are; more would have more bytes than their sum
+
 
 @dataclass(frozen=True)
 class Members:
@@ -126,8 +128,10 @@ class AllGather:
         dq, dk, dv = Sums(q), Sums(block[0]), Sums(block[1])
         if keys:
             self.local.add_gradients((dq, dk, dv), saved, q, block, keys)
+        _, as_they_are = self._parts_of(self.members.index)
         wanted = [(x, like) for x, like, needed in zip((dk, dv), (k, v), saved.needed[1:], strict=True) if needed]
-        of_keys = iter(self._scatter([x.parts(_PARTS) for x, _ in wanted], [like for _, like in wanted]))
+        parts = [x.parts() if as_they_are else [(0, block[0].shape[1], x.finish(torch.float32))] for x, _ in wanted]
+        of_keys = iter(self._scatter(parts, [like for _, like in wanted]))
         dk_of_own, dv_of_own = (
             next(of_keys) if needed else torch.zeros_like(like)
             for like, needed in zip((k, v), saved.needed[1:], strict=True)
@@ -149,7 +153,8 @@ class AllGather:
         return gathered
 
     def _parts_of(self, reader: int) -> tuple[list[Run], bool]:
-        """Which of the keys that it gathers each part of a reader's gradients has, and whether they are of 16 bits."""
+        """Which of the keys that it gathers each part of a reader's gradients has, and whether parts are as its calls
+        left them; else there is one, their sum in float32."""
         rows, keys, local = self.members.queries.runs[reader], self.needed[reader], self.local
         calls = cached_calls(rows, keys, local.band, local.documents, local.places()) if keys else ()
         if len(calls) <= _PARTS:
@@ -184,9 +189,6 @@ class AllGather:
                 for begin, end in places[rank]:
                     total.add(begin, end, next(come))
         return [total.finish(torch.float32) for total in totals]
-
-
-_PARTS = 2  # of a gradient of gathered keys that travel as they are
 
 
 @lru_cache(maxsize=1024)

@@ -97,12 +97,10 @@ class Sums:
         assert self.total is not None
         return self.total.to(dtype)
 
-    def parts(self, most: int) -> list[tuple[int, int, Tensor]]:
-        """What was added, or if that is more than `most` parts, their sum in float32."""
-        waiting = [part[:3] for kind in self.waiting.values() for part in kind]
-        if self.total is None and len(waiting) <= most:
-            return waiting
-        return [(0, self.like.shape[1], self.finish(torch.float32))]
+    def parts(self) -> list[tuple[int, int, Tensor]]:
+        """What was added, unless it was so much that some of it is summed already."""
+        assert self.total is None
+        return [part[:3] for waiting in self.waiting.values() for part in waiting]
 
     def _fold(self, kind: torch.dtype) -> None:
         waiting = self.waiting[kind]
