@@ -89,18 +89,20 @@ def measure(*, quick: bool = False, json_path: Path | None = None) -> int:
 
 
 def _measure(cases: Sequence[Case], size: int, device: torch.device, json_path: Path | None) -> int:
-    facts = machine.describe(device)
-    cells = []
+    cells: list[dict[str, Any]] = []
+    record = {
+        "format": report.FORMAT, "suite": "distributed", "ranks": size, "machine": machine.describe(device),
+        "cells": cells,
+    }  # fmt: skip
+    speaks = size == 1 or dist.get_rank() == 0
     for case in cases:
         run = _Together(case, size, device) if size > 1 else _Alone(case, device)
         cells.append({"name": case.name(size if size > 1 else SHARERS), "seconds": run.seconds()})
         del run
-    if size > 1 and dist.get_rank() > 0:
-        return 0
-    record = {"format": report.FORMAT, "suite": "distributed", "ranks": size, "machine": facts, "cells": cells}
-    Console(width=240).print(_table(record))
-    if json_path:
-        report.write(json_path, record)
+        if json_path and speaks:  # after each case, so that a run that is cut short leaves what it has
+            report.write(json_path, record)
+    if speaks:
+        Console(width=240).print(_table(record))
     return 0
 
 
