@@ -16,6 +16,7 @@ void bind_kvcache(nb::module_& module);    // kvcache.cpp
 void bind_explain(nb::module_& module);    // explain.cpp
 void bind_quantize(nb::module_& module);   // quantize.cpp
 void bind_merge(nb::module_& module);      // merge.cpp
+void bind_counters(nb::module_& module);   // counters.cpp
 void bind_xla(nb::module_& module);        // xla.cpp
 void bind_info(nb::module_& module);       // info.cpp
 

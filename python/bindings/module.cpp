@@ -9,6 +9,7 @@ NB_MODULE(_C, module) {
   flashtile::bindings::bind_explain(module);
   flashtile::bindings::bind_quantize(module);
   flashtile::bindings::bind_merge(module);
+  flashtile::bindings::bind_counters(module);
   flashtile::bindings::bind_xla(module);
   flashtile::bindings::bind_info(module);
 }

@@ -27,7 +27,7 @@ LEVELS = [
     {"row_results"},
     {"workspace"},
     {"plan"},
-    {"kvcache", "forward_parts", "backward_order", "merge", "quantize"},
+    {"kvcache", "forward_parts", "backward_order", "merge", "quantize", "counters"},
     {"registry", "order_tiles", "mask_words", "append", "prefill"},
     {"flashtile", "params"},
     {"kvcache_params", "join_gradients", "join_parts", "prepare_backward"},
@@ -53,7 +53,7 @@ MASK_ONLY = {"scheduler", "mainloop", "epilogue", "kernel"}
 USERS = [
     (
         "python/bindings",
-        r"flashtile/(flashtile|error|kvcache|merge|plan|problem|quantize|registry|tensor_view|variant)\.h",
+        r"flashtile/(flashtile|counters|error|kvcache|merge|plan|problem|quantize|registry|tensor_view|variant)\.h",
     ),
     ("cpp/cpu", r"flashtile/(?!kernel/|mainloop/|epilogue/|scheduler/|mask/band).*"),
     ("cpp/select", r"flashtile/(?!kernel/|mainloop/|epilogue/|load/|params).*"),

@@ -27,11 +27,13 @@ import flashtile
 from flashtile import distributed
 from flashtile.bench import machine, report
 from flashtile.bench.rank_peers import RankPeer, rank_peers
-from flashtile.distributed._exchange import Group, Pending
+from flashtile.distributed._exchange import Group
+from flashtile.distributed._route import Delivery, Route
 from flashtile.distributed._share import Attend
 from flashtile.distributed.attention import share_of
 
 ROUNDS, FEWEST_ROUNDS, ENOUGH = 7, 3, 3.0  # as many as fit into so many seconds, within these bounds
+ROUND, MOST_CALLS = 0.05, 20  # a round is of calls one behind the other, as layers are, for so many seconds
 SHARERS = 4  # ranks, where there is one process
 METHODS = ("ring", "all_gather", "ulysses", "ulysses_ring")
 WORKS = ("forward", "forward and backward")
@@ -69,6 +71,8 @@ CASES = (
     Case(16384, 32, 8, 128, documents=12),
     Case(65536, 32, 8, 128),
     Case(65536, 32, 8, 128, documents=12),
+    Case(131072, 32, 8, 128),
+    Case(131072, 32, 8, 128, documents=12),
 )
 QUICK = (Case(64, 4, 2, 64), Case(64, 4, 2, 64, documents=3))
 
@@ -148,7 +152,7 @@ class _Run:
         if self.case.documents == 1:
             return flashtile.attention(*leaves, **options)
         begins = torch.tensor(self.case.begins(self.ranks), dtype=torch.int32, device=self.device)
-        flat = [x[0] for x in leaves]
+        flat = [x.squeeze(0) for x in leaves]
         return flashtile.attention_varlen(*flat, cu_seqlens_q=begins, cu_seqlens_k=begins, **options)[None]
 
     def times(self, call: Callable[[list[Tensor]], Tensor], leaves: list[Tensor], dout: Tensor) -> dict[str, float]:
@@ -162,21 +166,24 @@ class _Run:
         return {work: self.timed(run) for work, run in zip(WORKS, (forward, both), strict=True)}
 
     def timed(self, run: Callable[[], None]) -> float:
-        """Seconds: the median of a few rounds, of each the time of the rank that takes longest."""
+        """Seconds of a call: the median of a few rounds, of each the time of the rank that takes longest."""
         run()
-        rounds = round(min(max(ENOUGH / self._round(run), FEWEST_ROUNDS), ROUNDS))  # the same on all ranks
-        return statistics.median(self._round(run) for _ in range(rounds))
+        one = self._round(run, 1)  # the same on all ranks, as what follows from it
+        calls = min(max(round(ROUND / one), 1), MOST_CALLS)
+        rounds = min(max(round(ENOUGH / (calls * one)), FEWEST_ROUNDS), ROUNDS)
+        return statistics.median(self._round(run, calls) for _ in range(rounds))
 
-    def _round(self, run: Callable[[], None]) -> float:
+    def _round(self, run: Callable[[], None], calls: int) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         if dist.is_initialized():
             dist.barrier()
         start = time.perf_counter()
-        run()
+        for _ in range(calls):
+            run()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=self.device)
+        seconds = torch.tensor((time.perf_counter() - start) / calls, dtype=torch.float64, device=self.device)
         if dist.is_initialized():
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return seconds.item()
@@ -219,7 +226,7 @@ class _Together(_Run):
         if self.case.documents == 1:
             out: Any = distributed.attention(*leaves, **options)
             return out
-        begins, flat = self.case.begins(self.ranks), [x[0] for x in leaves]
+        begins, flat = self.case.begins(self.ranks), [x.squeeze(0) for x in leaves]
         of_rows: Any = distributed.attention_varlen(*flat, cu_seqlens_q=begins, cu_seqlens_k=begins, **options)
         return of_rows[None]
 
@@ -256,22 +263,13 @@ class _Nobody(Group):
         super().__init__()
         self.rank, self.size = place, count
 
-    def exchange(self, sends: Any, receives: Any) -> Pending:
-        for rank, places in receives.items():
-            for i, place in enumerate(places):
-                if rank == self.rank:
-                    place.copy_(sends[rank][i])
-                elif place._base is None:  # memory of its own becomes other memory, in no time
-                    place.set_(_random(place))
-                else:
-                    place.copy_(_random(place))
-        return Pending()
+    def deliver(self, route: Route, sends: Any, device: torch.device) -> Delivery:
+        tensors = [_numbers(device, dtype, shape.numel()).view(shape) for shape, dtype in route.tensors(self.rank)]
+        for place, x in zip(route.places(self.rank, self.rank, tensors), sends.get(self.rank, ()), strict=True):
+            place.copy_(x)
+        return Delivery(tensors, lambda: None)
 
 
 @functools.cache
 def _numbers(device: torch.device, dtype: torch.dtype, count: int) -> Tensor:
     return torch.randn(count, device=device, dtype=dtype)
-
-
-def _random(like: Tensor) -> Tensor:
-    return _numbers(like.device, like.dtype, like.numel()).view(like.shape)

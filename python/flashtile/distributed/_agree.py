@@ -22,7 +22,7 @@ def rows_of_ranks(
     differs somewhere: ValueError, which names the rank and the argument.
     """
     # A key of the group's object, which lives as long as the group.
-    of_group = _agreed.setdefault(group.group if group.group is not None else dist.group.WORLD, {})
+    of_group = _agreed.setdefault(group.process_group, {})
     key = (function, rows, tuple(x for x in given.items() if x[0] != "seed"))  # which differs from call to call
     if failure is None and key in of_group:
         return of_group[key]

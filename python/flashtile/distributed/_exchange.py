@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Tensors = Mapping[int, Sequence[Tensor]]  # for each rank some
+from ._route import Delivery, Route, Tensors
+from ._window import window_of
 
 
 class Group:
@@ -21,12 +21,25 @@ class Group:
         self.group = group
 
     @cached_property
+    def process_group(self) -> Any:
+        return self.group if self.group is not None else dist.group.WORLD
+
+    @cached_property
     def size(self) -> int:
         return dist.get_world_size(self.group)
 
     @cached_property
     def rank(self) -> int:
         return dist.get_rank(self.group)
+
+    def deliver(self, route: Route, sends: Tensors, device: torch.device) -> Delivery:
+        """Begins to send tensors along a route, and to receive what comes along it. All ranks of the route call it."""
+        window = window_of(self, route, device)
+        if window is not None:
+            return window.deliver(route, sends)
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in route.tensors(self.rank)]
+        receives = {rank: route.places(self.rank, rank, tensors) for rank in route.ranks}
+        return Delivery(tensors, self.exchange(sends, receives).wait)
 
     def exchange(self, sends: Tensors, receives: Tensors) -> Pending:
         """Begins to send tensors to ranks, and to receive from ranks what they send into `receives`, of the same shapes

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ._exchange import Group
+from ._route import Route, Spec
 from .layout import Run, Runs, places_in, rows_of, together
 
 
@@ -64,44 +65,54 @@ class Ulysses:
         self, tensors: Sequence[Tensor], rows: Sequence[Sequence[Runs]], heads: Sequence[Sequence[Run]]
     ) -> list[Tensor]:
         """Tensors (B, S_local, H, D) as (B, S, own heads, D), of each of which ranks have `rows`, and take `heads`."""
-        found: list[Tensor] = []
         sends: dict[int, list[Tensor]] = {rank: [] for rank in self.ranks}
-        receives: dict[int, list[Tensor]] = {rank: [] for rank in self.ranks}
         for x, runs_of, of_ranks in zip(tensors, rows, heads, strict=True):
-            runs = together(runs_of)
-            begin, end = of_ranks[self.index]
-            found.append(x.new_empty(x.shape[0], rows_of(runs), end - begin, x.shape[3]))
-            for i, rank in enumerate(self.ranks):
-                first = 0  # of the caller's rows
-                for run in runs_of[self.index]:
-                    last = first + run[1] - run[0]
-                    sends[rank].append(x[:, first:last, slice(*of_ranks[i])])
-                    first = last
-                receives[rank] += [found[-1][:, slice(*place)] for place in places_in(runs, runs_of[i])]
-        self.group.exchange(sends, receives).wait()
-        return found
+            for rank, of_rank in zip(self.ranks, of_ranks, strict=True):
+                own = runs_of[self.index]
+                sends[rank] += [x[:, slice(*place), slice(*of_rank)] for place in places_in(own, own)]
+
+        def come_to(rank: int) -> list[Spec]:
+            return [
+                (torch.Size((x.shape[0], rows_of(together(runs_of)), end - begin, x.shape[3])), x.dtype)
+                for x, runs_of, of_ranks in zip(tensors, rows, heads, strict=True)
+                for begin, end in [of_ranks[self.ranks.index(rank)]]
+            ]
+
+        def places(receiver: int, sender: int, found: Sequence[Tensor]) -> list[Tensor]:
+            return [
+                x[:, slice(*place)]
+                for x, runs_of in zip(found, rows, strict=True)
+                for place in places_in(together(runs_of), runs_of[self.ranks.index(sender)])
+            ]
+
+        route = Route("heads", self.ranks, come_to, places)
+        delivery = self.group.deliver(route, sends, tensors[0].device)
+        return [delivery.lasting(x) for x in delivery.wait()]
 
     def to_rows(self, x: Tensor, rows: Sequence[Runs], heads: Sequence[Run], heads_of_all: int) -> Tensor:
         """The way back of one tensor. What several ranks have of a head is summed, in the order of the ranks."""
-        runs, own = together(rows), rows[self.index]
-        total = x.new_empty(x.shape[0], rows_of(own), heads_of_all, x.shape[3])
-        sends: dict[int, list[Tensor]] = {}
-        receives: dict[int, list[Tensor]] = {}
-        added: list[tuple[Tensor, Tensor]] = []
+        runs = together(rows)
+        sends = {
+            rank: [x[:, slice(*place)] for place in places_in(runs, of_rank)]
+            for rank, of_rank in zip(self.ranks, rows, strict=True)
+        }
+
+        def come_to(rank: int) -> list[Spec]:
+            own = rows_of(rows[self.ranks.index(rank)])
+            return [(torch.Size((x.shape[0], own, end - begin, x.shape[3])), x.dtype) for begin, end in heads]
+
+        def places(receiver: int, sender: int, found: Sequence[Tensor]) -> list[Tensor]:
+            own = rows[self.ranks.index(receiver)]
+            return [found[self.ranks.index(sender)][:, slice(*place)] for place in places_in(own, own)]
+
+        found = self.group.deliver(Route("rows", self.ranks, come_to, places), sends, x.device).wait()
+        total = x.new_empty(x.shape[0], rows_of(rows[self.index]), heads_of_all, x.shape[3])
         written = 0  # heads
-        for i, rank in enumerate(self.ranks):
-            sends[rank] = [x[:, slice(*place)] for place in places_in(runs, rows[i])]
-            begin, end = heads[i]
-            receives[rank] = []
-            for first, last in places_in(own, own):
-                place = total[:, first:last, begin:end]
-                if begin < written:  # another rank has them, too
-                    part = torch.empty_like(place)
-                    added.append((place, part))
-                    place = part
-                receives[rank].append(place)
+        for (begin, end), of_rank in zip(heads, found, strict=True):
+            place = total[:, :, begin:end]
+            if begin < written:  # another rank has them, too
+                place += of_rank
+            else:
+                place.copy_(of_rank)
             written = max(end, written)
-        self.group.exchange(sends, receives).wait()
-        for place, part in added:
-            place += part
         return total

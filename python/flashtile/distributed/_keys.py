@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ._exchange import Group, Pending
+from ._exchange import Group
 from ._local import Block, Local, Saved, cached_calls
 from ._pairs import Band, Places, needed_keys
+from ._route import Delivery, Route, Spec
 from ._rows import Rows, Sums
-from .layout import Layout, Run, Runs, common, places_in, rows_of
+from .layout import Layout, Run, Runs, common, places_in, rows_of, without
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -56,116 +57,144 @@ class Ring:
             coming = self._pass_on(block, step + 1) if step + 1 < steps else None
             self.local.add_block(total, q, block, self._keys(step))
             if coming is not None:
-                block = coming.wait()
+                block = _pair(coming.wait())
         return total
 
-    def backward(self, saved: Saved, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    def backward(self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Gradients:
+        """(dq, dk, dv), of which dk and dv are of `dtype`."""
         steps, block = self.steps(), (k, v)
-        dq = Sums(q)
-        arriving: _Coming | None = None
-        of_block = block
+        dq, of_own = Sums(q), (Sums(k), Sums(v))
+        coming: Delivery | None = None
         for step in range(steps):
-            coming = self._pass_on(block, step + 1) if step + 1 < steps else None
-            dk, dv = Sums(block[0]), Sums(block[1])
-            self.local.add_gradients((dq, dk, dv), saved, q, block, self._keys(step))
-            if arriving is not None:
-                of_others = arriving.wait()
-                dk.add(0, of_others[0].shape[1], of_others[0])
-                dv.add(0, of_others[1].shape[1], of_others[1])
-            of_block = dk.finish(torch.float32), dv.finish(torch.float32)
-            if coming is not None:
-                arriving = self._pass_on(of_block, step + 1)
-                block = coming.wait()
-        if steps > 1:
-            of_block = self._send(of_block, steps - 1, 0).wait()  # to whom the block belongs
-        return dq.finish(q.dtype), *of_block
+            before = coming
+            keys = self._pass_on(block, step + 1) if step + 1 < steps else None
+            of_block = (Sums(block[0]), Sums(block[1])) if step else of_own
+            self.local.add_gradients((dq, *of_block), saved, q, block, self._keys(step))
+            if step:  # what a member finds for its own keys need not travel
+                if before is not None:
+                    _add(of_block, before.wait())
+                kind = self._travel_as(self.members.neighbour(-step), step, q.dtype)
+                found = of_block[0].finish(kind), of_block[1].finish(kind)
+                coming = self._pass_on_gradients(found, step, step + 1 == steps, q.dtype)
+            if keys is not None:
+                block = _pair(keys.wait())
+        if coming is not None:
+            _add(of_own, coming.wait())
+        return dq.finish(q.dtype), *_finished(of_own, dtype, coming)
 
     def _keys(self, step: int) -> Runs:
         return self.members.keys.runs[self.members.neighbour(-step)]
 
-    def _pass_on(self, block: Block, step: int) -> _Coming:
-        """Sends a block to the next member, and begins to receive that of `step`."""
-        return self._send(block, -1, step)
+    def _travel_as(self, owner: int, step: int, dtype: torch.dtype) -> torch.dtype:
+        """As what gradients of an owner's keys leave the member that is `step` further: the result of one call as this
+        left it, of `dtype`, and sums in float32."""
+        members, local = self.members, self.local
+        rows = members.queries.runs[(owner + step) % len(members.ranks)]
+        calls = cached_calls(rows, members.keys.runs[owner], local.band, local.documents, local.places())
+        return dtype if step == 1 and len(calls) <= 1 else torch.float32
 
-    def _send(self, block: Block, to: int, step: int) -> _Coming:
-        """Sends a block `to` so many members back, and begins to receive that of `step` from so many ahead."""
-        ranks, members = self.members.ranks, self.members
-        rows = rows_of(self._keys(step))
-        coming = block[0].new_empty(_shape(block[0], rows)), block[1].new_empty(_shape(block[1], rows))
-        sends = {ranks[members.neighbour(-to)]: [x.contiguous() for x in block]}
-        return _Coming(members.group.exchange(sends, {ranks[members.neighbour(to)]: coming}), coming)
+    def _pass_on(self, block: Block, step: int) -> Delivery:
+        """Sends keys and values to the next member, and begins to receive those of `step`."""
+        return self._send("keys", block, 1, step, lambda _: block[0].dtype)
 
+    def _pass_on_gradients(self, found: Block, step: int, is_last: bool, dtype: torch.dtype) -> Delivery:
+        """Sends what the members up to `step` have found for a block to the next member, or at last to whom the block
+        belongs, and begins to receive the like."""
+        way = (-step, 0) if is_last else (1, step + 1)
+        return self._send("gradients", found, *way, lambda owner: self._travel_as(owner, step, dtype))
 
-@dataclass
-class _Coming:
-    """A block on its way."""
+    def _send(
+        self, channel: str, block: Block, distance: int, step: int, dtype_of: Callable[[int], torch.dtype]
+    ) -> Delivery:
+        """Sends a block to the member at a distance, and begins to receive that of `step`; blocks of different owners
+        may have different dtypes."""
+        members, ranks = self.members, self.members.ranks
 
-    pending: Pending
-    block: Block
+        def tensors(rank: int) -> list[Spec]:
+            owner = (ranks.index(rank) - step) % len(ranks)
+            return [(_shape(x, rows_of(members.keys.runs[owner])), dtype_of(owner)) for x in block]
 
-    def wait(self) -> Block:
-        self.pending.wait()
-        return self.block
+        def places(receiver: int, sender: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            return tensors if (ranks.index(receiver) - ranks.index(sender) - distance) % len(ranks) == 0 else ()
+
+        # A block is attended to, or passed on, while the next one comes.
+        route = Route(channel, ranks, tensors, places, ahead=1)
+        sends = {ranks[members.neighbour(distance)]: [x.contiguous() for x in block]}
+        return members.group.deliver(route, sends, block[0].device)
 
 
 class AllGather:
     """Each member gets the keys that its queries see, all at once (as Llama 3 was trained, Dubey et al. 2024); dK and
-    dV go back and are summed where they belong."""
+    dV go back and are summed where they belong. A member that gets more keys than it has attends to its own ones
+    meanwhile."""
 
     def __init__(self, members: Members, local: Local):
         self.members, self.local = members, local
-        self.needed = _needed(members.queries, members.keys, local.band, local.documents, local.places())
+        given = members.queries, members.keys, local.band, local.documents, local.places(), local.sharers
+        self.begins_with_own, self.gathered = zip(*_gathered(*given), strict=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Rows:
-        total = self.local.begin(q, v.shape[-1])
-        block, keys = self._gather(k, v), self.needed[self.members.index]
-        if keys:
-            self.local.add_block(total, q, block, keys)
+        total, me = self.local.begin(q, v.shape[-1]), self.members.index
+        coming = self._gather(k, v)
+        if self.begins_with_own[me]:
+            self.local.add_block(total, q, (k, v), self.members.keys.runs[me])
+        block = _pair(coming.wait())
+        if self.gathered[me]:
+            self.local.add_block(total, q, block, self.gathered[me])
         return total
 
-    def backward(self, saved: Saved, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        block, keys = self._gather(k, v), self.needed[self.members.index]
-        dq, dk, dv = Sums(q), Sums(block[0]), Sums(block[1])
-        if keys:
-            self.local.add_gradients((dq, dk, dv), saved, q, block, keys)
-        _, as_they_are = self._parts_of(self.members.index)
-        wanted = [(x, like) for x, like, needed in zip((dk, dv), (k, v), saved.needed[1:], strict=True) if needed]
+    def backward(self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Gradients:
+        """(dq, dk, dv), of which dk and dv are of `dtype`."""
+        me, dq, of_own = self.members.index, Sums(q), (Sums(k), Sums(v))
+        coming = self._gather(k, v)
+        if self.begins_with_own[me]:
+            self.local.add_gradients((dq, *of_own), saved, q, (k, v), self.members.keys.runs[me])
+        block = _pair(coming.wait())
+        dk, dv = Sums(block[0]), Sums(block[1])
+        if self.gathered[me]:
+            self.local.add_gradients((dq, dk, dv), saved, q, block, self.gathered[me])
+        _, as_they_are = self._parts_of(me)
+        wanted = [x for x, needed in zip(((dk, of_own[0]), (dv, of_own[1])), saved.needed[1:], strict=True) if needed]
         parts = [x.parts() if as_they_are else [(0, block[0].shape[1], x.finish(torch.float32))] for x, _ in wanted]
-        of_keys = iter(self._scatter(parts, [like for _, like in wanted]))
-        dk_of_own, dv_of_own = (
-            next(of_keys) if needed else torch.zeros_like(like)
-            for like, needed in zip((k, v), saved.needed[1:], strict=True)
-        )
-        return dq.finish(q.dtype), dk_of_own, dv_of_own
+        return dq.finish(q.dtype), *_finished(of_own, dtype, self._scatter(parts, [total for _, total in wanted]))
 
     def _ways(self, owner: int, reader: int) -> tuple[tuple[Run, Run], ...]:
-        return _ways(self.members.keys.runs[owner], self.needed[reader])
+        return _ways(self.members.keys.runs[owner], self.gathered[reader])
 
-    def _gather(self, k: Tensor, v: Tensor) -> Block:
+    def _gather(self, k: Tensor, v: Tensor) -> Delivery:
         me, ranks = self.members.index, self.members.ranks
-        rows = rows_of(self.needed[me])
-        gathered = k.new_empty(_shape(k, rows)), v.new_empty(_shape(v, rows))
-        sends, receives = {}, {}
-        for other, rank in enumerate(ranks):
-            sends[rank] = [x[:, slice(*own)] for x in (k, v) for own, _ in self._ways(me, other)]
-            receives[rank] = [x[:, slice(*read)] for x in gathered for _, read in self._ways(other, me)]
-        self.members.group.exchange(sends, receives).wait()
-        return gathered
+
+        def tensors(rank: int) -> list[Spec]:
+            rows = rows_of(self.gathered[ranks.index(rank)])
+            return [(_shape(x, rows), x.dtype) for x in (k, v)]
+
+        def places(receiver: int, sender: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+            ways = self._ways(ranks.index(sender), ranks.index(receiver))
+            return [x[:, slice(*read)] for x in tensors for _, read in ways]
+
+        sends = {
+            rank: [x[:, slice(*own)] for x in (k, v) for own, _ in self._ways(me, other)]
+            for other, rank in enumerate(ranks)
+        }
+        route = Route("gathered keys", ranks, tensors, places)
+        return self.members.group.deliver(route, sends, k.device)
 
     def _parts_of(self, reader: int) -> tuple[list[Run], bool]:
         """Which of the keys that it gathers each part of a reader's gradients has, and whether parts are as its calls
         left them; else there is one, their sum in float32."""
-        rows, keys, local = self.members.queries.runs[reader], self.needed[reader], self.local
+        rows, keys, local = self.members.queries.runs[reader], self.gathered[reader], self.local
         calls = cached_calls(rows, keys, local.band, local.documents, local.places()) if keys else ()
         if len(calls) <= _PARTS:
             return [call.keys for call in calls], True
         return [(0, rows_of(keys))], False
 
-    def _scatter(self, parts: list[list[tuple[int, int, Tensor]]], likes: list[Tensor]) -> list[Tensor]:
-        """The sum of what all members have for the keys of each, in float32. A tensor's parts go as they are: of two
-        parts of 16 bits the sum would be no smaller, and would have to be made."""
+    def _scatter(self, parts: list[list[tuple[int, int, Tensor]]], totals: list[Sums]) -> Delivery | None:
+        """Adds to `totals` what all members have for the caller's keys. A tensor's parts go as they are: of two parts
+        of 16 bits the sum would be no smaller, and would have to be made."""
+        if not totals:
+            return None
         me, ranks = self.members.index, self.members.ranks
-        sends, receives, places = {}, {}, {}
+        sends = {}
         for other, rank in enumerate(ranks):
             ways = self._ways(other, me)
             sends[rank] = [
@@ -174,21 +203,34 @@ class AllGather:
                 for first, last, x in of_tensor
                 for (begin, end), _ in _overlaps((first, last), ways)
             ]
-            of_reader, as_they_are = self._parts_of(other)
-            places[rank] = [own for part in of_reader for _, own in _overlaps(part, self._ways(me, other))]
-            receives[rank] = [
-                x.new_empty(_shape(x, end - begin), dtype=x.dtype if as_they_are else torch.float32)
-                for x in likes
-                for begin, end in places[rank]
+
+        def tensors(rank: int) -> list[Spec]:
+            owner = ranks.index(rank)
+            return [
+                (_shape(x.like, end - begin), x.like.dtype if self._parts_of(reader)[1] else torch.float32)
+                for reader in range(len(ranks))
+                for x in totals
+                for begin, end in self._arriving(owner, reader)
             ]
-        self.members.group.exchange(sends, receives).wait()
-        totals = [Sums(x) for x in likes]
-        for rank in ranks:  # in this order, whatever came first
-            come = iter(receives[rank])
+
+        def places(receiver: int, sender: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            owner, reader = ranks.index(receiver), ranks.index(sender)
+            counts = [len(totals) * len(self._arriving(owner, other)) for other in range(reader + 1)]
+            return tensors[sum(counts[:-1]) : sum(counts)]
+
+        route = Route("gathered gradients", ranks, tensors, places)
+        delivery = self.members.group.deliver(route, sends, totals[0].like.device)
+        come = iter(delivery.wait())
+        for reader in range(len(ranks)):  # in this order, whatever came first
             for total in totals:
-                for begin, end in places[rank]:
+                for begin, end in self._arriving(me, reader):
                     total.add(begin, end, next(come))
-        return [total.finish(torch.float32) for total in totals]
+        return delivery
+
+    def _arriving(self, owner: int, reader: int) -> list[Run]:
+        """Where the parts that a reader has of a gradient belong, among an owner's keys."""
+        ways = self._ways(owner, reader)
+        return [own for part in self._parts_of(reader)[0] for _, own in _overlaps(part, ways)]
 
 
 @lru_cache(maxsize=1024)
@@ -203,12 +245,19 @@ def _steps(queries: Layout, keys: Layout, band: Band, documents: tuple[int, ...]
 
 
 @lru_cache(maxsize=1024)
-def _needed(
-    queries: Layout, keys: Layout, band: Band, documents: tuple[int, ...] | None, places: Places
-) -> tuple[Runs, ...]:
-    """The keys that each member's rows see."""
-    everything = ((0, keys.length),) if keys.length else ()
-    return tuple(needed_keys(rows, everything, band, documents, places) for rows in queries.runs)
+def _gathered(
+    queries: Layout, keys: Layout, band: Band, documents: tuple[int, ...] | None, places: Places, sharers: int
+) -> tuple[tuple[bool, Runs], ...]:
+    """For each member whether it attends to its own keys first, and which keys it gathers: all that its rows see, or
+    those of them that are not its own. That takes a pass over its results to put them together, so it is done where
+    keys are so many that they take longer to come; `sharers` query heads share a KV head."""
+    everything, found = ((0, keys.length),) if keys.length else (), []
+    for rows, own in zip(queries.runs, keys.runs, strict=True):
+        needed = needed_keys(rows, everything, band, documents, places)
+        others = without(needed, own)
+        begins_with_own = 2 * rows_of(others) >= sharers * rows_of(rows) > 0
+        found.append((begins_with_own, others if begins_with_own else needed))
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)
@@ -224,6 +273,22 @@ def _overlaps(part: Run, ways: tuple[tuple[Run, Run], ...]) -> Iterator[tuple[Ru
         begin, end = max(part[0], read[0]), min(part[1], read[1])
         if begin < end:
             yield (begin, end), (own[0] + begin - read[0], own[0] + end - read[0])
+
+
+def _add(sums: Sequence[Sums], parts: Sequence[Tensor]) -> None:
+    for total, x in zip(sums, parts, strict=True):
+        total.add(0, x.shape[1], x)
+
+
+def _finished(sums: tuple[Sums, Sums], dtype: torch.dtype, added: Delivery | None) -> Block:
+    """Sums, of which a delivery may have brought parts."""
+    found = sums[0].finish(dtype), sums[1].finish(dtype)
+    return found if added is None else (added.lasting(found[0]), added.lasting(found[1]))
+
+
+def _pair(tensors: Sequence[Tensor]) -> Block:
+    keys, values = tensors
+    return keys, values
 
 
 def _shape(x: Tensor, rows: int) -> torch.Size:

@@ -44,6 +44,7 @@ class Local:
     options: tuple[Any, ...]
     ranges: Tensor | None
     first_head: int = 0  # of the query heads, among all
+    sharers: int = 1  # query heads that share a KV head
 
     def places(self) -> Places:
         if self.options[DROPOUT_P]:

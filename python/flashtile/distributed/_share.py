@@ -115,7 +115,9 @@ class Attend(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         needed = ctx.needs_input_grad
-        found = share.attends().backward(Saved(needed[:3], dout, dlse, out, state), q, k, v)
+        # What several ranks have for a KV head is summed yet.
+        of_keys = torch.float32 if heads.replicates else q.dtype
+        found = share.attends().backward(Saved(needed[:3], dout, dlse, out, state), q, k, v, of_keys)
         dsinks = None
         if sinks is not None and needed[3]:
             count = share.rows_that_count()
@@ -127,8 +129,7 @@ class Attend(torch.autograd.Function):
             dsinks = dsinks.to(ctx.sinks_dtype)
         if share.degree > 1:
             dq, dk, dv = found
-            dq = ulysses.to_rows(dq.to(q.dtype), queries, heads.queries, share.heads_q)
-            dk, dv = (x if heads.replicates else x.to(q.dtype) for x in (dk, dv))
+            dq = ulysses.to_rows(dq, queries, heads.queries, share.heads_q)
             dk, dv = (ulysses.to_rows(x, keys, heads.keys, share.heads_k) for x in (dk, dv))
             found = dq, dk, dv
         gradients = [x.to(q.dtype) if wanted else None for x, wanted in zip(found, needed[:3], strict=True)]

@@ -280,7 +280,7 @@ def _attend(function, q, k, v, group, layout, method, degree, mask, documents, o
     share, tensors, sinks, _ = _prepared(function, q, k, v, group, layout, method, degree, mask, documents, options)
     out, lse = Attend.apply(*tensors, sinks, share)
     if documents is not None:
-        out, lse = out[0], lse[0]
+        out, lse = out.squeeze(0), lse.squeeze(0)  # whose gradients need no copies, as those of out[0] would
     return (out, lse) if return_lse else out
 
 
@@ -311,7 +311,8 @@ def _share(function, group, tensors, queries, keys, mask, documents, options, si
     q, k, v = tensors  # (B, S_local, H, D)
     band = Band.of(options["causal"], options["window"], keys.length - queries.length if documents is None else 0)
     local_options = attention_options(**{**options, "causal": False, "sinks": None, "window": None})
-    local = Local((), band, documents, local_options, None if mask is None else mask.ranges)
+    sharers = max(q.shape[2] // max(k.shape[2], 1), 1)
+    local = Local((), band, documents, local_options, None if mask is None else mask.ranges, sharers=sharers)
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, sinks) if x is not None)
     sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.element_size()
     shape = Shape(queries, keys, band, documents, local.places(), *sizes, differentiable)

@@ -150,6 +150,12 @@ def common(a: Runs, b: Runs) -> Runs:
     return tuple(both)
 
 
+def without(a: Runs, b: Runs) -> Runs:
+    """What of one list of runs is not in another."""
+    ends = [0, *itertools.chain.from_iterable(b), max((end for _, end in a), default=0)]
+    return common(a, tuple((begin, end) for begin, end in zip(ends[::2], ends[1::2], strict=True) if begin < end))
+
+
 def union(runs: Sequence[Run]) -> Runs:
     """Runs that may overlap, as runs that do not."""
     joined: list[Run] = []
