@@ -35,7 +35,7 @@ def test_two_ranks(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", sys.executable]
     arguments = ["bench", "--suite", "distributed", "--quick", "--json", str(path)]
     subprocess.run([*command, "-c", program, *arguments], check=True, timeout=300)
-    methods = ["ideal", "ring", "all_gather", "ulysses", "ulysses_ring", "auto"]
+    methods = ["ideal", "ring", "all_gather", "ulysses", "auto"]
     causal, documents = stored(path, 2, [name.format(128) for name in NAMES])
     assert documents == methods and causal == [*methods, "ring-flash-attn, flashtile"]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import distributed
+from flashtile import _C, distributed
 
 HERE = Path(__file__).parent
 
@@ -35,11 +35,23 @@ def test_results_of_ranks_that_share_a_gpu(size, wanted, much_memory):
 
 
 @pytest.mark.gpu
-def test_results_of_a_gpu_for_each_rank(much_memory):
+@pytest.mark.parametrize("carrier, wanted", [("copy engines", ""), ("NCCL", "causal")])
+def test_results_of_a_gpu_for_each_rank(carrier, wanted, monkeypatch, much_memory):
     count = min(torch.cuda.device_count(), 4)
     if count < 2:
         pytest.skip("needs two GPUs")
-    ranks(count, "cuda", "nccl")
+    monkeypatch.setenv("FLASHTILE_COPY_ENGINES", "1" if carrier == "copy engines" else "0")
+    ranks(count, "cuda", "nccl", wanted)
+
+
+def test_counters_are_of_gpus():
+    """Which a build without CUDA says; with it, none is a call without an effect."""
+    if flashtile.info()["built_with_cuda"]:
+        _C.write_counters([], 1, 0, 0)
+        return
+    for function in (_C.write_counters, _C.wait_for_counters):
+        with pytest.raises(NotImplementedError, match="built without CUDA"):
+            function([1 << 20], 1, 0, 0)
 
 
 FAULTS = """

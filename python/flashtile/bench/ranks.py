@@ -32,8 +32,11 @@ from flashtile.distributed._route import Delivery, Route
 from flashtile.distributed._share import Attend
 from flashtile.distributed.attention import share_of
 
-ROUNDS, FEWEST_ROUNDS, ENOUGH = 7, 3, 3.0  # as many as fit into so many seconds, within these bounds
+ROUNDS, FEWEST_ROUNDS, ENOUGH = 7, 3, 1.5  # as many as fit into so many seconds, within these bounds
 ROUND, MOST_CALLS = 0.05, 20  # a round is of calls one behind the other, as layers are, for so many seconds
+LONG = 1.0  # seconds of a call that is timed once
+LONGEST_WITH_PEERS = 1 << 17  # rows of all ranks
+MOST_ROWS_ALONE = 1 << 14  # of a rank
 SHARERS = 4  # ranks, where there is one process
 METHODS = ("ring", "all_gather", "ulysses", "ulysses_ring")
 WORKS = ("forward", "forward and backward")
@@ -41,22 +44,26 @@ WORKS = ("forward", "forward and backward")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    rows: int  # of each rank
+    rows: int  # of each rank, or with `is_whole` of all ranks together
     heads_q: int
     heads_k: int
     head_dim: int
     options: tuple[tuple[str, Any], ...] = (("causal", True),)
     documents: int = 1  # so many, of lengths that differ
+    is_whole: bool = False
     layout: str = "zigzag"
 
     def name(self, ranks: int) -> str:
         what = " ".join(name if value is True else f"{name} {value}" for name, value in self.options) or "full"
         documents = f" {self.documents} documents" if self.documents > 1 else ""
-        return f"S{self.rows * ranks} H{self.heads_q}/{self.heads_k} D{self.head_dim} {what}{documents}"
+        return f"S{ranks * self.rows_of_rank(ranks)} H{self.heads_q}/{self.heads_k} D{self.head_dim} {what}{documents}"
+
+    def rows_of_rank(self, ranks: int) -> int:
+        return self.rows // ranks if self.is_whole else self.rows
 
     def begins(self, ranks: int) -> tuple[int, ...]:
         """Where documents begin: their lengths are as 1, 2, 3, …"""
-        total = self.rows * ranks
+        total = ranks * self.rows_of_rank(ranks)
         weights = range(1, self.documents + 1)
         return tuple(total * sum(weights[:n]) // sum(weights) for n in range(self.documents + 1))
 
@@ -69,10 +76,7 @@ CASES = (
     Case(16384, 32, 8, 128, ()),
     Case(16384, 32, 8, 128, (("causal", True), ("window", (4096, None)))),
     Case(16384, 32, 8, 128, documents=12),
-    Case(65536, 32, 8, 128),
-    Case(65536, 32, 8, 128, documents=12),
-    Case(131072, 32, 8, 128),
-    Case(131072, 32, 8, 128, documents=12),
+    *(Case(rows << 10, 32, 8, 128, documents=n, is_whole=True) for n in (12, 1) for rows in (64, 128, 256, 512)),
 )
 QUICK = (Case(64, 4, 2, 64), Case(64, 4, 2, 64, documents=3))
 
@@ -98,6 +102,8 @@ def _measure(cases: Sequence[Case], size: int, device: torch.device, json_path: 
         "format": report.FORMAT, "suite": "distributed", "ranks": size, "machine": machine.describe(device),
         "cells": cells,
     }  # fmt: skip
+    if size == 1:
+        cases = [case for case in cases if case.rows_of_rank(SHARERS) <= MOST_ROWS_ALONE]
     speaks = size == 1 or dist.get_rank() == 0
     for case in cases:
         run = _Together(case, size, device) if size > 1 else _Alone(case, device)
@@ -137,6 +143,7 @@ class _Run:
 
     def __init__(self, case: Case, ranks: int, device: torch.device):
         self.case, self.ranks, self.device = case, ranks, device
+        self.rows = case.rows_of_rank(ranks)
 
     def tensors(self, rows: int) -> tuple[list[Tensor], Tensor]:
         case = self.case
@@ -169,6 +176,8 @@ class _Run:
         """Seconds of a call: the median of a few rounds, of each the time of the rank that takes longest."""
         run()
         one = self._round(run, 1)  # the same on all ranks, as what follows from it
+        if one > LONG:
+            return one
         calls = min(max(round(ROUND / one), 1), MOST_CALLS)
         rounds = min(max(round(ENOUGH / (calls * one)), FEWEST_ROUNDS), ROUNDS)
         return statistics.median(self._round(run, calls) for _ in range(rounds))
@@ -193,17 +202,18 @@ class _Together(_Run):
     """On the ranks of torchrun."""
 
     def seconds(self) -> dict[str, dict[str, float]]:
-        leaves, dout = self.tensors(self.case.rows * self.ranks)
+        leaves, dout = self.tensors(self.ranks * self.rows)
         found = {"ideal": {work: x / self.ranks for work, x in self.times(self.whole, leaves, dout).items()}}
         del leaves, dout
-        leaves, dout = self.tensors(self.case.rows)
+        leaves, dout = self.tensors(self.rows)
         for method in METHODS:
-            if method == "ulysses_ring" and self.ranks % 2:
+            if method == "ulysses_ring" and (self.ranks % 2 or self.ranks == 2):
                 continue
             degree = 2 if method == "ulysses_ring" else None
             found[method] = self.times(lambda x: self._call(x, method, degree), leaves, dout)  # noqa: B023
         found["auto"] = self.times(lambda x: self._call(x, "auto", None), leaves, dout)
-        if self.case.documents == 1 and self.case.options == (("causal", True),):
+        is_causal = self.case.documents == 1 and self.case.options == (("causal", True),)
+        if is_causal and self.ranks * self.rows <= LONGEST_WITH_PEERS:
             for peer in rank_peers(self.device):
                 with peer.setting():
                     self._require_same(peer, leaves, dout)
@@ -238,10 +248,10 @@ class _Alone(_Run):
         super().__init__(case, SHARERS, device)
 
     def seconds(self) -> dict[str, dict[str, float]]:
-        leaves, dout = self.tensors(self.case.rows * self.ranks)
+        leaves, dout = self.tensors(self.ranks * self.rows)
         found = {"ideal": {work: x / self.ranks for work, x in self.times(self.whole, leaves, dout).items()}}
         del leaves, dout
-        leaves, dout = self.tensors(self.case.rows)
+        leaves, dout = self.tensors(self.rows)
         for method in ("ring", "all_gather"):
             of_ranks = [self.times(call, leaves, dout) for call in self._calls(method, leaves)]
             found[method] = {work: max(x[work] for x in of_ranks) for work in WORKS}
@@ -264,7 +274,7 @@ class _Nobody(Group):
         self.rank, self.size = place, count
 
     def deliver(self, route: Route, sends: Any, device: torch.device) -> Delivery:
-        tensors = [_numbers(device, dtype, shape.numel()).view(shape) for shape, dtype in route.tensors(self.rank)]
+        tensors = [_numbers(device, dtype, shape.numel()).view(shape) for shape, dtype in route.tensors[self.rank]]
         for place, x in zip(route.places(self.rank, self.rank, tensors), sends.get(self.rank, ()), strict=True):
             place.copy_(x)
         return Delivery(tensors, lambda: None)

@@ -37,8 +37,8 @@ class Group:
         window = window_of(self, route, device)
         if window is not None:
             return window.deliver(route, sends)
-        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in route.tensors(self.rank)]
-        receives = {rank: route.places(self.rank, rank, tensors) for rank in route.ranks}
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in route.tensors[self.rank]]
+        receives = {rank: route.places(self.rank, rank, tensors) for rank in route.tensors}
         return Delivery(tensors, self.exchange(sends, receives).wait)
 
     def exchange(self, sends: Tensors, receives: Tensors) -> Pending:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._exchange import Group
-from ._route import Route, Spec
+from ._route import Route, Routes, spec_of
 from .layout import Run, Runs, places_in, rows_of, together
 
 
@@ -60,6 +60,7 @@ class Ulysses:
 
     def __init__(self, group: Group, ranks: Sequence[int], index: int, heads: Heads):
         self.group, self.ranks, self.index, self.heads = group, tuple(ranks), index, heads
+        self.routes = Routes()
 
     def to_heads(
         self, tensors: Sequence[Tensor], rows: Sequence[Sequence[Runs]], heads: Sequence[Sequence[Run]]
@@ -71,12 +72,20 @@ class Ulysses:
                 own = runs_of[self.index]
                 sends[rank] += [x[:, slice(*place), slice(*of_rank)] for place in places_in(own, own)]
 
-        def come_to(rank: int) -> list[Spec]:
-            return [
-                (torch.Size((x.shape[0], rows_of(together(runs_of)), end - begin, x.shape[3])), x.dtype)
-                for x, runs_of, of_ranks in zip(tensors, rows, heads, strict=True)
-                for begin, end in [of_ranks[self.ranks.index(rank)]]
-            ]
+        def make() -> Route:
+            come_to = {
+                rank: [
+                    (
+                        torch.Size(
+                            (x.shape[0], rows_of(together(runs_of)), of_ranks[i][1] - of_ranks[i][0], x.shape[3])
+                        ),
+                        x.dtype,
+                    )
+                    for x, runs_of, of_ranks in zip(tensors, rows, heads, strict=True)
+                ]
+                for i, rank in enumerate(self.ranks)
+            }
+            return Route("heads", come_to, places)
 
         def places(receiver: int, sender: int, found: Sequence[Tensor]) -> list[Tensor]:
             return [
@@ -85,7 +94,8 @@ class Ulysses:
                 for place in places_in(together(runs_of), runs_of[self.ranks.index(sender)])
             ]
 
-        route = Route("heads", self.ranks, come_to, places)
+        key = "heads", *map(spec_of, tensors), *map(tuple, rows), *map(tuple, heads)
+        route = self.routes.get(key, make)
         delivery = self.group.deliver(route, sends, tensors[0].device)
         return [delivery.lasting(x) for x in delivery.wait()]
 
@@ -97,15 +107,21 @@ class Ulysses:
             for rank, of_rank in zip(self.ranks, rows, strict=True)
         }
 
-        def come_to(rank: int) -> list[Spec]:
-            own = rows_of(rows[self.ranks.index(rank)])
-            return [(torch.Size((x.shape[0], own, end - begin, x.shape[3])), x.dtype) for begin, end in heads]
+        def make() -> Route:
+            come_to = {
+                rank: [
+                    (torch.Size((x.shape[0], rows_of(own), end - begin, x.shape[3])), x.dtype) for begin, end in heads
+                ]
+                for rank, own in zip(self.ranks, rows, strict=True)
+            }
+            return Route("rows", come_to, places)
 
         def places(receiver: int, sender: int, found: Sequence[Tensor]) -> list[Tensor]:
             own = rows[self.ranks.index(receiver)]
             return [found[self.ranks.index(sender)][:, slice(*place)] for place in places_in(own, own)]
 
-        found = self.group.deliver(Route("rows", self.ranks, come_to, places), sends, x.device).wait()
+        route = self.routes.get(("rows", spec_of(x), tuple(rows), tuple(heads)), make)
+        found = self.group.deliver(route, sends, x.device).wait()
         total = x.new_empty(x.shape[0], rows_of(rows[self.index]), heads_of_all, x.shape[3])
         written = 0  # heads
         for (begin, end), of_rank in zip(heads, found, strict=True):

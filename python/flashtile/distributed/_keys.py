@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from ._exchange import Group
 from ._local import Block, Local, Saved, cached_calls
 from ._pairs import Band, Places, needed_keys
-from ._route import Delivery, Route, Spec
+from ._route import Delivery, Route, Routes, Spec, spec_of
 from ._rows import Rows, Sums
 from .layout import Layout, Run, Runs, common, places_in, rows_of, without
 
@@ -44,15 +44,16 @@ class Ring:
     Attention, Liu et al. 2023). A block goes no further than there are members that see it."""
 
     def __init__(self, members: Members, local: Local):
-        self.members, self.local = members, local
+        self.members, self.local, self.routes = members, local, Routes()
 
+    @cached_property
     def steps(self) -> int:
         """How many blocks a member gets, its own included."""
         members, local = self.members, self.local
         return _steps(members.queries, members.keys, local.band, local.documents, local.places())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Rows:
-        total, steps, block = self.local.begin(q, v.shape[-1]), self.steps(), (k, v)
+        total, steps, block = self.local.begin(q, v.shape[-1]), self.steps, (k, v)
         for step in range(steps):
             coming = self._pass_on(block, step + 1) if step + 1 < steps else None
             self.local.add_block(total, q, block, self._keys(step))
@@ -62,7 +63,7 @@ class Ring:
 
     def backward(self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Gradients:
         """(dq, dk, dv), of which dk and dv are of `dtype`."""
-        steps, block = self.steps(), (k, v)
+        steps, block = self.steps, (k, v)
         dq, of_own = Sums(q), (Sums(k), Sums(v))
         coming: Delivery | None = None
         for step in range(steps):
@@ -110,15 +111,19 @@ class Ring:
         may have different dtypes."""
         members, ranks = self.members, self.members.ranks
 
-        def tensors(rank: int) -> list[Spec]:
-            owner = (ranks.index(rank) - step) % len(ranks)
-            return [(_shape(x, rows_of(members.keys.runs[owner])), dtype_of(owner)) for x in block]
+        def make() -> Route:
+            tensors: dict[int, list[Spec]] = {}
+            for index, rank in enumerate(ranks):
+                owner = (index - step) % len(ranks)
+                rows = rows_of(members.keys.runs[owner])
+                tensors[rank] = [(_shape(x, rows), dtype_of(owner)) for x in block]
+            # A block is attended to, or passed on, while the next one comes.
+            return Route(channel, tensors, places, ahead=1)
 
         def places(receiver: int, sender: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             return tensors if (ranks.index(receiver) - ranks.index(sender) - distance) % len(ranks) == 0 else ()
 
-        # A block is attended to, or passed on, while the next one comes.
-        route = Route(channel, ranks, tensors, places, ahead=1)
+        route = self.routes.get((channel, distance, step, *map(spec_of, block)), make)
         sends = {ranks[members.neighbour(distance)]: [x.contiguous() for x in block]}
         return members.group.deliver(route, sends, block[0].device)
 
@@ -129,7 +134,7 @@ class AllGather:
     meanwhile."""
 
     def __init__(self, members: Members, local: Local):
-        self.members, self.local = members, local
+        self.members, self.local, self.routes = members, local, Routes()
         given = members.queries, members.keys, local.band, local.documents, local.places(), local.sharers
         self.begins_with_own, self.gathered = zip(*_gathered(*given), strict=True)
 
@@ -164,9 +169,12 @@ class AllGather:
     def _gather(self, k: Tensor, v: Tensor) -> Delivery:
         me, ranks = self.members.index, self.members.ranks
 
-        def tensors(rank: int) -> list[Spec]:
-            rows = rows_of(self.gathered[ranks.index(rank)])
-            return [(_shape(x, rows), x.dtype) for x in (k, v)]
+        def make() -> Route:
+            tensors = {
+                rank: [(_shape(x, rows_of(keys)), x.dtype) for x in (k, v)]
+                for rank, keys in zip(ranks, self.gathered, strict=True)
+            }
+            return Route("gathered keys", tensors, places)
 
         def places(receiver: int, sender: int, tensors: Sequence[Tensor]) -> list[Tensor]:
             ways = self._ways(ranks.index(sender), ranks.index(receiver))
@@ -176,7 +184,7 @@ class AllGather:
             rank: [x[:, slice(*own)] for x in (k, v) for own, _ in self._ways(me, other)]
             for other, rank in enumerate(ranks)
         }
-        route = Route("gathered keys", ranks, tensors, places)
+        route = self.routes.get(("keys", spec_of(k), spec_of(v)), make)
         return self.members.group.deliver(route, sends, k.device)
 
     def _parts_of(self, reader: int) -> tuple[list[Run], bool]:
@@ -204,22 +212,27 @@ class AllGather:
                 for (begin, end), _ in _overlaps((first, last), ways)
             ]
 
-        def tensors(rank: int) -> list[Spec]:
-            owner = ranks.index(rank)
-            return [
-                (_shape(x.like, end - begin), x.like.dtype if self._parts_of(reader)[1] else torch.float32)
-                for reader in range(len(ranks))
-                for x in totals
-                for begin, end in self._arriving(owner, reader)
-            ]
+        likes = [x.like for x in totals]
+
+        def make() -> Route:
+            tensors = {
+                rank: [
+                    (_shape(x, end - begin), x.dtype if self._parts_of(reader)[1] else torch.float32)
+                    for reader in range(len(ranks))
+                    for x in likes
+                    for begin, end in self._arriving(owner, reader)
+                ]
+                for owner, rank in enumerate(ranks)
+            }
+            return Route("gathered gradients", tensors, places)
 
         def places(receiver: int, sender: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             owner, reader = ranks.index(receiver), ranks.index(sender)
-            counts = [len(totals) * len(self._arriving(owner, other)) for other in range(reader + 1)]
+            counts = [len(likes) * len(self._arriving(owner, other)) for other in range(reader + 1)]
             return tensors[sum(counts[:-1]) : sum(counts)]
 
-        route = Route("gathered gradients", ranks, tensors, places)
-        delivery = self.members.group.deliver(route, sends, totals[0].like.device)
+        route = self.routes.get(("gradients", *map(spec_of, likes)), make)
+        delivery = self.members.group.deliver(route, sends, likes[0].device)
         come = iter(delivery.wait())
         for reader in range(len(ranks)):  # in this order, whatever came first
             for total in totals:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Tensors = Mapping[int, Sequence[Tensor]]  # for each rank some
 Spec = tuple[torch.Size, torch.dtype]  # of a tensor
+ALIGNMENT = 256  # bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Route:
     """Which ranks of a group send each other what at once, as each of them knows it of all of them.
 
@@ -20,11 +23,36 @@ class Route:
     """
 
     channel: str
-    ranks: Sequence[int]
-    tensors: Callable[[int], Sequence[Spec]]  # those that a rank gets its messages in
+    tensors: Mapping[int, Sequence[Spec]]  # of each rank, those that it gets its messages in
     # The parts of a receiver's tensors that belong to a sender's messages, one to each: of (receiver, sender, tensors).
     places: Callable[[int, int, Sequence[Tensor]], Sequence[Tensor]]
     ahead: int = 0
+
+    @cached_property
+    def size(self) -> int:
+        """The bytes of the tensors of the rank that has most, each of which begins at a multiple of ALIGNMENT."""
+        return max(sum(map(aligned_bytes, specs)) for specs in self.tensors.values())
+
+
+class Routes:
+    """Routes that were taken before, by what they depend on: to make one takes longer than to take it."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Route] = {}
+
+    def get(self, key: Any, make: Callable[[], Route]) -> Route:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+
+def spec_of(x: Tensor) -> Spec:
+    return x.shape, x.dtype
+
+
+def aligned_bytes(spec: Spec) -> int:
+    shape, dtype = spec
+    return -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass

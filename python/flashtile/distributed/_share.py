@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,11 +44,13 @@ class Share:
         """The caller's among the neighbours."""
         return self.group.rank % self.degree
 
+    @cached_property
     def heads(self) -> Heads:
         return Heads.of(self.heads_q, self.heads_k, self.degree)
 
+    @cached_property
     def ulysses(self) -> Ulysses:
-        return Ulysses(self.group, self.neighbours, self.place, self.heads())
+        return Ulysses(self.group, self.neighbours, self.place, self.heads)
 
     def of_neighbours(self, layout: Layout) -> list[Runs]:
         """The rows of each of the neighbours."""
@@ -58,12 +61,13 @@ class Share:
         end = self.queries.length if self.local.documents is None else self.local.documents[-1]
         return rows_of(common(together(self.of_neighbours(self.queries)), ((0, end),)))
 
+    @cached_property
     def attends(self) -> Ring | AllGather:
         """How keys travel, for the caller's heads."""
         index = self.group.rank // self.degree
         queries, keys = of_sets(self.queries, self.degree), of_sets(self.keys, self.degree)
         ranks = tuple(range(self.place, self.group.size, self.degree))
-        heads = self.heads()
+        heads = self.heads
         of_q, of_k = heads.queries[self.place], heads.keys[self.place]
         options, ranges = self.local.options, self.local.ranges
         if options[ALIBI_SLOPES] is not None:
@@ -80,12 +84,12 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, share: Share) -> tuple[Tensor, Tensor]:
         queries, keys = share.of_neighbours(share.queries), share.of_neighbours(share.keys)
-        ulysses, heads = share.ulysses(), share.heads()
+        ulysses, heads = share.ulysses, share.heads
         if share.degree > 1:
             sides = (heads.queries, heads.keys, heads.keys)
             q, k, v = ulysses.to_heads((q, k, v), (queries, keys, keys), sides)
         of_heads = None if sinks is None else sinks[slice(*heads.queries[share.place])]
-        total = share.attends().forward(q, k, v)
+        total = share.attends.forward(q, k, v)
         if of_heads is not None:
             total.add_sinks(of_heads, share.rows_that_count())
         out, lse, state = total.finish()
@@ -103,7 +107,7 @@ class Attend(torch.autograd.Function):
         share: Share = ctx.share
         q, k, v, out, lse, state, sinks = ctx.saved_tensors
         queries, keys = share.of_neighbours(share.queries), share.of_neighbours(share.keys)
-        ulysses, heads = share.ulysses(), share.heads()
+        ulysses, heads = share.ulysses, share.heads
         if share.degree > 1:
             # All ranks must send, so one that has no gradient sends zeros.
             rows, all_heads = rows_of(queries[share.place]), share.heads_q
@@ -117,7 +121,7 @@ class Attend(torch.autograd.Function):
         needed = ctx.needs_input_grad
         # What several ranks have for a KV head is summed yet.
         of_keys = torch.float32 if heads.replicates else q.dtype
-        found = share.attends().backward(Saved(needed[:3], dout, dlse, out, state), q, k, v, of_keys)
+        found = share.attends.backward(Saved(needed[:3], dout, dlse, out, state), q, k, v, of_keys)
         dsinks = None
         if sinks is not None and needed[3]:
             count = share.rows_that_count()

@@ -8,19 +8,19 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
-from ._route import Delivery, Route, Spec, Tensors
+from ._route import ALIGNMENT, Delivery, Route, Spec, Tensors, aligned_bytes
 
 if TYPE_CHECKING:
     from ._exchange import Group
 
-_ALIGNMENT = 256  # bytes
 _GRANULE = 1 << 21  # bytes that a window grows by, at least
 
 _windows: dict[tuple[Any, str], Window] = {}
@@ -30,22 +30,40 @@ _one_host: dict[Any, bool] = {}
 def window_of(group: Group, route: Route, device: torch.device) -> Window | None:
     """The window by which a group's messages go along a route, where there may be one; all ranks find the same. The
     first call for a group, and for a channel the first that needs more memory, wait for all ranks."""
-    if device.type != "cuda" or len(route.ranks) < group.size or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or len(route.tensors) < group.size or torch.cuda.is_current_stream_capturing():
         return None
     key = group.process_group
     if key not in _one_host:
         _one_host[key] = _are_neighbours(group, device)
     if not _one_host[key]:
         return None
-    size = max(_bytes_of(route.tensors(rank)) for rank in route.ranks)
     window = _windows.get((key, route.channel))
-    if window is None or window.size < size:
-        window = _opened(group, size, 1 + route.ahead, device)
+    if window is None or window.size < route.size:
+        window = _opened(group, route.size, 1 + route.ahead, device)
         if window is None:
             _one_host[key] = False
             return None
         _windows[key, route.channel] = window
     return window
+
+
+class _Way(NamedTuple):
+    """From this rank to another."""
+
+    rank: int
+    places: Sequence[Tensor]  # for its messages, in the other's memory
+    may_write: list[int]  # the counter to wait for
+    are_there: list[int]  # the counter to write
+
+
+class _Plan(NamedTuple):
+    """How deliveries along a route go."""
+
+    tensors: list[Tensor]  # that messages come to
+    own: Sequence[Tensor]  # the parts of them that this rank's own messages are for
+    may_write: list[int]  # the counters by which to tell those who send
+    ways: list[_Way]
+    are_there: list[int]  # the counters of those who send
 
 
 class Window:
@@ -57,67 +75,82 @@ class Window:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         self.group, self.size, self.buffers, self.device = group, size, buffers, device
-        self.begin = _aligned(2 * 4 * group.size)
+        self.begin = -(-2 * 4 * group.size // ALIGNMENT) * ALIGNMENT
         self.memory = symmetric_memory.empty(self.begin + buffers * size, dtype=torch.uint8, device=device)
         self.handle: Any = symmetric_memory.rendezvous(self.memory, group.process_group)
         self.addresses: list[int] = list(self.handle.buffer_ptrs)
         self.memory[: self.begin].zero_()
         self.stream = torch.cuda.Stream(device)
         self.count = 0  # of deliveries
+        self.plans: WeakKeyDictionary[Route, dict[int, _Plan]] = WeakKeyDictionary()  # for each buffer
 
     def deliver(self, route: Route, sends: Tensors) -> Delivery:
         """As Group.deliver."""
-        me, size = self.group.rank, self.group.size
         self.count += 1
-        here = self._tensors(me, route.tensors(me))
-        others = [(me + i) % size for i in range(1, size)]
-        senders = [rank for rank in others if any(x.numel() for x in route.places(me, rank, here))]
-        for place, x in zip(route.places(me, me, here), sends.get(me, ()), strict=True):
+        count, buffer, plans = self.count, self.count % self.buffers, self.plans.setdefault(route, {})
+        if buffer not in plans:
+            plans[buffer] = self._planned(route, buffer)
+        plan = plans[buffer]
+        for place, x in zip(plan.own, sends.get(self.group.rank, ()), strict=True):
             place.copy_(x)
         # What this rank's buffer held before has been read when this stream gets here.
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        self._write([self._may_write(at=rank, whose=me) for rank in senders])
+        self._write(plan.may_write, count)
         with torch.cuda.stream(self.stream):
-            for rank in others:
-                messages = [x for x in sends.get(rank, ()) if x.numel()]
-                if not messages:
-                    continue
-                there = route.places(rank, me, self._tensors(rank, route.tensors(rank)))
-                self._wait(self.stream, [self._may_write(at=me, whose=rank)])
-                for place, x in zip((x for x in there if x.numel()), messages, strict=True):
+            for way in plan.ways:
+                self._wait(self.stream, way.may_write, count)
+                for place, x in zip(way.places, sends[way.rank], strict=True):
                     _copy(place, x)
-                self._write([self._is_there(at=rank, whose=me)])
+                self._write(way.are_there, count)
             gone = self.stream.record_event()
-        awaited = [self._is_there(at=me, whose=rank) for rank in senders]
 
         def until_all_came(sends: Any = sends) -> None:  # which has to outlive the sending
             current = torch.cuda.current_stream(self.device)
             current.wait_event(gone)
-            self._wait(current, awaited)
+            self._wait(current, plan.are_there, count)
 
-        return Delivery(here, until_all_came, lasts=False)
+        return Delivery(plan.tensors, until_all_came, lasts=False)
 
-    def _tensors(self, rank: int, specs: Sequence[Spec]) -> list[Tensor]:
-        """The tensors of a rank in its memory for this delivery."""
-        found, begin = [], self.begin + self.count % self.buffers * self.size
+    def _planned(self, route: Route, buffer: int) -> _Plan:
+        me, size = self.group.rank, self.group.size
+        tensors = {rank: self._tensors(rank, specs, buffer) for rank, specs in route.tensors.items()}
+        others = [(me + i) % size for i in range(1, size)]
+        senders = [rank for rank in others if any(x.numel() for x in route.places(me, rank, tensors[me]))]
+        ways = []
+        for rank in others:
+            places = route.places(rank, me, tensors[rank])
+            if any(x.numel() for x in places):
+                counters = self._may_write(at=me, whose=rank), self._are_there(at=rank, whose=me)
+                ways.append(_Way(rank, places, *([x] for x in counters)))
+        return _Plan(
+            tensors[me],
+            route.places(me, me, tensors[me]),
+            [self._may_write(at=rank, whose=me) for rank in senders],
+            ways,
+            [self._are_there(at=me, whose=rank) for rank in senders],
+        )
+
+    def _tensors(self, rank: int, specs: Sequence[Spec], buffer: int) -> list[Tensor]:
+        """The tensors of a rank in a buffer of its memory."""
+        found, begin = [], self.begin + buffer * self.size
         for shape, dtype in specs:
             found.append(self.handle.get_buffer(rank, shape, dtype, begin // dtype.itemsize))
-            begin += _aligned(shape.numel() * dtype.itemsize)
+            begin += aligned_bytes((shape, dtype))
         return found
 
     def _may_write(self, at: int, whose: int) -> int:
         """The address of the counter of rank `at` which says that the memory of rank `whose` may be written to."""
         return self.addresses[at] + 4 * whose
 
-    def _is_there(self, at: int, whose: int) -> int:
+    def _are_there(self, at: int, whose: int) -> int:
         """Of that which says that the messages of rank `whose` are there."""
         return self.addresses[at] + 4 * (self.group.size + whose)
 
-    def _write(self, counters: list[int]) -> None:
-        _C.write_counters(counters, self.count & 0xFFFFFFFF, self.device.index, self.stream.cuda_stream)
+    def _write(self, counters: list[int], count: int) -> None:
+        _C.write_counters(counters, count & 0xFFFFFFFF, self.device.index, self.stream.cuda_stream)
 
-    def _wait(self, stream: torch.cuda.Stream, counters: list[int]) -> None:
-        _C.wait_for_counters(counters, self.count & 0xFFFFFFFF, self.device.index, stream.cuda_stream)
+    def _wait(self, stream: torch.cuda.Stream, counters: list[int], count: int) -> None:
+        _C.wait_for_counters(counters, count & 0xFFFFFFFF, self.device.index, stream.cuda_stream)
 
 
 def _opened(group: Group, size: int, buffers: int, device: torch.device) -> Window | None:
@@ -164,11 +197,3 @@ def _copy(place: Tensor, x: Tensor) -> None:
     else:
         for place_of_entry, of_entry in zip(place, x, strict=True):
             place_of_entry.copy_(of_entry)
-
-
-def _bytes_of(specs: Sequence[Spec]) -> int:
-    return sum(_aligned(shape.numel() * dtype.itemsize) for shape, dtype in specs)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

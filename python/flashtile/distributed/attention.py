@@ -29,10 +29,11 @@ from .layout import Layout
 
 _FUNCTION = "distributed.attention"
 _RAGGED = "distributed.attention_varlen"
-_OPTIONS = dict(
+_OPTIONS: dict[str, Any] = dict(
     causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None, sinks=None, dropout_p=0.0, seed=None,
     deterministic=None,
 )  # fmt: skip
+_DROPOUT_P = list(_OPTIONS).index("dropout_p")
 
 
 def attention(
@@ -256,8 +257,8 @@ def _table(cu_seqlens: Tensor | Sequence[int], q: Tensor) -> Tensor:
     return cu_seqlens if isinstance(cu_seqlens, Tensor) else table_on(q.device, cu_seqlens)
 
 
-def _documents(function: str, cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[int, ...]:
-    q, k = (tuple(x.tolist() if isinstance(x, Tensor) else x) for x in (cu_seqlens_q, cu_seqlens_k))
+def _documents(function: str, q: tuple[int, ...], k: tuple[int, ...]) -> tuple[int, ...]:
+    """Where documents begin, from cu_seqlens_q and cu_seqlens_k."""
     for name, begins in ("cu_seqlens_q", q), ("cu_seqlens_k", k):
         if not begins or begins[0] != 0 or any(a > b for a, b in itertools.pairwise(begins)):
             raise ValueError(
@@ -284,13 +285,59 @@ def _attend(function, q, k, v, group, layout, method, degree, mask, documents, o
     return (out, lse) if return_lse else out
 
 
+_prepared_before: dict[Any, tuple[Share, Shape]] = {}
+_MOST_PREPARED = 1024
+
+
 def _prepared(function, q, k, v, group, layout, method, degree, mask, documents, options):
     """The caller's share, q, k and v as (B, S_local, H, D), the sinks, and what the method was chosen by."""
-    failure, given, rows, tables = None, {}, (0, 0), documents
+    given, failure = (q, k, v), None
     try:
-        q, k, v = cast_as_eager_calls_do(q, k, v)
-        if tables is not None:
-            documents = _documents(function, *tables)
+        given = cast_as_eager_calls_do(q, k, v)
+        if documents is not None:
+            documents = tuple(tuple(x.tolist() if isinstance(x, Tensor) else x) for x in documents)
+    except Exception as refusal:
+        failure = refusal
+    key = None if failure else _key_of(function, *given, group, layout, method, degree, mask, documents, options)
+    known = None if key is None else _prepared_before.get(key)
+    if known is None:
+        known = _prepare(function, *given, group, layout, method, degree, mask, documents, options, failure)
+        if key is not None:
+            if len(_prepared_before) == _MOST_PREPARED:
+                _prepared_before.clear()
+            _prepared_before[key] = known
+    tensors = given if documents is None else tuple(x[None] for x in given)
+    sinks = None if options["sinks"] is None else as_float32(options["sinks"])
+    return known[0], tensors, sinks, known[1]
+
+
+def _key_of(function, q, k, v, group, layout, method, degree, mask, documents, options):
+    """What a call is, if it has no tensor but q, k and v and nothing else that differs from call to call: the next one
+    like it is prepared as this one was."""
+    options = tuple(options.values())
+    if mask is not None or any(isinstance(x, Tensor) for x in options) or options[_DROPOUT_P]:
+        return None
+    if not all(isinstance(x, Tensor) for x in (q, k, v)):
+        return None
+    wanted = torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad)
+    of_tensors = tuple((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, k, v))
+    key = function, group.process_group, layout, method, degree, of_tensors, wanted, documents, options
+    try:
+        hash(key)
+    except TypeError:  # what is refused, or a list for a tuple
+        return None
+    return key
+
+
+def _prepare(function, q, k, v, group, layout, method, degree, mask, documents, options, failure):
+    """The caller's share, and what the method was chosen by, once all ranks agree; `failure` is what was wrong so
+    far."""
+    given, rows = {}, (0, 0)
+    try:
+        if failure is not None:
+            raise failure
+        if documents is not None:
+            documents = _documents(function, *documents)
         _check(function, q, k, v, mask, documents, options, layout, method)
         rows = q.shape[-3], k.shape[-3]
         given = _description(q, k, v, layout, method, degree, mask, documents is not None, options)
@@ -302,18 +349,18 @@ def _prepared(function, q, k, v, group, layout, method, degree, mask, documents,
     )
     _check_lengths(function, queries, keys, mask, documents)
     tensors = tuple(x if documents is None else x[None] for x in (q, k, v))
-    sinks = None if options["sinks"] is None else as_float32(options["sinks"])
-    share, shape = _share(function, group, tensors, queries, keys, mask, documents, options, sinks, method, degree)
-    return share, tensors, sinks, shape
+    return _share(function, group, tensors, queries, keys, mask, documents, options, method, degree)
 
 
-def _share(function, group, tensors, queries, keys, mask, documents, options, sinks, method, degree):
+def _share(function, group, tensors, queries, keys, mask, documents, options, method, degree):
     q, k, v = tensors  # (B, S_local, H, D)
     band = Band.of(options["causal"], options["window"], keys.length - queries.length if documents is None else 0)
     local_options = attention_options(**{**options, "causal": False, "sinks": None, "window": None})
     sharers = max(q.shape[2] // max(k.shape[2], 1), 1)
     local = Local((), band, documents, local_options, None if mask is None else mask.ranges, sharers=sharers)
-    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, sinks) if x is not None)
+    differentiable = torch.is_grad_enabled() and any(
+        x.requires_grad for x in (*tensors, options["sinks"]) if x is not None
+    )
     sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.element_size()
     shape = Shape(queries, keys, band, documents, local.places(), *sizes, differentiable)
     choice = choose(function, shape, method, degree)
@@ -324,7 +371,7 @@ def share_of(group, tensors, layout, method, documents=None, options=None):
     """The share of a rank of `group`, all of whose ranks have as many rows as these tensors (B, S_local, H, D)."""
     queries, keys = (Layout.of(layout, x.shape[1] * group.size, group.size) for x in tensors[:2])
     given = {**_OPTIONS, **(options or {})}
-    return _share(_FUNCTION, group, tensors, queries, keys, None, documents, given, None, method, None)[0]
+    return _share(_FUNCTION, group, tensors, queries, keys, None, documents, given, method, None)[0]
 
 
 def _check(function, q, k, v, mask, documents, options, layout, method):
