@@ -17,6 +17,7 @@ from .compat.flash_attn import (
 from .explain import explain
 from .info import info
 from .kvcache import attention_kvcache
+from .max_logits import max_logits
 from .sdpa import scaled_dot_product_attention
 from .varlen import attention_varlen
 
@@ -34,5 +35,6 @@ __all__ = [
     "flash_attn_with_kvcache",
     "info",
     "masks",
+    "max_logits",
     "scaled_dot_product_attention",
 ]

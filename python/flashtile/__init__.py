@@ -6,6 +6,7 @@ from .combine import combine
 from .explain import explain
 from .info import info
 from .kvcache import attention_kvcache
+from .max_logits import max_logits
 from .sdpa import scaled_dot_product_attention
 from .varlen import attention_varlen
 
@@ -17,5 +18,6 @@ __all__ = [
     "combine",
     "explain",
     "info",
+    "max_logits",
     "scaled_dot_product_attention",
 ]

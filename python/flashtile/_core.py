@@ -19,6 +19,7 @@ _FLAT = {  # what takes the parts of a jagged nested tensor
     "attention_varlen": "values(), with offsets().int() as cu_seqlens_q and cu_seqlens_k",
     "attention_kvcache": "values() as q, with offsets().int() as cu_seqlens_q",
     "combine": "values()",
+    "max_logits": "values(), with offsets().int() as cu_seqlens_q and cu_seqlens_k",
     "quantize": "values(), with offsets().int() as cu_seqlens_q and cu_seqlens_k",
 }
 

@@ -39,6 +39,7 @@ def others(q: Tensor) -> None:
     assert_type(flashtile.scaled_dot_product_attention(q, q, q, None, 0.0, True), Tensor)
     assert_type(flashtile.scaled_dot_product_attention(q, q, q, flashtile.masks.ColumnMask.full(3, 3)), Tensor)
     assert_type(flashtile.combine([q, q], [q, q]), tuple[Tensor, Tensor])
+    assert_type(flashtile.max_logits(q, q, causal=True, window=(3, None)), Tensor)
     assert_type(flashtile.explain(q, q, q, causal=True, device=torch.device("cpu")), str)
     assert_type(flashtile.explain(q, q, q, device="H100"), str)
     assert_type(str(flashtile.info()), str)
