@@ -6,6 +6,7 @@ Beside flashtile's functions it has those that transformers looks for in a kerne
 from . import masks
 from ._build import VERSION as __version__
 from .attention import attention
+from .cascade import attention_cascade
 from .combine import combine
 from .compat.flash_attn import (
     flash_attn_func,
@@ -24,6 +25,7 @@ from .varlen import attention_varlen
 __all__ = [
     "__version__",
     "attention",
+    "attention_cascade",
     "attention_kvcache",
     "attention_varlen",
     "combine",

@@ -2,6 +2,7 @@
 
 from ._build import VERSION as __version__
 from .attention import attention
+from .cascade import attention_cascade
 from .combine import combine
 from .explain import explain
 from .info import info
@@ -13,6 +14,7 @@ from .varlen import attention_varlen
 __all__ = [
     "__version__",
     "attention",
+    "attention_cascade",
     "attention_kvcache",
     "attention_varlen",
     "combine",
