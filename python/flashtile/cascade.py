@@ -194,11 +194,14 @@ def attention_cascade(
     """
     if return_lse is not False and return_lse is not True:
         raise TypeError(f"{_FUNCTION}: return_lse is {_C.described(return_lse)}, expected True or False")
-    is_ragged = cu_seqlens_q is not None
     require_tensors(_FUNCTION, q=q, k_prefix=k_prefix, v_prefix=v_prefix)
-    if q.dim() != (3 if is_ragged else 4):
-        expected = "(T_q, H_q, D), as cu_seqlens_q is given" if is_ragged else "(B, S_q, H_q, D)"
-        raise ValueError(f"{_FUNCTION}: q has shape {tuple(q.shape)}, expected {expected}")
+    if cu_seqlens_q is None:
+        dim, sizes, all_queries = 4, "(B, S_q, H_q, D)", None
+    else:
+        require_tensors(_FUNCTION, cu_seqlens_q=cu_seqlens_q)
+        dim, sizes, all_queries = 3, "(T_q, H_q, D)", torch.cat([cu_seqlens_q[:1], cu_seqlens_q[-1:]])
+    if q.dim() != dim:
+        raise ValueError(f"{_FUNCTION}: q has shape {tuple(q.shape)}, expected {sizes}")
     if prefix_table is None:
         prefix_seqlen = len(k_prefix) if prefix_seqlen is None else prefix_seqlen
         k_prefix, v_prefix = k_prefix[None], v_prefix[None]
@@ -208,14 +211,14 @@ def attention_cascade(
         require_tensors(_FUNCTION, prefix_table=prefix_table)
         prefix_table = prefix_table[None]
 
-    together = q if is_ragged else q.flatten(0, 1)[None]  # the queries of all sequences as those of one
+    # The queries of all sequences as those of one.
     of_prefix, lse_of_prefix = attention_kvcache(
-        together,
+        q.flatten(0, 1)[None] if all_queries is None else q,
         k_prefix,
         v_prefix,
         cache_seqlens=prefix_seqlen,
         block_table=prefix_table,
-        cu_seqlens_q=torch.cat([cu_seqlens_q[:1], cu_seqlens_q[-1:]]) if is_ragged else None,
+        cu_seqlens_q=all_queries,
         causal=False,
         scale=scale,
         softcap=softcap,
@@ -223,7 +226,7 @@ def attention_cascade(
         v_descale=v_descale,
         return_lse=True,
     )
-    if not is_ragged:
+    if all_queries is None:
         of_prefix = of_prefix[0].unflatten(0, q.shape[:2])
         lse_of_prefix = lse_of_prefix[0].unflatten(1, q.shape[:2]).transpose(0, 1)
     of_own, lse_of_own = attention_kvcache(
