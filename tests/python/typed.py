@@ -35,6 +35,13 @@ def cached(q: Tensor, cache: Tensor, flag: bool) -> None:
     flashtile.attention_kvcache(q, cache, cache, cache_seqlens=7, return_lse=flag)
 
 
+def cascaded(q: Tensor, cache: Tensor, flag: bool) -> None:
+    assert_type(flashtile.attention_cascade(q, q, q, cache, cache, cache_seqlens=7), Tensor)
+    pair = flashtile.attention_cascade(q, q, q, cache, cache, cache_seqlens=7, prefix_seqlen=q, return_lse=True)
+    assert_type(pair, tuple[Tensor, Tensor])
+    flashtile.attention_cascade(q, q, q, cache, cache, cache_seqlens=7, return_lse=flag)
+
+
 def others(q: Tensor) -> None:
     assert_type(flashtile.scaled_dot_product_attention(q, q, q, None, 0.0, True), Tensor)
     assert_type(flashtile.scaled_dot_product_attention(q, q, q, flashtile.masks.ColumnMask.full(3, 3)), Tensor)
