@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from . import _C
+from ._autograd import is_traced, takes_operators
 from ._core import copied_into, require_tensors
 from .combine import combine
 from .kvcache import attention_kvcache
@@ -128,8 +131,9 @@ def attention_cascade(
         out[b]       = attention(q[b], keys, values, causal=True, ...)
 
     All queries come behind the prefix and see all of it. So it takes two calls of :func:`attention_kvcache`, one in
-    which the queries of all sequences stand as those of one, and a :func:`combine`. That pays where many sequences
-    share many keys, such as a system prompt, and each has few of its own. There is no backward.
+    which the queries of all sequences stand as those of one, and a kernel that puts both together as :func:`combine`
+    does. That pays where many sequences share many keys, such as a system prompt, and each has few of its own. There is
+    no backward.
 
     Args:
         q: (B, S_q, H_q, D), or ragged, (T_q, H_q, D), with ``cu_seqlens_q``; as in :func:`attention_kvcache`.
@@ -248,5 +252,23 @@ def attention_cascade(
         v_descale=v_descale,
         return_lse=True,
     )
-    results = combine((of_prefix, of_own), (lse_of_prefix, lse_of_own))
+    outs, lses = (of_prefix, of_own), (lse_of_prefix, lse_of_own)
+    if is_traced() or takes_operators(*outs):
+        results = combine(outs, lses)
+    elif cu_seqlens_q is None:
+        results = _merged(outs, lses)
+    else:
+        whole, lse = _merged([x[None] for x in outs], [x[None] for x in lses])
+        results = whole[0], lse[0]
     return copied_into(_FUNCTION, out, results if return_lse else results[0])
+
+
+def _merged(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """What `combine` returns, by a kernel that reads each result once. It takes the state of a row's softmax for its
+    lse: what its scores are relative to, and the logarithm of the sum of their weights."""
+    references = torch.stack(list(lses))  # (part, B, H_q, S_q)
+    states = torch.stack([references, references.masked_fill(references > -math.inf, 0)], dim=1)
+    out, state = torch.empty_like(outs[0], memory_format=torch.contiguous_format), torch.empty_like(states[0])
+    parts = [(0, out.shape[1], x, of_rows) for x, of_rows in zip(outs, states, strict=True)]
+    _C.merge(out, state, parts, 1.0, False)
+    return out, torch.add(state[0], state[1], alpha=math.log(2))

@@ -190,7 +190,7 @@ def test_any_sizes(device, data):
 
 @each_device
 def test_traced(device):
-    """A compiled call, for which results are combined as it is traced."""
+    """A compiled call, and one under vmap, where `combine` stands for the kernel that puts results together."""
     case = Cached("decode", dtype=BF16, held=(97, 40, 1, 130), new=1, page_size=16)
     given, (k_prefix, v_prefix) = arguments(case, device), prefix_of(case, 150, device)
     expected = flashtile.attention_cascade(k_prefix=k_prefix, v_prefix=v_prefix, **with_own_caches(given))
@@ -198,6 +198,14 @@ def test_traced(device):
     compiled = torch.compile(flashtile.attention_cascade, backend="aot_eager", fullgraph=True)
     found = compiled(k_prefix=k_prefix, v_prefix=v_prefix, **with_own_caches(given))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-2)
+
+    def of_queries(q):
+        return flashtile.attention_cascade(q, k_prefix, v_prefix, **held)
+
+    held = {name: given[name] for name in ("k_cache", "v_cache", "cache_seqlens", "block_table")}
+    both = torch.stack([given["q"], given["q"].flip(0)])
+    one_by_one = torch.stack([of_queries(q) for q in both])
+    torch.testing.assert_close(torch.vmap(of_queries)(both), one_by_one, rtol=0, atol=1e-2)
 
 
 @pytest.mark.gpu
