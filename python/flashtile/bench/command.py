@@ -193,7 +193,7 @@ def _effort(suite: str, device: torch.device, quick: bool) -> timing.Effort:
         return timing.QUICK_EFFORT
     if suite == "host":
         return timing.HOST_EFFORT
-    if suite == "decode" and device.type == "cuda":
+    if suite in ("decode", SUITE) and device.type == "cuda":
         return timing.DECODE_EFFORT
     if suite == "random" and device.type == "cuda":
         return timing.DRAWN_EFFORT
