@@ -6,6 +6,7 @@ Beside flashtile's functions it has those that transformers looks for in a kerne
 from . import masks
 from ._build import VERSION as __version__
 from .attention import attention
+from .cascade import attention_cascade
 from .combine import combine
 from .compat.flash_attn import (
     flash_attn_func,
@@ -17,12 +18,14 @@ from .compat.flash_attn import (
 from .explain import explain
 from .info import info
 from .kvcache import attention_kvcache
+from .max_logits import max_logits
 from .sdpa import scaled_dot_product_attention
 from .varlen import attention_varlen
 
 __all__ = [
     "__version__",
     "attention",
+    "attention_cascade",
     "attention_kvcache",
     "attention_varlen",
     "combine",
@@ -34,5 +37,6 @@ __all__ = [
     "flash_attn_with_kvcache",
     "info",
     "masks",
+    "max_logits",
     "scaled_dot_product_attention",
 ]

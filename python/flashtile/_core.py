@@ -17,8 +17,10 @@ WIDEST = 256  # head dimension of Q and K, and of V
 _FLAT = {  # what takes the parts of a jagged nested tensor
     "attention": "attention_varlen of values(), with offsets().int() as cu_seqlens_q and cu_seqlens_k",
     "attention_varlen": "values(), with offsets().int() as cu_seqlens_q and cu_seqlens_k",
+    "attention_cascade": "values() as q, with offsets().int() as cu_seqlens_q",
     "attention_kvcache": "values() as q, with offsets().int() as cu_seqlens_q",
     "combine": "values()",
+    "max_logits": "values(), with offsets().int() as cu_seqlens_q and cu_seqlens_k",
     "quantize": "values(), with offsets().int() as cu_seqlens_q and cu_seqlens_k",
 }
 

@@ -70,26 +70,9 @@ def attention(
     """(out, lse) of flashtile.attention, every step computed in `dtype`; only query rows `rows` if given. The first
     batch entry has the number `entry`, by which dropout goes. `mask` is bool, (1 or B, H, S_q, S_k), where H divides
     H_q: what rows see at the most."""
-    seqlen_q, seqlen_k, group = q.shape[1], k.shape[1], q.shape[2] // max(k.shape[2], 1)
-    if scale is None:
-        scale = 1 / math.sqrt(q.shape[3])
-    seen = visible(seqlen_q, seqlen_k, causal, window, q.device, rows)
-    row, column = torch.arange(seqlen_q, device=q.device), torch.arange(seqlen_k, device=q.device)
-    if rows is not None:
-        q, row = q[:, rows], row[rows]
-    distance = (column - row[:, None] - (seqlen_k - seqlen_q)).abs()
-    if mask is not None:
-        mask = mask.repeat_interleave(q.shape[2] // mask.shape[1], dim=1)
-        seen = seen & (mask if rows is None else mask[:, :, rows])
-
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
-    scores = (q * scale).permute(0, 2, 1, 3) @ k.permute(0, 2, 3, 1)  # (B, H_q, S_q, S_k)
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    if alibi_slopes is not None:
-        slopes = alibi_slopes.to(dtype).reshape(-1, scores.shape[1], 1, 1)  # (1 or B, H_q, 1, 1)
-        scores = scores - slopes * distance.to(dtype)
+    seqlen_k, group = k.shape[1], q.shape[2] // max(k.shape[2], 1)
+    options = dict(causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, mask=mask)
+    seen, scores = seen_scores(q, k, dtype=dtype, rows=rows, **options)
     if sinks is not None:  # one more column, that every row sees and whose value is 0
         sinks = sinks.to(dtype)[:, None, None].expand(-1, scores.shape[2], 1)
         given = sinks > -math.inf
@@ -102,5 +85,43 @@ def attention(
     weights = scores.softmax(dim=3).masked_fill(blind[..., None], 0)[..., :seqlen_k]
     lse = scores.logsumexp(dim=3).masked_fill(blind, -math.inf)
     if dropout_p > 0:
+        row, column = torch.arange(q.shape[1], device=q.device), torch.arange(seqlen_k, device=q.device)
+        row = row if rows is None else row[rows]
         weights = weights * dropout_factors(*scores.shape[:2], row, column, dropout_p, seed, entry).to(dtype)
+    v = v.to(dtype).repeat_interleave(group, dim=2)
     return (weights @ v.permute(0, 2, 1, 3)).permute(0, 2, 1, 3), lse
+
+
+def seen_scores(
+    q, k, *, causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None, mask=None, rows=None, dtype
+):
+    """(seen, scores) of attention: which columns each row sees, bool, of a shape that broadcasts to that of all scores,
+    (B, H_q, S_q, S_k)."""
+    seqlen_q, seqlen_k, group = q.shape[1], k.shape[1], q.shape[2] // max(k.shape[2], 1)
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[3])
+    seen = visible(seqlen_q, seqlen_k, causal, window, q.device, rows)
+    row, column = torch.arange(seqlen_q, device=q.device), torch.arange(seqlen_k, device=q.device)
+    if rows is not None:
+        q, row = q[:, rows], row[rows]
+    distance = (column - row[:, None] - (seqlen_k - seqlen_q)).abs()
+    if mask is not None:
+        mask = mask.repeat_interleave(q.shape[2] // mask.shape[1], dim=1)
+        seen = seen & (mask if rows is None else mask[:, :, rows])
+
+    q, k = q.to(dtype), k.to(dtype).repeat_interleave(group, dim=2)
+    scores = (q * scale).permute(0, 2, 1, 3) @ k.permute(0, 2, 3, 1)  # (B, H_q, S_q, S_k)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.to(dtype).reshape(-1, scores.shape[1], 1, 1)  # (1 or B, H_q, 1, 1)
+        scores = scores - slopes * distance.to(dtype)
+    return seen, scores
+
+
+def max_logits(q, k, *, dtype=torch.float64, **options):
+    """That of flashtile.max_logits."""
+    seen, scores = seen_scores(q, k, dtype=dtype, **options)
+    if 0 in scores.shape[2:]:
+        return scores.new_full(scores.shape[:2], -math.inf)
+    return scores.masked_fill(~seen, -math.inf).amax(dim=(2, 3))

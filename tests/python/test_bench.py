@@ -127,7 +127,7 @@ def test_every_suite_has_a_quick_form():
 def test_an_unknown_suite_is_named():
     with pytest.raises(
         ValueError,
-        match=r"suite is 'speed', expected one of forward, backward, varlen, masks, decode, prefill, fp8, memory, host",
+        match=r"suite is 'speed', expected one of forward, backward, varlen, masks, decode, prefill, serving, fp8",
     ):
         suites.cases("speed")
 

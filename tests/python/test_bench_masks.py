@@ -112,7 +112,7 @@ def test_documents_are_the_same_mask(kind):
     case = small(kind, work=Work.BACKWARD)
     ragged = masked.as_documents(case)
     assert (ragged.seqlen_q, ragged.batch, ragged.work) == (2 * 96, len(ragged.lengths), Work.BACKWARD)
-    blocks = torch.block_diag(*(visible(alone, CPU).int() for alone, _ in ragged.sequences())).bool()
+    blocks = torch.block_diag(*(visible(alone, CPU).int() for alone, _, _ in ragged.sequences())).bool()
     assert torch.equal(blocks, torch.block_diag(*dense_of(case).int()).bool())
     assert ragged.flops == case.flops
 

@@ -67,7 +67,7 @@ def test_a_ragged_case_counts_the_pairs_that_see_each_other():
     assert (full.batch, full.seqlen_q, full.seqlen_k) == (3, 9, 9)
     assert full.flops == 4 * 4 * 8 * (9 + 1 + 25)
     for case in (EQUAL[0], UNEQUAL[0]):
-        pairs = sum(int(visible(sequence, CPU).sum()) for sequence, _ in case.sequences())
+        pairs = sum(int(visible(sequence, CPU).sum()) for sequence, _, _ in case.sequences())
         assert case.flops == 4 * 4 * 16 * pairs
     assert UNEQUAL[1].flops == 2.5 * UNEQUAL[0].flops
 
@@ -81,9 +81,9 @@ def test_sequences_lie_one_behind_the_other():
     case = UNEQUAL[0]
     assert ragged.cu_seqlens(case.lengths, CPU).tolist() == [0, 5, 45, 47]
     assert make_inputs(case, CPU).k.shape == (47, 2, 16)
-    for (sequence, rows), length in zip(case.sequences(), case.lengths, strict=True):
+    for (sequence, rows, keys), length in zip(case.sequences(), case.lengths, strict=True):
         assert sequence == Case(1, length, length, 4, 2, 16, 16, dtype="float32", causal=True)
-        assert rows.stop - rows.start == length
+        assert rows == keys and rows.stop - rows.start == length
 
 
 def test_the_suite():

@@ -277,7 +277,18 @@ def test_docstring_examples_run():
         "compat.flash_attn_interface",
         "compat.layers.rotary",
     )
-    for name in ("attention", "combine", "explain", "info", "kvcache", "sdpa", "varlen", *compat):
+    for name in (
+        "attention",
+        "cascade",
+        "combine",
+        "explain",
+        "info",
+        "kvcache",
+        "max_logits",
+        "sdpa",
+        "varlen",
+        *compat,
+    ):
         # flashtile.attention is the function; the module of that name stands in sys.modules.
         results = doctest.testmod(importlib.import_module(f"flashtile.{name}"), raise_on_error=False)
         assert results.failed == 0
@@ -285,7 +296,15 @@ def test_docstring_examples_run():
 
 
 def test_exports():
-    functions = ["attention", "attention_kvcache", "attention_varlen", "combine", "explain", "info"]
-    functions += ["scaled_dot_product_attention"]
+    functions = [
+        "attention",
+        "attention_cascade",
+        "attention_kvcache",
+        "attention_varlen",
+        "combine",
+        "explain",
+        "info",
+    ]
+    functions += ["max_logits", "scaled_dot_product_attention"]
     assert sorted(flashtile.__all__) == ["__version__", *functions]
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", flashtile.__version__)

@@ -35,10 +35,18 @@ def cached(q: Tensor, cache: Tensor, flag: bool) -> None:
     flashtile.attention_kvcache(q, cache, cache, cache_seqlens=7, return_lse=flag)
 
 
+def cascaded(q: Tensor, cache: Tensor, flag: bool) -> None:
+    assert_type(flashtile.attention_cascade(q, q, q, cache, cache, cache_seqlens=7), Tensor)
+    pair = flashtile.attention_cascade(q, q, q, cache, cache, cache_seqlens=7, prefix_seqlen=q, return_lse=True)
+    assert_type(pair, tuple[Tensor, Tensor])
+    flashtile.attention_cascade(q, q, q, cache, cache, cache_seqlens=7, return_lse=flag)
+
+
 def others(q: Tensor) -> None:
     assert_type(flashtile.scaled_dot_product_attention(q, q, q, None, 0.0, True), Tensor)
     assert_type(flashtile.scaled_dot_product_attention(q, q, q, flashtile.masks.ColumnMask.full(3, 3)), Tensor)
     assert_type(flashtile.combine([q, q], [q, q]), tuple[Tensor, Tensor])
+    assert_type(flashtile.max_logits(q, q, causal=True, window=(3, None)), Tensor)
     assert_type(flashtile.explain(q, q, q, causal=True, device=torch.device("cpu")), str)
     assert_type(flashtile.explain(q, q, q, device="H100"), str)
     assert_type(str(flashtile.info()), str)

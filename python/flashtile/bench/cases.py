@@ -26,6 +26,8 @@ class Work(enum.Enum):
     BACKWARD = "backward"
     DECODE = "decode"  # a forward of one new token, whose keys and values are in a cache
     PREFILL = "prefill"  # the same of many new tokens
+    CASCADE = "cascade"  # a decode behind a prefix that all sequences share
+    MIXED = "mixed"  # a ragged prefill: chunks of prompts, and single tokens
     FP8 = "fp8"  # a forward of inputs that were rounded to e4m3 beforehand
 
 
@@ -51,6 +53,8 @@ class Case:
     sinks: bool = False
     dropout_p: float = 0.0
     page_size: int = 0  # of a cache; 0: it is contiguous
+    prefix: int = 0  # keys with which all sequences begin alike
+    held: tuple[int, ...] | None = None  # keys of a ragged batch's sequences over a cache; None: as `lengths`
     columns: str = ""  # a kind of column mask, see columns.py; it is the whole mask, without causal and window
 
     @classmethod
@@ -76,17 +80,39 @@ class Case:
         sizes = batch, chunk, seqlen, heads_q, heads_k, head_dim, head_dim
         return cls(*sizes, causal=True, work=Work.PREFILL, **options)
 
+    @classmethod
+    def cascade(cls, batch: int, prefix: int, own: int, heads_q: int, heads_k: int, head_dim: int, **options) -> Case:
+        """A decode of sequences that share their first `prefix` keys."""
+        case = cls.decode(batch, prefix + own, heads_q, heads_k, head_dim, **options)
+        return dataclasses.replace(case, prefix=prefix, work=Work.CASCADE)
+
+    @classmethod
+    def mixed(
+        cls, lengths: Sequence[int], held: Sequence[int], heads_q: int, heads_k: int, head_dim: int, **options
+    ) -> Case:
+        """The newest tokens of each sequence, so many, over a cache of so many rows; q is (T, H, D), and so are k and
+        v."""
+        sizes = len(lengths), sum(lengths), sum(held), heads_q, heads_k, head_dim, head_dim
+        return cls(*sizes, causal=True, work=Work.MIXED, lengths=tuple(lengths), held=tuple(held), **options)
+
     def plain(self) -> Case:
         """The same shape and mask without what else changes scores and weights."""
         return dataclasses.replace(self, softcap=0.0, alibi=False, sinks=False, dropout_p=0.0)
 
-    def sequences(self) -> list[tuple[Case, slice]]:
-        """A ragged batch's sequences, each as a problem of its own with the rows that it lies in."""
-        found, lengths = [], self.lengths or ()
-        for length, end in zip(lengths, itertools.accumulate(lengths), strict=True):
-            alone = dataclasses.replace(self, batch=1, seqlen_q=length, seqlen_k=length, lengths=None)
-            found.append((alone, slice(end - length, end)))
-        return found
+    def sequences(self) -> list[tuple[Case, slice, slice]]:
+        """A ragged batch's sequences, each as a problem of its own with the rows that its queries and keys lie in."""
+        lengths = self.lengths or ()
+        held = lengths if self.held is None else self.held
+        return [
+            (
+                dataclasses.replace(self, batch=1, seqlen_q=length, seqlen_k=keys, lengths=None, held=None),
+                slice(end - length, end),
+                slice(end_of_keys - keys, end_of_keys),
+            )
+            for length, keys, end, end_of_keys in zip(
+                lengths, held, itertools.accumulate(lengths), itertools.accumulate(held), strict=True
+            )
+        ]
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -113,7 +139,10 @@ class Case:
         pages = f" page {self.page_size}" if self.page_size else ""
         rest = f"H{heads} D{pair(self.head_dim, self.head_dim_v)}{pages}"
         if self.lengths is not None:
-            return f"{_lengths_name(self.lengths)} {rest}"
+            over = "" if self.held is None else f" over {_lengths_name(self.held)}"
+            return f"{_lengths_name(self.lengths)}{over} {rest}"
+        if self.prefix:
+            rest = f"prefix {self.prefix} {rest}"
         return f"B{self.batch} S{pair(self.seqlen_q, self.seqlen_k)} {rest}"
 
     def __str__(self) -> str:
@@ -126,7 +155,7 @@ class Case:
         In a ragged batch, of a chunk, within a window and of a column mask the pairs that see each other are counted.
         """
         if self.lengths is not None:
-            pairs: float = sum(count_visible(sequence) for sequence, _ in self.sequences())
+            pairs: float = sum(count_visible(sequence) for sequence, _, _ in self.sequences())
         elif self.columns:
             pairs = count_shown(self)
         elif self.is_square_band:
@@ -144,7 +173,7 @@ class Case:
 
     @property
     def over_a_cache(self) -> bool:
-        return self.work in (Work.DECODE, Work.PREFILL)
+        return self.work in (Work.DECODE, Work.PREFILL, Work.CASCADE)
 
     @property
     def is_full(self) -> bool:
@@ -182,6 +211,8 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
 
     def keys(head_dim: int) -> torch.Tensor:
         numbers = normal(case.seqlen_k, case.heads_k, head_dim)
+        if case.prefix:
+            numbers[:, : case.prefix] = numbers[:1, : case.prefix]
         return numbers.to(torch.float8_e4m3fn).to(numbers.dtype) if case.over_a_cache else numbers
 
     return Inputs(

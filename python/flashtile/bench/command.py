@@ -27,6 +27,7 @@ from flashtile.bench.run import (
     run_profiled_cases,
     usual_peers,
 )
+from flashtile.bench.serving import SUITE, attention_of_serving
 
 
 def measure(
@@ -48,9 +49,10 @@ def measure(
     timed but looked into.
 
     `attention` stands in for flashtile's, in suite varlen for its attention_varlen, in suites decode and prefill for
-    its attention_kvcache, in suite random for `rivals.attention_of_any`; `cases` for the suite's. `peers`
-    (NAME=MODULE:FUNCTION) run beside the usual peers of all suites but host and cpu, and so does by `flex`
-    FlexAttention in forward, backward, masks, decode and random. `seed` is that of suite random, by default 0.
+    its attention_kvcache, in suite random for `rivals.attention_of_any`, in suite serving for `attention_of_serving`;
+    `cases` for the suite's. `peers` (NAME=MODULE:FUNCTION) run beside the usual peers of all suites but serving, host
+    and cpu, and so does by `flex` FlexAttention in forward, backward, masks, decode and random. `seed` is that of suite
+    random, by default 0.
     """
     has_cuda = torch.cuda.is_available()
     suite = suite or ("forward" if has_cuda else "cpu")
@@ -122,6 +124,8 @@ def _attention_of(suite: str) -> Callable[..., torch.Tensor]:
 
     if suite == "random":
         return attention_of_any
+    if suite == SUITE:
+        return attention_of_serving
     names = {"varlen": "attention_varlen"} | dict.fromkeys(SUITES, "attention_kvcache")
     return getattr(flashtile, names.get(suite, "attention"))
 
@@ -189,7 +193,7 @@ def _effort(suite: str, device: torch.device, quick: bool) -> timing.Effort:
         return timing.QUICK_EFFORT
     if suite == "host":
         return timing.HOST_EFFORT
-    if suite == "decode" and device.type == "cuda":
+    if suite in ("decode", SUITE) and device.type == "cuda":
         return timing.DECODE_EFFORT
     if suite == "random" and device.type == "cuda":
         return timing.DRAWN_EFFORT

@@ -27,7 +27,8 @@ CACHE_FORMS = (
     FP8,
     *(f"{FP8} page {size}" for size in PAGE_SIZES),
 )
-OURS_ALL = (*CACHE_FORMS, PLAIN)
+SERVING_FORMS = ("one call", "two calls")  # of suite serving
+OURS_ALL = (*CACHE_FORMS, *SERVING_FORMS, *(f"{SERVING_FORMS[1]} page {size}" for size in PAGE_SIZES[1:]), PLAIN)
 
 
 def arguments(case: Case, device: torch.device) -> dict[str, Any]:

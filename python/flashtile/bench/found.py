@@ -4,6 +4,7 @@ imported. A new one is a row of PACKAGES or, in 8 bits, PACKAGES_OF_FP8."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -14,13 +15,13 @@ from typing import Any
 
 import torch
 
-from flashtile.bench import decode, fp8, options, ragged
+from flashtile.bench import decode, fp8, options, ragged, serving
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.masked import Renamed, as_documents
 from flashtile.bench.oracle import Attention, attention_sdpa
 from flashtile.bench.peers import MATH, RECORDED, Peer, Rounding, math_setting, output_of
 
-SUITES = ("forward", "backward", "varlen", "masks", *decode.SUITES, fp8.SUITE, "memory", "random")
+SUITES = ("forward", "backward", "varlen", "masks", *decode.SUITES, "serving", fp8.SUITE, "memory", "random")
 MATH_SUITES = ("forward", "backward", "memory")
 
 
@@ -84,6 +85,8 @@ class Adapted:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
         if refused := options.words(case):
             raise NotImplementedError(f"{self._name} is not asked for {refused} here")
+        if case.work is Work.MIXED and not isinstance(self._attention, FlashAttention):
+            raise NotImplementedError(f"{self._name} is not asked for mixed batches here")
         return output_of(self._attention(q, k, v, case), q, v)
 
 
@@ -95,10 +98,18 @@ class FlashAttention:
         self._module = module
         self._case: Case | None = None
         over_pages = getattr(module, "flash_attn_with_kvcache", None)
-        names = inspect.signature(over_pages).parameters if over_pages else ()
-        self._table = "page_table" if "page_table" in names else "block_table"
+        self._names = inspect.signature(over_pages).parameters if over_pages else ()
+        self._table = "page_table" if "page_table" in self._names else "block_table"
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Any:
+        if case.work is Work.MIXED:
+            if "cu_seqlens_q" not in self._names:
+                raise NotImplementedError("its function of pages takes no ragged queries")
+            if case is not self._case:
+                over_pages = functools.partial(self._over_pages, max_seqlen_q=max(case.lengths or ()), causal=True)
+                self._mixed = serving.Mixed(over_pages, serving.PAGE_SIZE)
+                self._case = case
+            return self._mixed.together(q, k, v, case)
         if case.lengths is not None:
             lengths = ragged.arguments(case, q.device)
             del lengths["scale"]  # theirs is the same by default

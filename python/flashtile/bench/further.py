@@ -48,7 +48,7 @@ TAKEN = (
     FORMS,
 )
 FLEX_SUITES = ("forward", "backward", "masks", "decode", "random")
-PEER_SUITES = found.SUITES
+PEER_SUITES = tuple(suite for suite in found.SUITES if suite != "serving")
 
 
 def further_peers(suite: str, texts: Sequence[str] = (), *, flex: bool = False) -> list[Peer]:

@@ -20,6 +20,7 @@ from flashtile.bench.peers import OURS, Contestant, Peer, Rounding, contestant, 
 from flashtile.bench.profile import Profiler
 from flashtile.bench.ragged import ragged_peers_of
 from flashtile.bench.rivals import explained, rivals_of
+from flashtile.bench.serving import serving_peers_of
 from flashtile.bench.timing import GRAPH_EFFORT, Effort, Timing, time_device, time_host
 
 Result = dict[str, Any]  # fields of an Entry
@@ -72,6 +73,8 @@ def _over_ours(costs: dict[str, float | None]) -> dict[str, float]:
 
 def usual_peers(device_type: str, attention: Callable[..., torch.Tensor], case: Case) -> list[Peer]:
     """Those of all suites but random."""
+    if case.work in (Work.CASCADE, Work.MIXED):
+        return serving_peers_of(device_type, attention, case)
     if case.over_a_cache:
         return cache_peers_of(device_type, attention, case)
     if case.work is Work.FP8:
@@ -269,18 +272,18 @@ class _Judge:
         given, oracle = inputs, Oracle if rounding is None else RoundedInputsOracle if by_inputs else RoundedOracle
         if rounding is not None:
             inputs = numbers_of(rounding(*inputs[:3]), inputs.dout)
-        problems = [(case, None)] if case.lengths is None else case.sequences()
+        problems = [(case, None, None)] if case.lengths is None else case.sequences()
         self._oracles = [
             (
                 rows,
                 oracle(
-                    _problem_of(inputs, rows),
+                    _problem_of(inputs, rows, keys),
                     dataclasses.replace(problem, batch=1),
                     gradients=case.work is Work.BACKWARD,
-                    **({"given": _problem_of(given, rows)} if by_inputs else {}),
+                    **({"given": _problem_of(given, rows, keys)} if by_inputs else {}),
                 ),
             )
-            for problem, rows in problems
+            for problem, rows, keys in problems
         ]
 
     def __call__(self, found: dict[str, torch.Tensor]) -> list[Verdict]:
@@ -296,8 +299,9 @@ def _badness(verdict: Verdict) -> tuple[bool, float]:
     return not verdict.ok, verdict.error / verdict.allowed if verdict.allowed else 0.0
 
 
-def _problem_of(inputs: Inputs, rows: slice | None) -> Inputs:
-    return Inputs(*(_rows_of(tensor, rows) for tensor in inputs)).one_kv_head()
+def _problem_of(inputs: Inputs, rows: slice | None, keys: slice | None) -> Inputs:
+    sides = zip(inputs, (rows, keys, keys, rows), strict=True)
+    return Inputs(*(_rows_of(tensor, side) for tensor, side in sides)).one_kv_head()
 
 
 def _rows_of(tensor: torch.Tensor, rows: slice | None) -> torch.Tensor:

@@ -19,10 +19,18 @@ RAGGED_HEADS = ((16, 16), (32, 8))
 DECODE_HEADS = ((32, 8, 128), (16, 16, 128), (64, 8, 64))  # H_q, H_k, D
 DECODE_SIZES = ((1, 8192), (1, 131072), (4, 8192), (16, 8192), (64, 4096), (128, 4096), (128, 8192))  # B, S_k
 PREFILL_SIZES = ((16, 128, 2048), (4, 512, 8192), (1, 2048, 32768))  # B, S_q, S_k
+CASCADES = ((64, 8192, 512), (16, 32768, 512))  # B, keys of all, keys of each
+# Chunks, their queries, their keys, single tokens, whose keys are spread over a range.
+MIXED_BATCHES = ((4, 512, 8192, 64), (2, 2048, 8192, 128), (1, 512, 8192, 128), (1, 2048, 8192, 16))
+MIXED_HEADS = ((32, 8, 128), (16, 16, 128))  # H_q, H_k, D
+FEWEST_HELD, MOST_HELD = 4096, 16384
 MASK_TOKENS = 32768
 MASK_HEADS = ((32, 8, 64), (16, 16, 128), (8, 8, 256))  # H_q, H_k, D
 LONG_MASKS = ("causal", "causal_document", "document", "share_question")
-NAMES = ("forward", "backward", "varlen", "masks", "decode", "prefill", "fp8", "memory", "host", "cpu", "random")
+NAMES = (
+    *("forward", "backward", "varlen", "masks", "decode", "prefill", "serving", "fp8"),
+    *("memory", "host", "cpu", "random"),
+)
 MEMORY = (Work.FORWARD, Work.FORWARD_WITH_GRAD, Work.BACKWARD)
 
 
@@ -42,6 +50,8 @@ def cases(
         return _decode(dtype, device_type)
     if name == "prefill":
         return _prefill(dtype, device_type)
+    if name == "serving":
+        return _serving(dtype, device_type)
     if name == "fp8":
         return _fp8(dtype, full)
     if name == "memory":
@@ -76,6 +86,11 @@ def quick(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda") -> l
         return [Case.decode(*each, dtype=dtype) for each in sizes]
     if name == "prefill":
         return [Case.prefill(*each, dtype=dtype) for each in ((2, 64, 256, 4, 2, 64), (1, 192, 320, 8, 1, 128))]
+    if name == "serving":
+        return [
+            Case.cascade(3, 64, 48, 4, 2, 64, dtype=dtype),
+            Case.mixed((24, 40, 1, 1), (100, 40, 70, 1), 4, 2, 64, dtype=dtype),
+        ]
     if name == "fp8":
         heads = ((1, 256, 2, 2, 64), (2, 200, 4, 2, 128), (1, 130, 2, 1, 256))
         return [
@@ -212,6 +227,22 @@ def _prefill(dtype: str, device_type: str) -> list[Case]:
         Case.prefill(batch, chunk // part, seqlen // part, heads // part, kv_heads // part, head_dim, dtype=dtype)
         for (heads, kv_heads, head_dim), (batch, chunk, seqlen) in itertools.product(DECODE_HEADS, PREFILL_SIZES)
     ]
+
+
+def _serving(dtype: str, device_type: str) -> list[Case]:
+    part = 1 if device_type == "cuda" else 8
+    cases = [
+        Case.cascade(batch, prefix // part, own // part, heads // part, kv_heads // part, head_dim, dtype=dtype)
+        for (heads, kv_heads, head_dim), (batch, prefix, own) in itertools.product(DECODE_HEADS, CASCADES)
+    ]
+    for (heads, kv_heads, head_dim), batch in itertools.product(MIXED_HEADS, MIXED_BATCHES):
+        chunks, queries, keys, tokens = batch
+        source = random.Random(0)
+        held = [source.randint(FEWEST_HELD // part, MOST_HELD // part) for _ in range(tokens)]
+        lengths = [*[queries // part] * chunks, *[1] * tokens]
+        keys_of_each = [*[keys // part] * chunks, *held]
+        cases.append(Case.mixed(lengths, keys_of_each, heads // part, kv_heads // part, head_dim, dtype=dtype))
+    return cases
 
 
 def _memory(dtype: str, full: bool) -> list[Case]:
