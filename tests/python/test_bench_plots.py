@@ -47,7 +47,7 @@ def luminance(colour):
 def test_every_number_of_a_stored_run_has_its_place(path):
     record = report.read(path)
     if record["suite"] in ("random", "distributed"):
-        pytest.skip("has no picture")
+        pytest.skip("has no picture, or one of some of its cells")
     figure = plots.figure_of(record)
     drawn = [number for panel in figure.panels.values() for line in panel.lines.values() for number in line.values()]
     measure, _ = report.measure_of(record)
@@ -64,6 +64,18 @@ def test_every_number_of_a_stored_run_has_its_place(path):
     peers = [name for name in figure.names if name not in (*OURS_ALL, DENSE, BAND, VARLEN, IN_16_BITS, FORMULA)]
     colours = {plots.style_of(name, figure.names).colour for name in peers}
     assert len(colours) == min(len(peers), len(plots.COLOURS))
+
+
+def test_a_run_of_ranks_is_drawn_where_it_has_several_lengths():
+    ideal, ring = {"forward": 1.0}, {"forward": 2.0}
+    cells = [
+        {"name": name, "seconds": {"ideal": ideal, "ring": ring}}
+        for name in ("S256 H1/1 D8 causal", "S64 H1/1 D8 causal", "S64 H1/1 D8 full")
+    ]
+    figure = plots.figure_of({"suite": "distributed", "ranks": 2, "machine": MACHINE, "cells": cells})
+    (panel,) = figure.panels.values()
+    assert panel.places == ["S64", "S256"] and panel.lines == {"ring": {"S64": 0.5, "S256": 0.5}}
+    assert figure.panels.keys() == {("forward", "H1/1 D8 causal")} and figure.roof[1] == 1.0
 
 
 def test_panels_are_by_head_dimension_and_mask_and_grouped_heads_are_on_no_curve():

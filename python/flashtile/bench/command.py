@@ -150,11 +150,14 @@ def show_stored(
     """Prints stored runs as Markdown, or puts them between the result marks of `page`; draws them if told where."""
     if page:
         report.around_results(page)  # nothing is drawn for a page that has no place for it
+    from flashtile.bench import ranks
+
     records = [report.read(path) for path in paths]
+    served = suites.NAMES if brief else (*suites.NAMES, "distributed")
     for path, record in zip(paths, records, strict=True):
         with report.reading(path):
-            if record["suite"] not in suites.NAMES:
-                expected = f"expected one of {', '.join(suites.NAMES)}"
+            if record["suite"] not in served:
+                expected = f"expected one of {', '.join(served)}"
                 raise Refusal(f"bench: {path} has suite {record['suite']!r}, {expected}")
     names = [record["suite"] for record in records]
     if plots_folder and len(set(names)) < len(names):
@@ -167,7 +170,8 @@ def show_stored(
     texts = []
     for path, record, link in zip(paths, records, links, strict=True):
         with report.reading(path):
-            texts.append(report.brief_row(record) if brief else report.markdown(record, link))
+            of_page = ranks.markdown if record["suite"] == "distributed" else report.markdown
+            texts.append(report.brief_row(record) if brief else of_page(record, link))
     for path, record, picture in zip(paths, records, pictures, strict=True):
         if picture:
             with report.reading(path):

@@ -64,6 +64,11 @@ STYLES = {
     "cuDNN fp8": Style(BLUE, "v"),
     "Triton": Style(PURPLE, "p"),
     "Flex": Style(RED, "^"),
+    "ring": Style(VERMILION, "o"),
+    "all_gather": Style(VERMILION, "s", "--"),
+    "ulysses": Style(VERMILION, "D", ":"),
+    "ulysses_ring": Style(VERMILION, "v", ":"),
+    "auto": Style(VERMILION, "P", "-."),
     FORMULA: Style(INK, "", "--"),
 }
 
@@ -121,6 +126,8 @@ def check(suite: str) -> None:
 def figure_of(record: Record) -> Figure:
     suite = record["suite"]
     check(suite)
+    if suite == "distributed":
+        return _figure_of_ranks(record)
     measure, unit = measure_of(record)
     panels: dict[tuple[str, str], Panel] = {}
     names: dict[str, None] = {}
@@ -149,6 +156,36 @@ def figure_of(record: Record) -> Figure:
         names=list(names),
         roof=_roof(record, unit),
         logarithmic=suite == "memory",
+    )
+
+
+def _figure_of_ranks(record: Record) -> Figure:
+    """The heads and masks that there are of several lengths: how much of the ideal each method has."""
+    panels: dict[tuple[str, str], Panel] = {}
+    names: dict[str, None] = {}
+    for cell in sorted(record["cells"], key=lambda cell: int(cell["name"].split()[0][1:])):
+        place, column = cell["name"].split(" ", 1)
+        for name, times in cell["seconds"].items():
+            for work, seconds in times.items() if name != "ideal" else ():
+                row = work.replace("forward and backward", "both passes")
+                panel = panels.setdefault((row, column), Panel())
+                if place not in panel.places:
+                    panel.places.append(place)
+                panel.curve.add(place)
+                panel.lines.setdefault(name, {})[place] = cell["seconds"]["ideal"][work] / seconds
+                names[name] = None
+    panels = {key: panel for key, panel in panels.items() if len(panel.places) > 1}
+    machine, ranks = record["machine"], record["ranks"]
+    return Figure(
+        title=f"Suite distributed: {ranks} ranks, {machine['device']}, {machine['date'][:10]} (higher is better)",
+        unit="of the ideal",
+        axis="rows of all ranks",
+        rows=list(dict.fromkeys(row for row, _ in panels)),
+        columns=list(dict.fromkeys(column for _, column in panels)),
+        panels=panels,
+        names=list(names),
+        roof=("one device / ranks", 1.0),
+        logarithmic=False,
     )
 
 
@@ -193,7 +230,8 @@ def draw(record: Record, path: Path) -> None:
                 ax.set_xlabel(figure.axis)
         handles = [seen[name] for name in (*figure.names, "roof") if name in seen]
         canvas.suptitle(figure.title, fontsize=10, fontweight="bold", color=INK)
-        canvas.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6), frameon=False)
+        columns = min(len(handles), 6 if max(map(len, figure.names)) < 20 else 3)
+        canvas.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
         written = io.StringIO()
         canvas.savefig(written, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator")))
     path.parent.mkdir(parents=True, exist_ok=True)

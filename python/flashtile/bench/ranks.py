@@ -116,26 +116,47 @@ def _measure(cases: Sequence[Case], size: int, device: torch.device, json_path: 
     return 0
 
 
+def markdown(record: dict[str, Any], picture: str | None = None) -> str:
+    """For a page, as report.markdown."""
+    grid = _Grid(record)
+    drawn = [f"![{grid.title}]({picture})"] if picture else []
+    said = f"{grid.title}: ms of a call, and in brackets how much of the ideal that is. {report.source(record)}; calls "
+    said += "that follow each other, as layers do."
+    return "\n\n".join(["## Suite distributed", said, *drawn, report.markdown_table(grid.header, grid.rows, words=2)])
+
+
 def _table(record: Mapping[str, Any]) -> Table:
-    """Milliseconds, and how much of the ideal that is: what one device takes for all of it, divided by the ranks."""
-    ranks = record["ranks"]
-    what = f"{ranks} ranks" if ranks > 1 else f"one rank of {SHARERS}, without messages"
-    table = Table(title=f"suite distributed, {what}, {record['machine']['device']}")
-    names = list(dict.fromkeys(name for cell in record["cells"] for name in cell["seconds"]))
-    for column in ("", "work", *names):
-        table.add_column(column, justify="left" if column in ("", "work") else "right")
-    for cell in record["cells"]:
-        for work in WORKS:
-            found = {name: times[work] for name, times in cell["seconds"].items() if work in times}
-            ideal = found.get("ideal")
-            texts = [
-                "—"
-                if name not in found
-                else f"{1e3 * found[name]:.3g}" + (f" ({ideal / found[name]:.2f})" if ideal else "")
-                for name in names
-            ]
-            table.add_row(cell["name"], work, *texts)
+    """For the terminal."""
+    grid = _Grid(record)
+    table = Table(title=grid.title)
+    for i, column in enumerate(grid.header):
+        table.add_column(column, justify="left" if i < 2 else "right")
+    for row in grid.rows:
+        table.add_row(*row)
     return table
+
+
+class _Grid:
+    """Milliseconds, and how much of the ideal that is: what one device takes for all of it, divided by the ranks."""
+
+    def __init__(self, record: Mapping[str, Any]):
+        ranks = record["ranks"]
+        what = f"{ranks} ranks" if ranks > 1 else f"one rank of {SHARERS}, without messages"
+        self.title = f"suite distributed, {what}, {record['machine']['device']}"
+        names = list(dict.fromkeys(name for cell in record["cells"] for name in cell["seconds"]))
+        self.header = ["case", "work", *names]
+        self.rows = [
+            [cell["name"], work, *(self._text(cell["seconds"], name, work) for name in names)]
+            for cell in record["cells"]
+            for work in WORKS
+        ]
+
+    @staticmethod
+    def _text(seconds: Mapping[str, Mapping[str, float]], name: str, work: str) -> str:
+        found = seconds.get(name, {}).get(work)
+        if found is None:
+            return "—"
+        return f"{1e3 * found:.3g}" + (f" ({seconds['ideal'][work] / found:.2f})" if name != "ideal" else "")
 
 
 class _Run:

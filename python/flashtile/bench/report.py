@@ -397,7 +397,7 @@ def source(record: Record) -> str:
     for peer, version in machine.get("peers", {}).items():
         versions += f", {peer} {version}"
     commit = "-".join([revision[:12], *dirty]) or "an unknown commit"
-    rounds = "" if record["suite"] == "memory" else " in interleaved rounds"
+    rounds = "" if record["suite"] in ("memory", "distributed") else " in interleaved rounds"
     return (
         f"Measured on {machine['device']} on {machine['date'][:10]}{rounds}, flashtile "
         f"{machine['flashtile']} at {commit}, {versions}"

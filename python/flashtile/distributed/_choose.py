@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ._heads import Heads
-from ._pairs import ALIGNED, Band, Places, calls_of, needed_keys, pieces_of, visible
-from .layout import Layout, common, of_sets, rows_of
+from ._pairs import ALIGNED, Band, Places, calls_of, gathered_keys, pieces_of, visible
+from .layout import Layout, of_sets, rows_of, without
 
 METHODS = ("auto", "ring", "all_gather", "ulysses", "ulysses_ring")
 
-# Of one H200, in FLOP/s, by the largest head dimension: forward, and backward, of long causal sequences
-# (benchmarks/results: h200-forward-2026-11-26, h200-backward-2026-11-25b).
-_RATES = ((64, 650e12, 580e12), (128, 815e12, 650e12), (256, 840e12, 530e12))
+# Of H200s that are busy all the time, in FLOP/s, by the largest head dimension: forward, and backward, of long causal
+# sequences; and what the copy engines of two of them carry (benchmarks/results: h200x2-distributed-2026-11-28).
+_RATES = ((64, 565e12, 535e12), (128, 720e12, 580e12), (256, 705e12, 465e12))
+_NVLINK, _NETWORK = 375e9, 50e9  # bytes a second that a rank sends, and receives meanwhile
+_HEADS = 190e9  # at most, of heads: they do not lie one behind the other, so kernels send them and copy what arrives
 _MEMORY = 3.5e12  # bytes a second of device memory that a merge gets
-_NVLINK, _NETWORK = 450e9, 50e9  # bytes a second that a rank sends, and receives meanwhile
 _MESSAGE = 20e-6  # seconds until a message is on its way
 _LAUNCH = 10e-6  # seconds that a call of a kernel takes beside its work
 _EXACT_RANKS = 64  # up to which each rank's part in each step is counted
@@ -89,23 +90,22 @@ def bandwidth_of(ranks: int) -> float:
 
 
 @lru_cache(maxsize=256)
-def _counted(shape: Shape, degree: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """For each rank among which keys travel: the pairs of a row and a key in each step of a ring, and the keys that it
-    gets when they are gathered."""
+def _counted(shape: Shape, degree: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[bool, int], ...]]:
+    """For each rank among which keys travel: the pairs of a row and a key in each step of a ring; and whether it begins
+    with its own keys where they are gathered, and how many of others it gets."""
     queries, keys = _of_sets(shape, degree)
     members = queries.ranks
-    everything = ((0, keys.length),) if keys.length else ()
+    band, documents, places = shape.band, shape.documents, shape.places
     pairs, gathered = [], []
-    for member in range(members):
-        rows = queries.runs[member]
-        needed = needed_keys(rows, everything, shape.band, shape.documents, shape.places)
-        gathered.append(rows_of(needed) - rows_of(common(needed, keys.runs[member])))
+    sharers = max(shape.heads_q // max(shape.heads_k, 1), 1)
+    for member, (begins, run) in enumerate(gathered_keys(queries, keys, band, documents, places, sharers)):
+        gathered.append((begins, rows_of(without(run, keys.runs[member]))))
         if members <= _EXACT_RANKS:
             blocks = [keys.runs[(member - step) % members] for step in range(members)]
         else:
-            blocks = [needed]
+            blocks = [run]
         of_blocks = [
-            sum(visible(call) for call in calls_of(rows, block, shape.band, shape.documents, shape.places))
+            sum(visible(call) for call in calls_of(queries.runs[member], block, band, documents, places))
             for block in blocks
         ]
         if members > _EXACT_RANKS:
@@ -146,23 +146,31 @@ def _timed(shape: Shape, name: str, degree: int, inner: str, bandwidth: float) -
         rate = rates[backward] / (2 * products * shape.batch * most_q)  # pairs a second
         # A part waits for the others, and all are read once: see _rows.py.
         merge = rows * most_q * shape.batch * shape.head_dim_v * shape.bytes / _MEMORY + _LAUNCH
-        # In backward gradients are sent, too: in float32, or as two parts of 16 bits.
-        of_key = most_k * row_bytes
-        of_key += 4 * most_k * shape.batch * width if backward else 0
+        of_key, of_gradient = most_k * row_bytes, 4 * most_k * shape.batch * width if backward else 0
         if inner == "ring":
             blocks = [max(of) / rate + merge for of in zip(*pairs, strict=True) if max(of)]
-            moved = keys * of_key * (len(blocks) - 1)
-            transfer = keys * of_key / bandwidth + _MESSAGE
-            seconds += sum(max(block, transfer) for block in blocks[:-1]) + sum(blocks[-1:])
-            seconds += transfer if backward and len(blocks) > 1 else 0  # of the last sums, on their way home
+            # While a step computes, the keys of the next one come, and gradients of the one before leave. Those of the
+            # first block that is another's leave as a call left them, the rest in float32.
+            messages = [of_key] * (len(blocks) - 1)
+            messages[2:] = [of_key + of_gradient] * len(messages[2:])
+            last = (of_gradient / (2 if len(blocks) == 2 else 1)) if len(blocks) > 1 else 0
+            waits = [keys * message / bandwidth + _MESSAGE for message in messages]
+            seconds += sum(map(max, blocks, waits)) + blocks[-1] if blocks else 0
+            seconds += keys * last / bandwidth + _MESSAGE if last else 0
+            moved = keys * int(sum(messages) + last)
         else:
-            blocks = [max(map(sum, pairs)) / rate + merge]
-            moved = max(gathered) * of_key
-            seconds += blocks[0] + (moved / bandwidth + _MESSAGE * (1 + backward) if moved else 0)
+            own = [of[0] / rate if begins else 0.0 for of, (begins, _) in zip(pairs, gathered, strict=True)]
+            come = [others * of_key / bandwidth + _MESSAGE if others else 0.0 for _, others in gathered]
+            rest = [sum(of) / rate - first + merge for of, first in zip(pairs, own, strict=True)]
+            blocks = [max(x + y for x, y in zip(own, rest, strict=True))]
+            most = max(others for _, others in gathered)
+            seconds += max(max(x, y) + z for x, y, z in zip(own, come, rest, strict=True))
+            seconds += most * of_gradient / bandwidth + _MESSAGE if most and backward else 0  # two parts of 16 bits
+            moved = most * (of_key + of_gradient)
         computing += sum(blocks)
         # Queries and outputs, keys and values leave once, or in backward their gradients.
         exchanged = (rows * shape.heads_q + keys * shape.heads_k) * row_bytes // degree * (degree - 1) // degree
-        seconds += exchanged / bandwidth + 2 * _MESSAGE if degree > 1 else 0
+        seconds += exchanged / min(_HEADS, bandwidth) + 2 * _MESSAGE if degree > 1 else 0
         sent += moved + exchanged
     return Choice(name, degree, inner, seconds, computing, sent)
 

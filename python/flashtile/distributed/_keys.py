@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ._exchange import Group
 from ._local import Block, Local, Saved, cached_calls
-from ._pairs import Band, Places, needed_keys
+from ._pairs import Band, Places, gathered_keys, needed_keys
 from ._route import Delivery, Route, Routes, Spec, spec_of
 from ._rows import Rows, Sums
-from .layout import Layout, Run, Runs, common, places_in, rows_of, without
+from .layout import Layout, Run, Runs, common, places_in, rows_of
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -136,7 +136,7 @@ class AllGather:
     def __init__(self, members: Members, local: Local):
         self.members, self.local, self.routes = members, local, Routes()
         given = members.queries, members.keys, local.band, local.documents, local.places(), local.sharers
-        self.begins_with_own, self.gathered = zip(*_gathered(*given), strict=True)
+        self.begins_with_own, self.gathered = zip(*gathered_keys(*given), strict=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Rows:
         total, me = self.local.begin(q, v.shape[-1]), self.members.index
@@ -255,22 +255,6 @@ def _steps(queries: Layout, keys: Layout, band: Band, documents: tuple[int, ...]
             if needed_keys(queries.runs[member], block, band, documents, places):
                 return step + 1
     return 1
-
-
-@lru_cache(maxsize=1024)
-def _gathered(
-    queries: Layout, keys: Layout, band: Band, documents: tuple[int, ...] | None, places: Places, sharers: int
-) -> tuple[tuple[bool, Runs], ...]:
-    """For each member whether it attends to its own keys first, and which keys it gathers: all that its rows see, or
-    those of them that are not its own. That takes a pass over its results to put them together, so it is done where
-    keys are so many that they take longer to come; `sharers` query heads share a KV head."""
-    everything, found = ((0, keys.length),) if keys.length else (), []
-    for rows, own in zip(queries.runs, keys.runs, strict=True):
-        needed = needed_keys(rows, everything, band, documents, places)
-        others = without(needed, own)
-        begins_with_own = 2 * rows_of(others) >= sharers * rows_of(rows) > 0
-        found.append((begins_with_own, others if begins_with_own else needed))
-    return tuple(found)
 
 
 @lru_cache(maxsize=4096)

@@ -10,9 +10,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
-from .layout import Run, Runs, union
+from .layout import Layout, Run, Runs, rows_of, union, without
 
 FAR = 1 << 40  # beyond any distance
 
@@ -132,6 +133,22 @@ def needed_keys(
             begin = _down(begin - origin, ALIGNED) + origin
         needed += [(max(begin, k.run[0]), min(end, k.run[1])) for k in of_document.get(piece.document, ())]
     return union(needed)
+
+
+@lru_cache(maxsize=1024)
+def gathered_keys(
+    queries: Layout, keys: Layout, band: Band, documents: tuple[int, ...] | None, places: Places, sharers: int
+) -> tuple[tuple[bool, Runs], ...]:
+    """For each member whether it attends to its own keys first, and which keys it gathers: all that its rows see, or
+    those of them that are not its own. That takes a pass over its results to put them together, so it is done where
+    keys are so many that they take longer to come; `sharers` query heads share a KV head."""
+    everything, found = ((0, keys.length),) if keys.length else (), []
+    for rows, own in zip(queries.runs, keys.runs, strict=True):
+        needed = needed_keys(rows, everything, band, documents, places)
+        others = without(needed, own)
+        begins_with_own = 2 * rows_of(others) >= sharers * rows_of(rows) > 0
+        found.append((begins_with_own, others if begins_with_own else needed))
+    return tuple(found)
 
 
 def calls_of(
