@@ -225,12 +225,32 @@ def check(rank, size, device, backend, port, wanted):
                 except AssertionError as failure:
                     wrong += 1
                     print(f"rank {rank} of {size}, {case.name}, {layout}, {method}: {failure}", flush=True)
+    if device == "cuda" and not on_two_streams(size):
+        wrong += 1
+        print(f"rank {rank} of {size}: results of one stream were not those of two", flush=True)
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
         print(f"{count} calls", flush=True)
     if wrong or not count:
         sys.exit(1)
+
+
+def on_two_streams(size):
+    """Whether calls on two streams in turn, whose messages share memory, have the results of calls one by one."""
+    tensors = [torch.randn(3, 1, 2048 // size * size, 8, 64, device="cuda", dtype=torch.float16) for _ in range(8)]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for method in ("ring", "all_gather"):
+        expected = [distributed.attention(*x, method=method) for x in tensors]
+        torch.cuda.synchronize()
+        found = []
+        for i, x in enumerate(tensors):
+            with torch.cuda.stream(streams[i % 2]):
+                found.append(distributed.attention(*x, method=method))
+        torch.cuda.synchronize()
+        if not all(map(torch.equal, found, expected)):
+            return False
+    return True
 
 
 def _narrow(case):

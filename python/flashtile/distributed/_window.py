@@ -82,6 +82,7 @@ class Window:
         self.memory[: self.begin].zero_()
         self.stream = torch.cuda.Stream(device)
         self.count = 0  # of deliveries
+        self.readers: set[torch.cuda.Stream] = set()  # streams that have read what came
         self.plans: WeakKeyDictionary[Route, dict[int, _Plan]] = WeakKeyDictionary()  # for each buffer
 
     def deliver(self, route: Route, sends: Tensors) -> Delivery:
@@ -94,7 +95,9 @@ class Window:
         for place, x in zip(plan.own, sends.get(self.group.rank, ()), strict=True):
             place.copy_(x)
         # What this rank's buffer held before has been read when this stream gets here.
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        for stream in self.readers | {torch.cuda.current_stream(self.device)}:
+            self.stream.wait_stream(stream)
+        self.readers.clear()
         self._write(plan.may_write, count)
         with torch.cuda.stream(self.stream):
             for way in plan.ways:
@@ -106,6 +109,7 @@ class Window:
 
         def until_all_came(sends: Any = sends) -> None:  # which has to outlive the sending
             current = torch.cuda.current_stream(self.device)
+            self.readers.add(current)
             current.wait_event(gone)
             self._wait(current, plan.are_there, count)
 
