@@ -1,6 +1,7 @@
 """flashtile: exact attention for PyTorch that never stores the score matrix."""
 
 from ._build import VERSION as __version__
+from ._invariance import batch_invariant_mode
 from .attention import attention
 from .combine import combine
 from .explain import explain
@@ -14,6 +15,7 @@ __all__ = [
     "attention",
     "attention_kvcache",
     "attention_varlen",
+    "batch_invariant_mode",
     "combine",
     "explain",
     "info",

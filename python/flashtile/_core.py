@@ -24,7 +24,7 @@ _FLAT = {  # what takes the parts of a jagged nested tensor
 
 
 def forward_with_state(q, k, v, options):
-    """(out, lse, state): `state` is what `gradients` wants of the softmax."""
+    """(out, lse, state): `state` is what `gradients` wants of the softmax, on CUDA lse where batch_invariant is."""
     try:
         return _C.forward_with_state(q, k, v, options)
     except _C.Unreadable:

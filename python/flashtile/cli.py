@@ -104,9 +104,7 @@ def _add_explain(commands: Any) -> None:
     explain.add_argument(
         "--splits", type=_whole(0), metavar="N", help="of a cache: parts that keys are divided into (default: 0, any)"
     )
-    explain.add_argument(
-        "--batch-invariant", action="store_true", help="of a cache: results that depend on no neighbour"
-    )
+    explain.add_argument("--batch-invariant", action="store_true", help="results that depend on no neighbour")
     explain.set_defaults(command=_explain)
 
 
@@ -308,7 +306,7 @@ def _problem(options: argparse.Namespace, device: str) -> tuple[list[torch.Tenso
 
     head_dim_v = options.D if options.D_v is None else options.D_v
     cached = options.cache or options.page_size is not None
-    for_caches = {"--splits": options.splits is not None, "--batch-invariant": options.batch_invariant}
+    for_caches = {"--splits": options.splits is not None}
     for_others = {"--dropout": options.dropout != 0, "--deterministic": options.deterministic}
     for name, given in (for_others if cached else for_caches).items():
         if given:
@@ -324,6 +322,7 @@ def _problem(options: argparse.Namespace, device: str) -> tuple[list[torch.Tenso
         "window": None if options.window is None else tuple(options.window),
         "scale": options.scale,
         "softcap": options.softcap,
+        "batch_invariant": options.batch_invariant or None,
     }
     if options.alibi:
         named["alibi_slopes"] = torch.empty(options.H_q, device="meta")
@@ -334,7 +333,7 @@ def _problem(options: argparse.Namespace, device: str) -> tuple[list[torch.Tenso
         named["cu_seqlens_q"] = torch.arange(batch + 1, **tables) * options.S_q
     if cached:
         named["cache_seqlens"] = torch.full((batch,), options.S_k, **tables)
-        named |= {"num_splits": options.splits or 0, "batch_invariant": options.batch_invariant}
+        named |= {"num_splits": options.splits or 0}
         if options.page_size is not None:
             pages = -(-options.S_k // options.page_size)
             keys = batch * pages, options.page_size

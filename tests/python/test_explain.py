@@ -285,7 +285,15 @@ def test_docstring_examples_run():
 
 
 def test_exports():
-    functions = ["attention", "attention_kvcache", "attention_varlen", "combine", "explain", "info"]
+    functions = [
+        "attention",
+        "attention_kvcache",
+        "attention_varlen",
+        "batch_invariant_mode",
+        "combine",
+        "explain",
+        "info",
+    ]
     functions += ["scaled_dot_product_attention"]
     assert sorted(flashtile.__all__) == ["__version__", *functions]
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", flashtile.__version__)
