@@ -159,11 +159,12 @@ def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="time flashtile against PyTorch's attention")
     bench.add_argument(
         "--suite",
-        choices="forward backward varlen masks decode prefill fp8 memory host cpu random distributed".split(),
+        choices="forward backward varlen masks decode prefill fp8 memory host cpu random invariant distributed".split(),
         help="varlen: ragged batches, forward and backward; masks: FlashMask's kinds of column masks, the same; "
         "decode: one new token over a cache; prefill: many; fp8: forward of e4m3 numbers, and beside it of 16 bits; "
         "memory: bytes at the peak instead of time; host: until a call returns; random: shapes and options of all "
-        "kinds, drawn by --seed, of which the worst are shown; distributed: a sequence on the ranks that torchrun has "
+        "kinds, drawn by --seed, of which the worst are shown; invariant: training, prefill and decoding with "
+        "batch_invariant and without; distributed: a sequence on the ranks that torchrun has "
         "started, or without it the work of one rank of four (default: forward, or cpu without CUDA)",
     )
     bench.add_argument(
@@ -182,7 +183,7 @@ def _add_bench(commands: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=MODULE:FUNCTION",
-        help="all suites but host and cpu: also time FUNCTION(q, k, v, causal), imported from "
+        help="all suites but host, cpu and invariant: also time FUNCTION(q, k, v, causal), imported from "
         "MODULE; it takes tensors (B, S, H, D) and returns out, or a tuple with out first, which suite backward "
         "differentiates; suite varlen, and of documents suite masks, call it with tensors (T, H, D) and the keywords "
         "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal and scale, suites decode and prefill with q "

@@ -114,8 +114,8 @@ class Figure:
 
 def check(suite: str) -> None:
     """Refuses a suite whose cells are on no curve."""
-    if suite == "random":
-        raise Refusal("bench: --plots is given with suite 'random', expected another: its cells are on no curve")
+    if suite in ("random", "invariant"):
+        raise Refusal(f"bench: --plots is given with suite {suite!r}, expected another: its cells are on no curve")
 
 
 def figure_of(record: Record) -> Figure:
