@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 
 import flashtile
 from flashtile import _C
+from flashtile._core import forward_with_state
+from flashtile._options import attention_options
 from flashtile.compat import flash_attn, vllm_flash_attn
 
 each_device = pytest.mark.parametrize("device", DEVICE_PARAMS)
@@ -491,6 +493,15 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="num_splits is 3, expected 0 with batch_invariant"):
         with flashtile.batch_invariant_mode():
             CALLS["attention_kvcache"](num_splits=3)
+
+
+def test_partial_results_are_refused():
+    q = torch.randn(1, 8, 2, 16)
+    with flashtile.batch_invariant_mode():
+        flashtile.attention(q, q, q, return_lse=True)
+        with pytest.raises(NotImplementedError, match=r"^attention: batch_invariant_mode is on, expected"):
+            forward_with_state(q, q, q, attention_options())
+    forward_with_state(q, q, q, attention_options())
 
 
 def test_nothing_is_left_to_pytorch():
