@@ -21,6 +21,7 @@ from flashtile import _C
 from flashtile._core import forward_with_state
 from flashtile._options import attention_options
 from flashtile.compat import flash_attn, vllm_flash_attn
+from flashtile.integrations import pytorch
 
 each_device = pytest.mark.parametrize("device", DEVICE_PARAMS)
 LAW = settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -345,6 +346,7 @@ def test_compiled_calls_and_other_results(device):
     incoming = case.incoming(*flashtile.attention(*inputs, return_lse=True, **options))
     expected = both_passes(flashtile.attention, *inputs, *incoming, batch_invariant=True, **options)
     compiled = torch.compile(flashtile.attention, backend="aot_eager", fullgraph=True)
+    compiled(*inputs, **options)  # the mode is to have a graph of its own
     with flashtile.batch_invariant_mode():
         assert_same_bits(both_passes(compiled, *inputs, *incoming, **options), expected, "compiled, in the mode")
         place = torch.empty_like(inputs[0])
@@ -352,6 +354,22 @@ def test_compiled_calls_and_other_results(device):
         assert_same_bits((place,), expected, "in a tensor that is given")
     again = both_passes(compiled, *inputs, *incoming, batch_invariant=True, **options)
     assert_same_bits(again, expected, "compiled")
+
+
+@pytest.mark.gpu
+def test_pytorchs_flash_attention():
+    """Once activated, forward tells backward of the mode, whichever thread that runs on."""
+    case = Case("activated", dtype=BF16, seqlen_q=200, seqlen_k=200)
+    q, k, v = case.tensors("cuda")
+    dout, _ = case.incoming(q, q)
+    how = (None, None, 200, 200, 0.0, True)
+    forward, backward = (pytorch._FUNCTIONS[f"_flash_attention_{name}"] for name in ("forward", "backward"))
+    with flashtile.batch_invariant_mode():
+        out, lse, seed, unused, _ = forward(q, k, v, *how, False)
+    found = (out, lse, *backward(dout, q, k, v, out, lse, *how, seed, unused))
+    options = dict(causal=True, batch_invariant=True)
+    expected = both_passes(flashtile.attention, q, k, v, dout, torch.zeros_like(lse), **options)
+    assert_same_bits(found, expected, "of PyTorch's function")
 
 
 # ---- which calls are batch-invariant, as plans for a GPU say
