@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from . import _C
+from ._options import ALIBI_SLOPES, SEQUENCES, SINKS, replaced
 
 # Not a context variable, since TorchDynamo guards what it reads of this one; nor a class with a default, for the same
 # reason. A thread that has never been in the mode would pay a third of a µs for each call: hence the second variable.
@@ -63,3 +64,29 @@ def is_batch_invariant() -> bool:
         return False
     enabled: bool | None = getattr(_of_thread, "enabled", False)
     return torch.are_deterministic_algorithms_enabled() if enabled is None else enabled
+
+
+def with_whole_sequences(options):
+    """The options of a ragged batch without seqused_q, which kernels over a cache do not know: the rows of a sequence
+    that do not count become a sequence of their own, without keys. Where that would not do, since a sink counts for
+    any row, or a table is no table, the options stay, for the module to refuse them."""
+    tables, slopes = options[SEQUENCES], options[ALIBI_SLOPES]
+    cu_seqlens_q, cu_seqlens_k, used_q, used_k = tables
+    given = [x for x in tables if x is not None]
+    if used_q is None or options[SINKS] is not None or not all(map(_is_table, given)):
+        return options
+    first, ends = cu_seqlens_q[:-1], cu_seqlens_q[1:]
+    if not all(x.shape == first.shape for x in (cu_seqlens_k[1:], *given[2:])):
+        return options
+    counted = torch.minimum(first + used_q.clamp(min=0), ends)
+    cu_seqlens_q = torch.cat((torch.stack((first, counted), dim=1).flatten(), cu_seqlens_q[-1:]))
+    cu_seqlens_k = cu_seqlens_k.repeat_interleave(2)[1:]
+    if used_k is not None:
+        used_k = torch.stack((used_k, torch.zeros_like(used_k)), dim=1).flatten()
+    if isinstance(slopes, torch.Tensor) and slopes.dim() == 2:
+        options = replaced(options, ALIBI_SLOPES, slopes.repeat_interleave(2, dim=0))
+    return replaced(options, SEQUENCES, (cu_seqlens_q, cu_seqlens_k, None, used_k))
+
+
+def _is_table(x):
+    return isinstance(x, torch.Tensor) and x.dtype is torch.int32 and x.dim() == 1

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 import flashtile
 from flashtile import _C
 from flashtile._core import forward_with_state
-from flashtile._options import attention_options
+from flashtile._invariance import with_whole_sequences
+from flashtile._options import ALIBI_SLOPES, SEQUENCES, attention_options
 from flashtile.compat import flash_attn, vllm_flash_attn
 from flashtile.integrations import pytorch
 
@@ -252,7 +253,14 @@ def test_gradients_do_not_depend_on_the_batch(case, device):
 def test_rows_that_do_not_count(device):
     """Keys behind those that count, and rows behind the last sequence, hold NaN."""
     case = ragged.Ragged(
-        "used", dtype=F16, causal=True, tail=9, lengths_q=(70, 0, 33), lengths_k=(120, 30, 40), used_k=(97, 13, 40)
+        "used",
+        dtype=F16,
+        causal=True,
+        tail=9,
+        lengths_q=(70, 0, 33, 20),
+        lengths_k=(120, 30, 40, 50),
+        used_q=(60, 0, 33, 0),
+        used_k=(97, 13, 40, 50),
     )
     q, k, v = case.tensors(device)
     options = case.options(device) | dict(batch_invariant=True)
@@ -263,6 +271,25 @@ def test_rows_that_do_not_count(device):
         assert_same_bits((out[None, rows], lse[None, :, rows]), expected, "of keys that count")
     unused = case.unused(0, device)
     assert (out[unused] == 0).all() and (lse[:, unused] == -torch.inf).all()
+
+
+@each_device
+@pytest.mark.parametrize("used_k", [None, (97, 13, 40)])
+def test_rows_that_do_not_count_are_sequences_without_keys(device, used_k):
+    """So a GPU computes them."""
+    lengths = dict(lengths_q=(70, 5, 33), lengths_k=(120, 30, 40), used_q=(60, 0, 33), used_k=used_k, tail=9)
+    case = ragged.Ragged("used", dtype=BF16, heads_q=4, heads_k=2, causal=True, alibi="per batch and head", **lengths)
+    inputs, options = case.tensors(device), case.options(device) | dict(batch_invariant=True)
+    incoming = case.incoming(*flashtile.attention_varlen(*inputs, return_lse=True, **options))
+    expected = both_passes(flashtile.attention_varlen, *inputs, *incoming, **options)
+    tables = tuple(options.pop(name, None) for name in ragged.TABLES)
+    whole = with_whole_sequences(attention_options(sequences=tables, alibi_slopes=options.pop("alibi_slopes")))
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = whole[SEQUENCES]
+    assert seqused_q is None and cu_seqlens_q.dtype is cu_seqlens_k.dtype is torch.int32
+    options |= dict(alibi_slopes=whole[ALIBI_SLOPES], seqused_k=seqused_k)
+    options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    found = both_passes(flashtile.attention_varlen, *inputs, *incoming, **options)
+    assert_same_bits(found, expected, "as sequences")
 
 
 @each_device
@@ -325,7 +352,7 @@ def test_accuracy(case, device, attention, gradients):
     test_backward.check(case, device, invariant, gradients, None)
 
 
-RAGGED = [case for case in ragged.CASES if case.dropout_p == 0 and case.used_q is None]
+RAGGED = [case for case in ragged.CASES if case.dropout_p == 0 and (case.used_q is None or case.sinks is None)]
 
 
 @pytest.mark.parametrize("case, device", on_devices(RAGGED, ["cuda"]))
@@ -503,8 +530,10 @@ def test_what_is_refused():
     assert refusal(lambda: CALLS["attention"](dropout_p=0.1, batch_invariant=True)).startswith(dropout)
     with pytest.raises(NotImplementedError, match=dropout), flashtile.batch_invariant_mode():
         CALLS["attention"](dropout_p=0.1)  # on the CPU too
-    used = refusal(lambda: CALLS["attention_varlen"](seqused_q=HELD, batch_invariant=True))
-    assert used.startswith("attention_varlen: seqused_q is given with batch_invariant, expected none on a GPU; nearest")
+    used = refusal(lambda: CALLS["attention_varlen"](seqused_q=HELD, sinks=torch.zeros(4), batch_invariant=True))
+    assert used.startswith(
+        "attention_varlen: seqused_q is given with batch_invariant, expected none with sinks on a GPU"
+    )
     mask = flashtile.masks.ColumnMask.concatenate([flashtile.masks.ColumnMask.full(40, 40)] * 2)
     masked = refusal(lambda: CALLS["attention_varlen"](mask=mask, batch_invariant=True))
     assert masked.startswith("attention_varlen: mask is given with batch_invariant, expected none of a ragged batch")
@@ -531,6 +560,13 @@ def test_nothing_is_left_to_pytorch():
     ):
         with flashtile.batch_invariant_mode():
             flashtile.scaled_dot_product_attention(query, query, query, bias)
+
+
+def test_seqused_q_of_a_gpu():
+    q, tables = torch.empty(80, 4, 64, dtype=BF16, device="meta"), torch.empty(3, dtype=torch.int32, device="meta")
+    given = dict(cu_seqlens_q=tables, cu_seqlens_k=tables, seqused_q=tables[1:])
+    text = flashtile.explain(q, q, q, **given, batch_invariant=True, device="H100")
+    assert is_invariant(text) and "B=4 ragged T_q=80" in text
 
 
 def test_numbers_of_8_bits_are_computed_in_16():
