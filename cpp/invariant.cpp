@@ -15,7 +15,7 @@ void check_invariant(const char* function, const ForwardTensors& tensors, const 
   if (p.fp8) refuse_with("q", std::string("has dtype ") + name_of(p.dtype), "float16 or bfloat16");
   if (tensors.seqused_q.given())
     refuse_with("seqused_q", "is given",
-                "none with sinks on a GPU; nearest supported: a q of the rows that count, by cu_seqlens_q");
+                "none with sinks and an lse on a GPU; nearest supported: a q of the rows that count, by cu_seqlens_q");
   if (p.ragged && p.column_masked())
     refuse_with("mask", "is given", "none of a ragged batch on a GPU; nearest supported: attention of a dense batch");
 }

@@ -49,7 +49,7 @@ def attend(function, q, k, v, options, return_lse, out=None, is_recorded=False):
     if options[BATCH_INVARIANT] is None and is_batch_invariant():
         options = replaced(options, BATCH_INVARIANT, True)
     if options[BATCH_INVARIANT] is True and options[SEQUENCES] is not None and not getattr(q, "is_cpu", True):
-        options = with_whole_sequences(options)
+        options = with_whole_sequences(options, return_lse)
     if out is not None:
         refuse_gradients_into(function, out, q, k, v, sinks, *(fp8 or ()))
     traced = is_compiling() or _count_of_modes() > 0 or _is_jit_tracing()  # is_traced(), 0.05 µs sooner

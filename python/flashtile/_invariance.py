@@ -66,14 +66,14 @@ def is_batch_invariant() -> bool:
     return torch.are_deterministic_algorithms_enabled() if enabled is None else enabled
 
 
-def with_whole_sequences(options):
+def with_whole_sequences(options, return_lse):
     """The options of a ragged batch without seqused_q, which kernels over a cache do not know: the rows of a sequence
-    that do not count become a sequence of their own, without keys. Where that would not do, since a sink counts for
-    any row, or a table is no table, the options stay, for the module to refuse them."""
+    that do not count become a sequence of their own, without keys. Where that would not do, since a sink shows in any
+    row's lse, or a table is no table, the options stay, for the module to refuse them."""
     tables, slopes = options[SEQUENCES], options[ALIBI_SLOPES]
     cu_seqlens_q, cu_seqlens_k, used_q, used_k = tables
     given = [x for x in tables if x is not None]
-    if used_q is None or options[SINKS] is not None or not all(map(_is_table, given)):
+    if used_q is None or (return_lse and options[SINKS] is not None) or not all(map(_is_table, given)):
         return options
     first, ends = cu_seqlens_q[:-1], cu_seqlens_q[1:]
     if not all(x.shape == first.shape for x in (cu_seqlens_k[1:], *given[2:])):

@@ -273,23 +273,46 @@ def test_rows_that_do_not_count(device):
     assert (out[unused] == 0).all() and (lse[:, unused] == -torch.inf).all()
 
 
+USED = dict(lengths_q=(70, 5, 33), lengths_k=(120, 30, 40), used_q=(60, 0, 33), tail=9, heads_q=4, heads_k=2)
+
+
+def whole(options, return_lse):
+    """The options by which a GPU computes rows that do not count."""
+    tables = tuple(options.pop(name, None) for name in ragged.TABLES)
+    slopes = options.pop("alibi_slopes", None)
+    given = attention_options(sequences=tables, alibi_slopes=slopes, sinks=options.get("sinks"))
+    changed = with_whole_sequences(given, return_lse)
+    found = {name: x for name, x in zip(ragged.TABLES, changed[SEQUENCES], strict=True) if x is not None}
+    assert "seqused_q" not in found
+    return options | found | dict(alibi_slopes=changed[ALIBI_SLOPES])
+
+
 @each_device
 @pytest.mark.parametrize("used_k", [None, (97, 13, 40)])
 def test_rows_that_do_not_count_are_sequences_without_keys(device, used_k):
-    """So a GPU computes them."""
-    lengths = dict(lengths_q=(70, 5, 33), lengths_k=(120, 30, 40), used_q=(60, 0, 33), used_k=used_k, tail=9)
-    case = ragged.Ragged("used", dtype=BF16, heads_q=4, heads_k=2, causal=True, alibi="per batch and head", **lengths)
+    case = ragged.Ragged("used", dtype=BF16, causal=True, alibi="per batch and head", used_k=used_k, **USED)
     inputs, options = case.tensors(device), case.options(device) | dict(batch_invariant=True)
     incoming = case.incoming(*flashtile.attention_varlen(*inputs, return_lse=True, **options))
     expected = both_passes(flashtile.attention_varlen, *inputs, *incoming, **options)
-    tables = tuple(options.pop(name, None) for name in ragged.TABLES)
-    whole = with_whole_sequences(attention_options(sequences=tables, alibi_slopes=options.pop("alibi_slopes")))
-    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = whole[SEQUENCES]
-    assert seqused_q is None and cu_seqlens_q.dtype is cu_seqlens_k.dtype is torch.int32
-    options |= dict(alibi_slopes=whole[ALIBI_SLOPES], seqused_k=seqused_k)
-    options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    found = both_passes(flashtile.attention_varlen, *inputs, *incoming, **options)
+    found = both_passes(flashtile.attention_varlen, *inputs, *incoming, **whole(options, True))
     assert_same_bits(found, expected, "as sequences")
+
+
+@each_device
+def test_sinks_of_rows_that_do_not_count(device):
+    """They change nothing there, as long as nobody asks for lse."""
+    case = ragged.Ragged("used", dtype=BF16, causal=True, sinks=0.0, **USED)
+    inputs, options = test_backward.differentiable(case, device)
+    options |= dict(sinks=inputs[3], batch_invariant=True)
+    out = flashtile.attention_varlen(*inputs[:3], **options)
+    dout, _ = case.incoming(out, out[..., 0].T.float())
+    dout = dout.nan_to_num()
+    expected = [out, *torch.autograd.grad(out, inputs, dout)]
+    out = flashtile.attention_varlen(*inputs[:3], **whole(options, False))
+    *found, dsinks = [out, *torch.autograd.grad(out, inputs, dout)]
+    for x, y in zip(found, expected, strict=False):
+        assert_bitwise(x, y)
+    torch.testing.assert_close(dsinks, expected[-1])
 
 
 @each_device
@@ -530,10 +553,9 @@ def test_what_is_refused():
     assert refusal(lambda: CALLS["attention"](dropout_p=0.1, batch_invariant=True)).startswith(dropout)
     with pytest.raises(NotImplementedError, match=dropout), flashtile.batch_invariant_mode():
         CALLS["attention"](dropout_p=0.1)  # on the CPU too
-    used = refusal(lambda: CALLS["attention_varlen"](seqused_q=HELD, sinks=torch.zeros(4), batch_invariant=True))
-    assert used.startswith(
-        "attention_varlen: seqused_q is given with batch_invariant, expected none with sinks on a GPU"
-    )
+    given = dict(seqused_q=HELD, sinks=torch.zeros(4), return_lse=True)
+    used = refusal(lambda: CALLS["attention_varlen"](**given, batch_invariant=True))
+    assert used.startswith("attention_varlen: seqused_q is given with batch_invariant, expected none with sinks and an")
     mask = flashtile.masks.ColumnMask.concatenate([flashtile.masks.ColumnMask.full(40, 40)] * 2)
     masked = refusal(lambda: CALLS["attention_varlen"](mask=mask, batch_invariant=True))
     assert masked.startswith("attention_varlen: mask is given with batch_invariant, expected none of a ragged batch")
@@ -551,6 +573,7 @@ def test_partial_results_are_refused():
     forward_with_state(q, q, q, attention_options())
 
 
+@pytest.mark.filterwarnings("ignore::flashtile.sdpa.FallbackWarning")
 def test_nothing_is_left_to_pytorch():
     query = torch.randn(1, 2, 8, 16)
     bias = torch.zeros(8, 8)
