@@ -64,7 +64,7 @@ bool has_short_tiles(const KvcachePlan& plan, std::int64_t tiles, const DeviceIn
 /// Returns how many keys a split of a batch-invariant call has. Splits are joined in an order that begins with a tile's
 /// first one (see finish_joined in kvcache_sm80.h). Under a window that may be a split before the one that a row's own
 /// keys begin with, if these begin within the first ones of a split: then that one has them all, and there is nothing
-/// to join.
+/// to join. Where a cache has room for fewer keys than that, the first split has all there are, whatever the room.
 int keys_of_split(const Problem& p) {
   if (p.band.left == Band::kUnbounded) return kKeysOfSplit;
   const std::int64_t keys_of_row = std::int64_t{p.band.left} + p.band.right + 1;

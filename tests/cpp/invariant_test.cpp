@@ -113,6 +113,23 @@ TEST(KeysOfSplit, ARowsSplitsAreJoinedInOneOrder) {
   }
 }
 
+/// In caches of different room splits are as long as each other, or the first one has all keys that both have room for.
+TEST(KeysOfSplit, RoomDoesNotMatter) {
+  for (const Band band : {Band{0, 0}, Band{1500, 0}, Band{4096, 0}, Band{1009, Band::kUnbounded}, Band::causal()}) {
+    for (const int room : {0, 1, 600, 1100, 3000}) {
+      for (const int larger : {1100, 5000, 100000}) {
+        const auto keys = [&](int capacity) {
+          KvcacheProblem cache = decode(kH100, 1, 1, 1, capacity);
+          cache.problem.band = band;
+          cache.batch_invariant = true;
+          return select_kvcache(cache, kH100).keys_of_split;
+        };
+        EXPECT_TRUE(keys(room) == keys(larger) || std::min(keys(room), keys(larger)) >= std::min(room, larger));
+      }
+    }
+  }
+}
+
 TEST(SelectInvariantBackward, GoesByNoSizeOfTheCall) {
   for (const DeviceInfo& device : {kH100, kA100, kSmall}) {
     for (const int head_dim : {64, 72, 96, 128, 192, 256}) {
