@@ -4,10 +4,10 @@
 namespace flashtile {
 
 BackwardPlan plan_backward(const char* function, const BackwardTensors& tensors, const Options& options,
-                           const DeviceInfo& device) {
+                           const DeviceInfo& device, bool batch_invariant) {
   const Problem problem = check_backward(function, tensors, options);
   try {
-    return select_backward(problem, device);
+    return select_backward(problem, device, batch_invariant);
   } catch (const Unsupported& error) {
     throw Unsupported(std::string(function) + ": " + error.what());
   }

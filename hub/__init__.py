@@ -5,6 +5,7 @@ Beside flashtile's functions it has those that transformers looks for in a kerne
 
 from . import masks
 from ._build import VERSION as __version__
+from ._invariance import batch_invariant_mode
 from .attention import attention
 from .cascade import attention_cascade
 from .combine import combine
@@ -28,6 +29,7 @@ __all__ = [
     "attention_cascade",
     "attention_kvcache",
     "attention_varlen",
+    "batch_invariant_mode",
     "combine",
     "explain",
     "flash_attn_func",

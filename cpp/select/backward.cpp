@@ -36,7 +36,7 @@ int most_that_store(const Problem& p, const Variant& v, const BackwardWorkspace&
   return p.deterministic ? std::numeric_limits<int>::max() : device.multiprocessors;
 }
 
-void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device) {
+void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device, bool batch_invariant) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
   const BackwardWorkspace whole = BackwardWorkspace::of(p, v, 1);
@@ -44,7 +44,8 @@ void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device) {
   countable("q", whole.rows(), "rows (batch × heads × whole blocks)");
   countable("k", plan.tiles, kTiles);
   const BackwardPlan ordered = as_ordered(plan);
-  const KeyBlockOrder order = order_key_blocks(ordered, device);
+  const KeyBlockOrder order =
+      batch_invariant ? order_whole_key_blocks(ordered, device) : order_key_blocks(ordered, device);
   plan.parts = order.parts;
   plan.heads_at_once = order.heads_at_once;
   plan.tiles *= plan.parts;
@@ -57,7 +58,7 @@ void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device) {
   plan.parts_of_sequence = p.deterministic || v.two_passes() ? 1 : parts_of_sequence(ordered.problem);
   plan.blocks_of_section = blocks_of_section(ordered.problem, v, device);
   plan.workspace_bytes = workspace.bytes();
-  plan.most_that_store = most_that_store(p, v, workspace, device);
+  plan.most_that_store = batch_invariant ? -1 : most_that_store(p, v, workspace, device);
   if (p.column_masked()) {
     if (v.arch == Arch::kSm90) plan.grid = std::min(tiles, device.multiprocessors);
     plan.mask_tables_at = (plan.workspace_bytes + 15) / 16 * 16;
@@ -67,8 +68,13 @@ void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device) {
 
 }  // namespace
 
-BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
-  auto choice = choose(problem, device, backward_rows(), kEveryRow);
+BackwardPlan select_backward(const Problem& asked, const DeviceInfo& device, bool batch_invariant) {
+  Problem problem = asked;
+  problem.deterministic |= batch_invariant;
+  // Estimates go by the sizes of the whole call. Without one, the first row is taken that fits.
+  const auto none = [](const BackwardRow&, const Problem&) { return Estimate{}; };
+  auto choice = batch_invariant ? choose(problem, device, backward_rows(), kEveryRow, none)
+                                : choose(problem, device, backward_rows(), kEveryRow);
   if (!problem.column_masked() && has_few_queries(problem, choice.row->variant, device)) {
     const auto on_ampere = [](const auto& row) { return row.variant.arch == Arch::kSm80; };
     choice = choose(problem, device, backward_rows(), on_ampere);
@@ -79,7 +85,7 @@ BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device) {
   plan.variant = choice.row->variant;
   plan.tiles = problem.heads_k * problem.places_k(plan.variant.tile_n);
   plan.shared_memory = shared_memory_of(Kind::kBackward, plan.variant);
-  plan.variant.arch == Arch::kCpu ? plan_on_cpu(plan, device) : plan_on_gpu(plan, device);
+  plan.variant.arch == Arch::kCpu ? plan_on_cpu(plan, device) : plan_on_gpu(plan, device, batch_invariant);
   plan.why = choice.why;
   plan.run = choice.row->run;
   return plan;

@@ -292,6 +292,10 @@ bool has_few_queries(const Problem& p, const Variant& v, const DeviceInfo& devic
   return steps > h200::kFewStepsOfDq && tile > h200::kAmpere * std::max(block, even);
 }
 
+KeyBlockOrder order_whole_key_blocks(const BackwardPlan& plan, const DeviceInfo& device) {
+  return usual_order(plan.problem, plan.variant, device, plan.tiles, 1);
+}
+
 KeyBlockOrder order_key_blocks(const BackwardPlan& plan, const DeviceInfo& device) {
   struct Key {
     Problem problem;

@@ -23,6 +23,9 @@ struct KeyBlockOrder {
 /// has several parts where blocks are too few for the GPU, or are one round of thread blocks and a little more.
 KeyBlockOrder order_key_blocks(const BackwardPlan& plan, const DeviceInfo& device);
 
+/// Does the same where no block of keys may have parts, whose number depends on the sizes of the whole call.
+KeyBlockOrder order_whole_key_blocks(const BackwardPlan& plan, const DeviceInfo& device);
+
 inline constexpr const char* kFewQueries = "so few queries that most of Hopper's tiles, or of the GPU, would be idle";
 
 /// Returns whether a backward has so few queries that Ampere's kernel is faster than that of Hopper's row `v`. A tile

@@ -12,7 +12,7 @@
 namespace flashtile {
 namespace {
 
-constexpr int kKeysOfSplit = 1024;                  // keys of a split in a batch-invariant call
+constexpr int kKeysOfSplit = 1024;                  // keys of a split in a batch-invariant call, and of its steps
 constexpr std::int64_t kRoomForSplits = 256 << 20;  // limit in bytes of the results of concurrent splits
 
 /// These constants are fitted to runs on an H200 (docs/performance.md).
@@ -61,14 +61,25 @@ bool has_short_tiles(const KvcachePlan& plan, std::int64_t tiles, const DeviceIn
   return groups_of(plan.variant) > 1 && key_blocks(plan) <= (many ? h100::kBlocksOfManyTiles : h100::kBlocksTogether);
 }
 
+/// Returns how many keys a split of a batch-invariant call has. Splits are joined in an order that begins with a tile's
+/// first one (see finish_joined in kvcache_sm80.h). Under a window that may be a split before the one that a row's own
+/// keys begin with, if these begin within the first ones of a split: then that one has them all, and there is nothing
+/// to join. Where a cache has room for fewer keys than that, the first split has all there are, whatever the room.
+int keys_of_split(const Problem& p) {
+  if (p.band.left == Band::kUnbounded) return kKeysOfSplit;
+  const std::int64_t keys_of_row = std::int64_t{p.band.left} + p.band.right + 1;
+  const std::int64_t wanted = std::clamp<std::int64_t>(keys_of_row + h200::kFewRows - 1, 1, std::max(p.seqlen_k, 1));
+  return static_cast<int>(parts(wanted, kKeysOfSplit) * kKeysOfSplit);
+}
+
 /// Sets how the keys of each tile are split. Returns the number of splits, or 0 where thread blocks share the keys of
 /// all tiles evenly.
 std::int64_t plan_splits(KvcachePlan& plan, std::int64_t tiles, const DeviceInfo& device) {
   const bool invariant = plan.cache.batch_invariant;
   const bool whole = !invariant && plan.cache.num_splits == 0 && has_short_tiles(plan, tiles, device);
   plan.num_splits = static_cast<int>(std::min(std::int64_t{whole ? 1 : plan.cache.num_splits}, key_blocks(plan)));
-  plan.keys_of_split = invariant ? kKeysOfSplit : 0;
-  const std::int64_t of_length = invariant ? parts(plan.problem.seqlen_k, kKeysOfSplit) : 0;
+  plan.keys_of_split = invariant ? keys_of_split(plan.problem) : 0;
+  const std::int64_t of_length = invariant ? parts(plan.problem.seqlen_k, plan.keys_of_split) : 0;
   const std::int64_t splits = plan.num_splits > 0 ? plan.num_splits : of_length;
   const std::int64_t place_bytes = kvcache_place_bytes(plan.variant) * plan.problem.heads_k;
   plan.splits_apart = splits > 1 && tiles * splits <= kRoomForSplits / place_bytes;

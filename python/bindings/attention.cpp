@@ -31,6 +31,7 @@ const Names& names_of(const nb::tuple& options) {
 struct Given {
   ForwardTensors tensors;
   Options options;
+  bool batch_invariant = false;
 };
 
 void view_sequences(const char* function, handle sequences, ForwardTensors& tensors) {
@@ -64,7 +65,9 @@ Given to_given(const char* function, handle q, handle k, handle v, const nb::tup
   given.tensors.mask = optional_view(function, "mask", option_of(options, kMask), kInts);
   const handle sequences = option_of(options, kSequences);
   if (!sequences.is_none()) view_sequences(function, sequences, given.tensors);
-  given.options = to_options(function, options);
+  const AttentionOptions read = to_options(function, options);
+  given.options = read.core;
+  given.batch_invariant = read.batch_invariant.value_or(false);
   to_place(function, options, given.options);
   if (!fp8.is_none()) view_fp8(function, fp8, given);
   return given;
@@ -95,10 +98,42 @@ using MakeRows = nb::object (*)(handle q, const Problem&);
 
 /// Returns the backward's plan as text, or why there is none: a GPU may be unable to count its tiles though it can
 /// count the forward's.
-std::string backward_string(const Problem& p, const DeviceInfo& device) try {
-  return to_string(select_backward(p, device));
+std::string backward_string(const Problem& p, const DeviceInfo& device, bool batch_invariant) try {
+  return to_string(select_backward(p, device, batch_invariant));
 } catch (const Unsupported& error) {
   return std::string("flashtile backward plan\n  none      ") + error.what() + "\n";
+}
+
+/// Returns where the keys of each sequence end: see as_cache.
+nb::object new_keys_end(handle q, const nb::tuple& options, const Problem& p) {
+  if (!p.ragged) return q.attr(interned().new_full)(nb::make_tuple(p.batch), p.seqlen_k, "dtype"_a = interned().int32);
+  const nb::tuple tables = nb::borrow<nb::tuple>(option_of(options, kSequences));
+  const nb::object begins = tables[1], used = tables[3];
+  const nb::object ends = begins.attr("narrow")(0, 1, p.batch);
+  if (used.is_none()) return ends;
+  const nb::object first = begins.attr("narrow")(0, 0, p.batch);
+  return first.attr("add")(used.attr("clamp")(0)).attr("minimum")(ends);  // what breaks the rules becomes what does not
+}
+
+/// Computes a batch-invariant forward on a GPU, whose arguments are checked. The state that a backward wants is lse.
+Results forward_as_cache(handle q, const nb::tuple& options, const Given& given, handle out, const Problem& p,
+                         const DeviceInfo& device, bool with_lse) {
+  const char* const function = names_of(options).forward;
+  const nb::object keys_end = new_keys_end(q, options, p);
+  KvcacheTensors tensors = as_cache(given.tensors, tensor_view(function, "k", keys_end, kInts));
+  const KvcacheOptions as_asked{.attention = given.options, .batch_invariant = true};
+  const KvcachePlan plan = plan_kvcache(function, tensors, as_asked, device);
+  if (explaining()) throw Explained{to_string(plan) + "\n" + backward_string(p, device, true)};
+  Results results;
+  results.out = given.tensors.out.given() ? nb::borrow(out) : new_out(q, tensors.q, p);
+  results.lse = results.state = with_lse ? new_lse(q, p) : nb::none();
+  tensors.out = tensor_view(function, "out", results.out);
+  tensors.lse = optional_view(function, "lse", results.lse);
+  const Stream stream = current_stream(q, p.device);
+  const Workspace workspace(function, plan, q);
+  const nb::gil_scoped_release no_gil;
+  run_kvcache(plan, tensors, workspace.get(), stream);
+  return results;
 }
 
 /// Computes a forward, whose results go to `out` if that is not None. It allocates nothing before every argument has
@@ -113,7 +148,13 @@ Results forward(handle q, handle k, handle v, const nb::tuple& options, handle o
   const DeviceInfo device = device_for(function, tensors.q.device);
   const ForwardPlan plan = plan_forward(function, tensors, given.options, device);
   const Problem& p = plan.problem;
-  if (explaining()) throw Explained{to_string(plan) + (p.fp8 ? "" : "\n" + backward_string(p, device))};
+  if (given.batch_invariant) {
+    check_invariant(function, tensors, given.options, p);
+    if (p.device.type == DeviceType::kCuda)
+      return forward_as_cache(q, options, given, out, p, device, make_lse != nothing || make_state != nothing);
+  }
+  if (explaining())
+    throw Explained{to_string(plan) + (p.fp8 ? "" : "\n" + backward_string(p, device, given.batch_invariant))};
   if (p.fp8 && make_state != nothing)
     throw Unsupported(std::string(function) + ": q has dtype float8_e4m3fn, expected one with gradients");
   const Results results = {tensors.out.given() ? nb::borrow(out) : new_out(q, tensors.q, p), make_lse(q, p),
@@ -166,7 +207,8 @@ void backward(handle dout, handle dlse, handle q, handle k, handle v, handle out
   const bool is_lse = view_of_rows.rank < tensors.forward.q.rank;  // a state has one dimension more than an lse
   (is_lse ? tensors.forward.lse : tensors.forward.state) = view_of_rows;
   const Device device = tensors.forward.q.device;
-  const BackwardPlan plan = plan_backward(function, tensors, given.options, device_for(function, device));
+  const BackwardPlan plan =
+      plan_backward(function, tensors, given.options, device_for(function, device), given.batch_invariant);
   const Stream stream = current_stream(q, device);
   const Workspace workspace(function, plan, q);
   const nb::gil_scoped_release no_gil;

@@ -13,10 +13,12 @@ namespace flashtile::bindings {
 /// These names and values live as long as the process.
 struct Interned {
   nb::handle new_empty = nb::str("new_empty").release();
+  nb::handle new_full = nb::str("new_full").release();
   nb::handle save_for_backward = nb::str("save_for_backward").release();
   nb::handle unsaved = nb::str("unsaved").release();
   nb::handle empty_like = nb::object(nb::module_::import_("torch").attr("empty_like")).release();
   nb::handle float32 = nb::object(nb::module_::import_("torch").attr("float32")).release();
+  nb::handle int32 = nb::object(nb::module_::import_("torch").attr("int32")).release();
   nb::handle get_num_threads = nb::object(nb::module_::import_("torch").attr("get_num_threads")).release();
 };
 

@@ -107,8 +107,8 @@ std::string described(nb::handle object) try {
   return std::string("of type ") + nb::type_name(object.type()).c_str();
 }
 
-Options to_options(const char* function, const nb::tuple& given) {
-  Options options;
+AttentionOptions to_options(const char* function, const nb::tuple& given) {
+  AttentionOptions options;
   options.each(Reader(function, given));
   return options;
 }

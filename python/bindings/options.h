@@ -1,6 +1,7 @@
 // This file takes the options of a call from the tuple that Python hands over.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "bindings.h"
@@ -21,11 +22,24 @@ constexpr std::size_t count_of() {
   return count.value;
 }
 
-/// These are the options' indices in the tuple. It begins with three tensors. The fields of Options or KvcacheOptions
-/// follow, and behind them, for attention, a tuple of tables, or None for a dense batch, and one of what only e4m3
-/// numbers have, or None. A tuple that says where the call lies in a larger one may be last.
+/// These are the options of attention: those of the core, and one that says which of its functions are called.
+struct AttentionOptions {
+  Options core;
+  std::optional<bool> batch_invariant;  // unset: false
+
+  /// Does what Options::each does.
+  template <class Visit>
+  constexpr void each(Visit&& visit) {
+    core.each(visit);
+    visit("batch_invariant", batch_invariant);
+  }
+};
+
+/// These are the options' indices in the tuple. It begins with three tensors. The fields of AttentionOptions or
+/// KvcacheOptions follow, and behind them, for attention, a tuple of tables, or None for a dense batch, and one of what
+/// only e4m3 numbers have, or None. A tuple that says where the call lies in a larger one may be last.
 inline constexpr std::size_t kAlibiSlopes = 0, kSinks = 1, kMask = 2, kFirstValue = 3;
-inline constexpr std::size_t kSequences = kFirstValue + count_of<Options>(), kFp8 = kSequences + 1;
+inline constexpr std::size_t kSequences = kFirstValue + count_of<AttentionOptions>(), kFp8 = kSequences + 1;
 inline constexpr std::size_t kOptionCount = kFp8 + 1, kPlace = kOptionCount;  // the last may be left out
 inline constexpr std::size_t kReturnLse = kFirstValue + count_of<KvcacheOptions>(), kCacheOptionCount = kReturnLse + 1;
 
@@ -38,7 +52,7 @@ std::string described(nb::handle object);
 
 /// These convert the options that are no tensors. They throw InvalidType, which names the option that has the wrong
 /// type.
-Options to_options(const char* function, const nb::tuple& options);
+AttentionOptions to_options(const char* function, const nb::tuple& options);
 KvcacheOptions to_cache_options(const char* function, const nb::tuple& options);
 bool returns_lse(const char* function, const nb::tuple& cache_options);
 /// Reads the tuple of ints (batch, head, row, column, ahead) that says where a call lies, if it is there.

@@ -1,6 +1,7 @@
 """flashtile: exact attention for PyTorch that never stores the score matrix."""
 
 from ._build import VERSION as __version__
+from ._invariance import batch_invariant_mode
 from .attention import attention
 from .cascade import attention_cascade
 from .combine import combine
@@ -17,6 +18,7 @@ __all__ = [
     "attention_cascade",
     "attention_kvcache",
     "attention_varlen",
+    "batch_invariant_mode",
     "combine",
     "explain",
     "info",

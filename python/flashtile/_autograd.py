@@ -23,8 +23,9 @@ from ._core import (
     under_functorch,
 )
 from ._fp8 import dequantized_forward, descales_of, fp8_operator, is_fp8, refuse_gradients, requires_grad
+from ._invariance import is_batch_invariant, with_whole_sequences
 from ._ops import attend_operator, gradient_operator
-from ._options import ALIBI_SLOPES, DROPOUT_P, FP8, MASK, SEED, SEQUENCES, SINKS, TENSORS, replaced
+from ._options import ALIBI_SLOPES, BATCH_INVARIANT, DROPOUT_P, FP8, MASK, SEED, SEQUENCES, SINKS, TENSORS, replaced
 
 _count_of_modes = torch._C._len_torch_dispatch_stack
 _is_jit_tracing = torch._C._is_tracing
@@ -45,6 +46,10 @@ def attend(function, q, k, v, options, return_lse, out=None, is_recorded=False):
     if sinks is not None:
         sinks = as_float32(sinks)
         options = replaced(options, SINKS, sinks)
+    if options[BATCH_INVARIANT] is None and is_batch_invariant():
+        options = replaced(options, BATCH_INVARIANT, True)
+    if options[BATCH_INVARIANT] is True and options[SEQUENCES] is not None and not getattr(q, "is_cpu", True):
+        options = with_whole_sequences(options, return_lse)
     if out is not None:
         refuse_gradients_into(function, out, q, k, v, sinks, *(fp8 or ()))
     traced = is_compiling() or _count_of_modes() > 0 or _is_jit_tracing()  # is_traced(), 0.05 µs sooner

@@ -5,7 +5,8 @@ from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
 
 from . import _C
-from ._options import DETERMINISTIC, SINKS, replaced
+from ._invariance import is_batch_invariant
+from ._options import BATCH_INVARIANT, DETERMINISTIC, SINKS, replaced
 
 is_compiling = torch.compiler.is_dynamo_compiling
 under_functorch = torch._C._are_functorch_transforms_active
@@ -26,7 +27,13 @@ _FLAT = {  # what takes the parts of a jagged nested tensor
 
 
 def forward_with_state(q, k, v, options):
-    """(out, lse, state): `state` is what `gradients` wants of the softmax."""
+    """(out, lse, state): `state` is what `gradients` wants of the softmax, on CUDA lse where batch_invariant is.
+    Who has not asked the mode, as `_autograd.attend` does, has no bits that would fit it."""
+    if options[BATCH_INVARIANT] is None and is_batch_invariant():
+        raise NotImplementedError(
+            "attention: batch_invariant_mode is on, expected a call on one device, not a part of one on several, nor a "
+            "graph that was traced elsewhere; nearest supported: batch_invariant_mode(False)"
+        )
     try:
         return _C.forward_with_state(q, k, v, options)
     except _C.Unreadable:

@@ -25,6 +25,7 @@ from ._core import (
 )
 from ._flops import append_flops, backward_flops, count_flops, forward_flops, kvcache_flops
 from ._options import (
+    BATCH_INVARIANT_ARGUMENT,
     CACHE_ARGUMENTS,
     CACHE_COUNT,
     DENSE_ARGUMENTS,
@@ -49,7 +50,8 @@ _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
 
 
 def _forward(q, k, v, *options):
-    return forward_with_state(q, k, v, to_attention(*options))
+    out, lse, state = forward_with_state(q, k, v, to_attention(*options))
+    return out, lse, state.clone() if state is lse else state  # each result of an operator has memory of its own
 
 
 def empty_results(q, k, v, *_, dtype=None):
@@ -58,9 +60,10 @@ def empty_results(q, k, v, *_, dtype=None):
     return out, q.new_empty(*batch, heads, rows, dtype=torch.float32)
 
 
-def _new_results_and_state(q, k, v, *_):
+def _new_results_and_state(q, k, v, *options):
     out, lse = empty_results(q, k, v)
-    return out, lse, lse.new_empty(2, *lse.shape)
+    state_is_lse = options[BATCH_INVARIANT_ARGUMENT] and q.device.type == "cuda"
+    return out, lse, torch.empty_like(lse) if state_is_lse else lse.new_empty(2, *lse.shape)
 
 
 def _backward(dout, dlse, q, k, v, out, state, needed, *options):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 class Option(NamedTuple):
     name: str
     arguments: str  # of an operator of torch.library, as its schema has them
-    default: object = None  # but attention_kvcache is causal by default
+    default: object = None  # but attention_kvcache is causal by default, and asks the mode for batch_invariant
 
 
 SCORES = (
@@ -28,6 +28,7 @@ ATTENTION = (
     Option("dropout_p", "float dropout_p", 0.0),
     Option("seed", "Tensor? seed"),
     Option("deterministic", "bool? deterministic"),
+    Option("batch_invariant", "bool? batch_invariant"),
     # A tuple; None where the batch is dense. Only the operators of ragged batches have these arguments.
     Option("sequences", "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k"),
     # A tuple; None where none of them is given. Only the operators of e4m3 numbers have these arguments, in front.
@@ -54,8 +55,8 @@ def _arguments(options):
 # Places in the tuple, where tensors come first.
 ALIBI_SLOPES, SINKS, MASK, WINDOW = _places(SCORES, "alibi_slopes", "sinks", "mask", "window")
 TENSORS = sum(option.arguments.startswith("Tensor?") for option in SCORES)
-DROPOUT_P, SEED, DETERMINISTIC, SEQUENCES, FP8 = _places(
-    ATTENTION, "dropout_p", "seed", "deterministic", "sequences", "fp8"
+DROPOUT_P, SEED, DETERMINISTIC, BATCH_INVARIANT, SEQUENCES, FP8 = _places(
+    ATTENTION, "dropout_p", "seed", "deterministic", "batch_invariant", "sequences", "fp8"
 )
 (RETURN_LSE,) = _places(CACHE, "return_lse")
 
@@ -66,7 +67,7 @@ FP8_ARGUMENTS = ATTENTION[FP8].arguments
 CACHE_ARGUMENTS = _arguments(CACHE)
 # A window is two arguments, so that what stands behind it is one place further on than in the tuple.
 DENSE_COUNT, CACHE_COUNT = SEQUENCES + 1, RETURN_LSE + 1
-SEED_ARGUMENT = SEED + 1
+SEED_ARGUMENT, BATCH_INVARIANT_ARGUMENT = SEED + 1, BATCH_INVARIANT + 1
 
 # flashtile.distributed adds one more behind them: where a call lies in a larger one, of which it is a part. It is the
 # tuple (batch, head, row, column, ahead): of the first element of its scores, from which dropout counts, and of how far

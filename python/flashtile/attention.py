@@ -28,6 +28,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
@@ -51,6 +52,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
@@ -74,6 +76,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
@@ -99,6 +102,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
@@ -148,6 +152,11 @@ def attention(
             so torch.manual_seed and activation checkpointing repeat it; in a captured CUDA graph it is fixed.
         deterministic: whether the gradients must be the same bits in every run. By default what
             torch.are_deterministic_algorithms_enabled() says when backward runs.
+        batch_invariant: whether a row's out and lse must have the bits that :func:`attention_kvcache` gives it with
+            batch_invariant, whatever else is in the batch, and gradients of q, k and v, which are deterministic then,
+            the same alone and beside others. By default what :func:`batch_invariant_mode` says. On the CPU it always
+            holds, without dropout. On CUDA a forward of many rows takes many times as long, and backward knows no more
+            of the softmax than lse.
         q_descale: of q, k and v of dtype float8_e4m3fn, which need not all have one: what their numbers have to be
             multiplied with, float32, of any strides, at least 0: (B, H_q) or (B, H_k) for each head, or (B, H_q or H_k,
             ceil(S_q / block)) for each block of 64 or 128 of its rows. See docs/fp8.md, and
@@ -175,8 +184,9 @@ def attention(
         TypeError: an argument has the wrong type or dtype; or it is attn_mask or is_causal, which
             :func:`scaled_dot_product_attention` takes.
         ValueError: shapes, strides, devices or option values break the rules above.
-        NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, slopes that
-            require a gradient, out where an input does, nested tensors, forward-mode differentiation).
+        NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, dropout with
+            batch_invariant, slopes that require a gradient, out where an input does, nested tensors, forward-mode
+            differentiation).
         RuntimeError: the CUDA runtime failed.
 
     Example:
@@ -201,5 +211,5 @@ def attention(
     columns = ranges_of("attention", mask, q)
     fp8 = fp8_option(q_descale, k_descale, v_descale, out_dtype)
     scores = (alibi_slopes, sinks, columns, causal, window, scale, softcap)
-    options = (*scores, dropout_p, seed, deterministic, None, fp8)
+    options = (*scores, dropout_p, seed, deterministic, batch_invariant, None, fp8)
     return attend("attention", q, k, v, options, return_lse, out)

@@ -104,9 +104,7 @@ def _add_explain(commands: Any) -> None:
     explain.add_argument(
         "--splits", type=_whole(0), metavar="N", help="of a cache: parts that keys are divided into (default: 0, any)"
     )
-    explain.add_argument(
-        "--batch-invariant", action="store_true", help="of a cache: results that depend on no neighbour"
-    )
+    explain.add_argument("--batch-invariant", action="store_true", help="results that depend on no neighbour")
     explain.set_defaults(command=_explain)
 
 
@@ -161,12 +159,16 @@ def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="time flashtile against PyTorch's attention")
     bench.add_argument(
         "--suite",
-        choices="forward backward varlen masks decode prefill serving fp8 memory host cpu random distributed".split(),
+        choices=[
+            *("forward", "backward", "varlen", "masks", "decode", "prefill", "serving", "fp8", "memory", "host", "cpu"),
+            *("random", "invariant", "distributed"),
+        ],
         help="varlen: ragged batches, forward and backward; masks: FlashMask's kinds of column masks, the same; "
         "decode: one new token over a cache; prefill: many; serving: tokens behind a shared prefix, and chunks of "
         "prompts beside single tokens; fp8: forward of e4m3 numbers, and beside it of 16 bits; memory: bytes "
         "at the peak instead of time; host: until a call returns; random: shapes and options of all kinds, drawn by "
-        "--seed, of which the worst are shown; distributed: a sequence on the ranks that torchrun has started, or "
+        "--seed, of which the worst are shown; invariant: training, prefill and decoding with batch_invariant and "
+        "without; distributed: a sequence on the ranks that torchrun has started, or "
         "without it the work of one rank of four (default: forward, or cpu without CUDA)",
     )
     bench.add_argument(
@@ -185,7 +187,7 @@ def _add_bench(commands: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=MODULE:FUNCTION",
-        help="all suites but serving, host and cpu: also time FUNCTION(q, k, v, causal), imported from "
+        help="all suites but serving, host, cpu and invariant: also time FUNCTION(q, k, v, causal), imported from "
         "MODULE; it takes tensors (B, S, H, D) and returns out, or a tuple with out first, which suite backward "
         "differentiates; suite varlen, and of documents suite masks, call it with tensors (T, H, D) and the keywords "
         "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal and scale, suites decode and prefill with q "
@@ -309,7 +311,7 @@ def _problem(options: argparse.Namespace, device: str) -> tuple[list[torch.Tenso
 
     head_dim_v = options.D if options.D_v is None else options.D_v
     cached = options.cache or options.page_size is not None
-    for_caches = {"--splits": options.splits is not None, "--batch-invariant": options.batch_invariant}
+    for_caches = {"--splits": options.splits is not None}
     for_others = {"--dropout": options.dropout != 0, "--deterministic": options.deterministic}
     for name, given in (for_others if cached else for_caches).items():
         if given:
@@ -325,6 +327,7 @@ def _problem(options: argparse.Namespace, device: str) -> tuple[list[torch.Tenso
         "window": None if options.window is None else tuple(options.window),
         "scale": options.scale,
         "softcap": options.softcap,
+        "batch_invariant": options.batch_invariant or None,
     }
     if options.alibi:
         named["alibi_slopes"] = torch.empty(options.H_q, device="meta")
@@ -335,7 +338,7 @@ def _problem(options: argparse.Namespace, device: str) -> tuple[list[torch.Tenso
         named["cu_seqlens_q"] = torch.arange(batch + 1, **tables) * options.S_q
     if cached:
         named["cache_seqlens"] = torch.full((batch,), options.S_k, **tables)
-        named |= {"num_splits": options.splits or 0, "batch_invariant": options.batch_invariant}
+        named |= {"num_splits": options.splits or 0}
         if options.page_size is not None:
             pages = -(-options.S_k // options.page_size)
             keys = batch * pages, options.page_size

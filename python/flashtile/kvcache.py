@@ -10,6 +10,7 @@ from torch.autograd import forward_ad, profiler
 from . import _C
 from ._autograd import is_traced, refuse_tangents, takes_operators
 from ._core import as_float32, copied_into, is_compiling, recorded, refuse_gradients_into, refuse_nested
+from ._invariance import is_batch_invariant
 from ._misnamed import hides_misnamed, refuse_misnamed
 from ._ops import call_kvcache, kvcache_operator
 from .attention import Window
@@ -44,7 +45,7 @@ def attention_kvcache(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     num_splits: int = 0,
-    batch_invariant: bool = False,
+    batch_invariant: bool | None = None,
     out: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -74,7 +75,7 @@ def attention_kvcache(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     num_splits: int = 0,
-    batch_invariant: bool = False,
+    batch_invariant: bool | None = None,
     out: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -104,7 +105,7 @@ def attention_kvcache(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     num_splits: int = 0,
-    batch_invariant: bool = False,
+    batch_invariant: bool | None = None,
     out: Tensor | None = None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -136,7 +137,7 @@ def attention_kvcache(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     num_splits: int = 0,
-    batch_invariant: bool = False,
+    batch_invariant: bool | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -217,7 +218,7 @@ def attention_kvcache(
             many as fill the GPU. Results differ in their last bits. Nothing depends on it on the CPU.
         batch_invariant: a row's result depends, to the bit, on its query and its sequence's keys alone: not on the
             other sequences of the batch, nor on how many queries come at a time, nor on where the cache's pages lie.
-            Only with num_splits=0. On the CPU it always holds.
+            Only with num_splits=0. By default what :func:`batch_invariant_mode` says. On the CPU it always holds.
         out: a tensor for the result, which is returned then: (B, S_q, H_q, D_v) or (T_q, H_q, D_v), of the result's
             dtype, on q's device, of any strides with a contiguous last dimension, on CUDA multiples of 16 bytes, and of
             memory that is not that of q, caches and new rows. Kernels write to it at once; only where PyTorch traces
@@ -283,6 +284,8 @@ def attention_kvcache(
         _refuse_gradients(floats)
         if out is not None:
             refuse_gradients_into("attention_kvcache", out)
+    if batch_invariant is None:
+        batch_invariant = is_batch_invariant()
     if not isinstance(cache_seqlens, Tensor):
         cache_seqlens = _for_all_sequences(cache_seqlens, q, cu_seqlens_q)
     if sinks is not None:

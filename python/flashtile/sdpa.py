@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._core import DTYPES, WIDEST, is_compiling, under_functorch
+from ._invariance import is_batch_invariant
 from ._padding import attend_padded, attend_visible, visible_first
 from ._sdpa_mask import first_columns, refuse_misfit, written_out
 from .attention import attention
@@ -70,8 +71,8 @@ def scaled_dot_product_attention(
     heads, other dtypes and devices, broadcast keys, nested tensors and subclasses, transforms of torch.func,
     forward-mode differentiation. A :class:`flashtile.sdpa.FallbackWarning` names the argument, once for each reason in
     a process; ``warnings.simplefilter("error", FallbackWarning)`` makes an error of every such call. Nothing is said
-    under torch.compile. The function may take the place of PyTorch's,
-    ``torch.nn.functional.scaled_dot_product_attention = flashtile.scaled_dot_product_attention``.
+    under torch.compile. In a :func:`batch_invariant_mode` such calls are refused. The function may take the place of
+    PyTorch's, ``torch.nn.functional.scaled_dot_product_attention = flashtile.scaled_dot_product_attention``.
 
     Raises:
         ValueError: key or value do not fit query: D, S_k or leading dimensions differ, or the groups of heads are not
@@ -100,6 +101,11 @@ def scaled_dot_product_attention(
     try:
         return served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except (TypeError, ValueError, NotImplementedError) as refusal:
+        if is_batch_invariant():
+            raise NotImplementedError(
+                "scaled_dot_product_attention: batch_invariant_mode is on, expected a call that flashtile serves: the "
+                "bits of PyTorch's kernels are others"
+            ) from refusal
         reason = None if is_compiling() else str(refusal)
     _refuse_misfits(query, key, value, enable_gqa)
     if isinstance(attn_mask, ColumnMask):

@@ -39,6 +39,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     seed: int | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
@@ -68,6 +69,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     seed: int | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
@@ -97,6 +99,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     seed: int | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
@@ -128,6 +131,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     seed: int | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
@@ -181,6 +185,8 @@ def attention_varlen(
             sequences and i, j count within one, and the seed alone. By default drawn from PyTorch's CPU generator.
         deterministic: whether the gradients must be the same bits in every run. By default what
             torch.are_deterministic_algorithms_enabled() says when backward runs.
+        batch_invariant: as in :func:`attention`, whose bits a sequence gets by itself then on CUDA too. There it goes
+            without mask, and without seqused_q where there are sinks and lse is returned.
         q_descale: of q, k and v of dtype float8_e4m3fn, which need not all have one: what their numbers have to be
             multiplied with, float32, of any strides, at least 0: (B, H_q) or (B, H_k), for each sequence and head. See
             docs/fp8.md.
@@ -207,8 +213,9 @@ def attention_varlen(
             cu_seqlens and seqused hold. On CUDA the host does not read them, so that it need not wait and calls can be
             captured in a graph: values that break the rules give unspecified results there, but nothing outside the
             tensors is read or written.
-        NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, slopes that
-            require a gradient, out where an input does, nested tensors, forward-mode differentiation).
+        NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, what
+            batch_invariant goes without, slopes that require a gradient, out where an input does, nested tensors,
+            forward-mode differentiation).
         RuntimeError: the CUDA runtime failed.
 
     Example:
@@ -236,7 +243,7 @@ def attention_varlen(
     columns = ranges_of("attention_varlen", mask, q, ragged=True)
     fp8 = fp8_option(q_descale, k_descale, v_descale, out_dtype)
     scores = (alibi_slopes, sinks, columns, causal, window, scale, softcap)
-    options = (*scores, dropout_p, seed, deterministic, sequences, fp8)
+    options = (*scores, dropout_p, seed, deterministic, batch_invariant, sequences, fp8)
     return attend("attention_varlen", q, k, v, options, return_lse, out)
 
 

@@ -1,15 +1,31 @@
-"""One set of bits from training to decoding, on the CPU: how its sequence comes does not matter to a token."""
+"""One set of bits from training to decoding: how its sequence comes does not matter to a token. On the CPU it never
+does, on a GPU with batch_invariant."""
 
 import itertools
 import random
+import re
+import threading
 
+import pytest
+import ragged
+import test_backward
+import test_forward
 import torch
-from cases import BF16, F16, F32
+from cases import BF16, CASES, DEVICE_PARAMS, F16, F32, Case, on_devices
 from compare import assert_bitwise
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import flashtile
+from flashtile import _C
+from flashtile._core import forward_with_state
+from flashtile._invariance import with_whole_sequences
+from flashtile._options import ALIBI_SLOPES, SEQUENCES, attention_options
+from flashtile.compat import flash_attn, vllm_flash_attn
+from flashtile.integrations import pytorch
+
+each_device = pytest.mark.parametrize("device", DEVICE_PARAMS)
+LAW = settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @st.composite
@@ -46,41 +62,47 @@ def assert_same_bits(found, expected, way):
         assert_bitwise(x, y, f"{what} {way}")
 
 
-@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@each_device
+@LAW
 @given(batches())
-def test_from_training_to_decoding(batch):
+def test_from_training_to_decoding(device, batch):
     lengths, heads_q, heads_k, head_dim, head_dim_v, dtype, options, source = batch
+    if device == "cuda":
+        dtype = BF16 if dtype is F32 else dtype
+    if device == "cuda" or source.random() < 0.5:
+        options["batch_invariant"] = True  # changes nothing on the CPU
     generator = torch.Generator().manual_seed(len(lengths))
     begins = [0, *itertools.accumulate(lengths)]
 
     def rows(heads, width):
-        return torch.randn(begins[-1], heads, width, generator=generator).to(dtype)
+        return torch.randn(begins[-1], heads, width, generator=generator).to(device, dtype)
 
     q, k, v, dout = (
         rows(*size) for size in ((heads_q, head_dim), (heads_k, head_dim), (heads_k, head_dim_v), (heads_q, head_dim_v))
     )
-    dlse = torch.randn(heads_q, begins[-1], generator=generator)
+    dlse = torch.randn(heads_q, begins[-1], generator=generator).to(device)
     if "sinks" in options:
-        options["sinks"] = options["sinks"].expand(heads_q)
+        options["sinks"] = options["sinks"].expand(heads_q).to(device)
     spans = [slice(*span) for span in itertools.pairwise(begins)]
     alone = [
         both_passes(flashtile.attention, *(x[None, at] for x in (q, k, v, dout)), dlse[None, :, at], **options)
         for at in spans
     ]
 
-    table = torch.tensor(begins, dtype=torch.int32)
+    table = torch.tensor(begins, dtype=torch.int32, device=device)
     tables = dict(cu_seqlens_q=table, cu_seqlens_k=table)
-    ragged = both_passes(flashtile.attention_varlen, q, k, v, dout, dlse, **tables, **options)
+    together = both_passes(flashtile.attention_varlen, q, k, v, dout, dlse, **tables, **options)
     for at, expected in zip(spans, alone, strict=True):
-        found = [x[None, :, at] if i == 1 else x[None, at] for i, x in enumerate(ragged)]
+        found = [x[None, :, at] if i == 1 else x[None, at] for i, x in enumerate(together)]
         assert_same_bits(found, expected, "in a ragged batch")
 
     for at, expected in zip(spans, alone, strict=True):
-        # A batch of entries that differ, of which the second is this sequence.
-        given = [torch.stack([torch.randn_like(x[at]), x[at]]) for x in (q, k, v, dout)]
-        given.append(torch.stack([torch.zeros_like(dlse[:, at]), dlse[:, at]]))
+        # A batch of entries that differ, of which the last is this sequence.
+        others = source.choice([1, 1, 2, 40])
+        given = [torch.cat([torch.randn_like(x[None, at]).expand(others, -1, -1, -1), x[None, at]]) for x in (q, k, v)]
+        given += [torch.cat([x.new_ones(others, *x.shape[1:]), x]) for x in (dout[None, at], dlse[None, :, at])]
         found = both_passes(flashtile.attention, *given, **options)
-        assert_same_bits([x[1:] for x in found], expected, "beside another")
+        assert_same_bits([x[others:] for x in found], expected, "beside others")
 
     check_caches(q, k, v, spans, alone, options, source)
 
@@ -92,7 +114,7 @@ def check_caches(q, k, v, spans, alone, options, source):
     pages_of = [-(-length // page_size) for length in lengths]
     numbers = source.sample(range(sum(pages_of)), sum(pages_of))
     block_table = torch.zeros(len(spans), max(pages_of), dtype=torch.int32)
-    caches = [torch.full((sum(pages_of), page_size, *x.shape[1:]), torch.nan, dtype=x.dtype) for x in (k, v)]
+    caches = [x.new_full((sum(pages_of), page_size, *x.shape[1:]), torch.nan) for x in (k, v)]
     for entry, count in enumerate(pages_of):
         block_table[entry, :count] = torch.tensor(numbers[:count])
         numbers = numbers[count:]
@@ -104,20 +126,19 @@ def check_caches(q, k, v, spans, alone, options, source):
         ]
         new = [slice(at.start + done, at.start + done + n) for at, done, n in zip(spans, held, counts, strict=True)]
         queries, keys, values = (torch.cat([x[rows] for rows in new]) for x in (q, k, v))
-        offsets = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        offsets = [0, *itertools.accumulate(counts)]
         out, lse = flashtile.attention_kvcache(
             queries,
             *caches,
-            cache_seqlens=torch.tensor(held, dtype=torch.int32),
+            cache_seqlens=torch.tensor(held, dtype=torch.int32, device=q.device),
             k_new=keys,
             v_new=values,
-            cu_seqlens_q=offsets,
-            block_table=block_table,
-            batch_invariant=True,
+            cu_seqlens_q=torch.tensor(offsets, dtype=torch.int32, device=q.device),
+            block_table=block_table.to(q.device),
             return_lse=True,
-            **options,
+            **options | dict(batch_invariant=True),
         )
-        for entry, (begin, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        for entry, (begin, end) in enumerate(itertools.pairwise(offsets)):
             results[entry].append((out[begin:end], lse[:, begin:end]))
             held[entry] += end - begin
     for parts, expected in zip(results, alone, strict=True):
@@ -134,3 +155,444 @@ def test_caches_get_sequences_in_several_chunks(monkeypatch):
     expected = flashtile.attention(q[None], k[None], v[None], causal=True, return_lse=True)
     check_caches(q, k, v, [slice(0, 50)], [expected], {"causal": True}, random.Random(1))
     assert len(calls) > 1
+
+
+# Keys of several splits, windows that are longer than one, and heads of every width of kernels.
+LONG = {
+    "D64": dict(head_dim=64, heads=(8, 2)),
+    "D128": dict(head_dim=128, heads=(4, 1)),
+    "D256": dict(head_dim=256, heads=(2, 1)),
+    "window of a few": dict(head_dim=64, heads=(4, 4), window=(70, 0)),
+    "window of a split": dict(head_dim=128, heads=(2, 2), window=(1008, 0)),
+    "window of a split and more": dict(head_dim=64, heads=(2, 1), window=(1009, None)),
+    "window of two splits": dict(head_dim=64, heads=(2, 2), window=(1500, 0)),
+    "window of all": dict(head_dim=128, heads=(3, 1), window=(2300, 0)),
+    "everything": dict(head_dim=96, heads=(4, 2), window=(1200, 5), softcap=9.0, alibi=True, sinks=True, scale=0.2),
+}
+
+
+@each_device
+@pytest.mark.parametrize("name", LONG)
+def test_long_keys(name, device):
+    """The last rows of a prefill in any chunks, up to one token, are those of training; also where the rows that see
+    the beginning of a split share a tile with some that do not."""
+    options = dict(causal=True, window=None, batch_invariant=True) | LONG[name]
+    head_dim, (heads_q, heads_k), length = options.pop("head_dim"), options.pop("heads"), 2600
+    if options.pop("alibi", False):
+        options["alibi_slopes"] = torch.linspace(0.001, 0.1, heads_q, device=device)
+    if options.pop("sinks", False):
+        options["sinks"] = torch.linspace(-2, 2, heads_q, device=device)
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (
+        torch.randn(1, length, heads, head_dim, generator=generator).to(device, BF16)
+        for heads in (heads_q, heads_k, heads_k)
+    )
+    out, lse = flashtile.attention(q, k, v, return_lse=True, **options)
+    left = options["window"] and options["window"][0]
+    edges = [1024, 2048, *(edge + left for edge in (1024, 2048) if left and edge + left < length)]
+    chunks = [(length - 300, length), (0, 50), *((edge - 20, edge + 25) for edge in edges)]
+    chunks += [(token, token + 1) for edge in edges for token in range(edge - 1, edge + 18, 3)]
+    chunks += [(edge - 7 - size, edge + size) for edge in edges for size in (1, 6, 11)]
+    for begin, end in chunks:
+        end = min(end, length)
+        found = flashtile.attention_kvcache(q[:, begin:end], k, v, cache_seqlens=end, return_lse=True, **options)
+        assert_same_bits(found, (out[:, begin:end], lse[:, :, begin:end]), f"of rows {begin} to {end}")
+
+
+# Shapes whose backward goes by the batch without batch_invariant: blocks of keys that thread blocks share, few queries
+# of many keys, one block of keys that forms dq, persistent thread blocks.
+GRADIENTS = [
+    Case(f"{name}_D{head_dim}", dtype=(F16, BF16)[i % 2], batch=1, head_dim=head_dim, **fields)
+    for name, fields in {
+        "few_blocks": dict(seqlen_q=333, seqlen_k=200, heads_q=16, heads_k=1),
+        "causal": dict(seqlen_q=450, seqlen_k=450, heads_q=4, heads_k=2, causal=True),
+        "window": dict(seqlen_q=300, seqlen_k=333, window=(70, 9), heads_q=6, heads_k=3),
+        "few_queries": dict(seqlen_q=20, seqlen_k=2100, heads_q=8, heads_k=8, softcap=9.0),
+        "one_block": dict(seqlen_q=170, seqlen_k=100, heads_q=2, heads_k=2, sinks=0.0),
+        "short_blocks": dict(seqlen_q=43, seqlen_k=1500, heads_q=3, heads_k=3, causal=True),
+    }.items()
+    for i, head_dim in enumerate((64, 72, 96, 128, 192, 256))
+]
+
+
+@pytest.mark.parametrize("case, device", on_devices(GRADIENTS))
+def test_gradients_do_not_depend_on_the_batch(case, device):
+    inputs, options = case.tensors(device), case.options(device) | dict(batch_invariant=True)
+    incoming = case.incoming(*flashtile.attention(*inputs, return_lse=True, **options))
+    alone = both_passes(flashtile.attention, *inputs, *incoming, **options)
+    for others in (1, 30):
+        batch = [torch.cat([x, x.flip(1).expand(others, *x.shape[1:])]) for x in (*inputs, *incoming)]
+        found = both_passes(flashtile.attention, *batch, **options)
+        assert_same_bits([x[:1] for x in found], alone, f"beside {others}")
+    lengths = [(case.seqlen_q, case.seqlen_k), (7, 300), (600, 0), (case.seqlen_q, case.seqlen_k), (130, 129)]
+    tables = {
+        f"cu_seqlens_{name}": torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device)
+        for name, sizes in zip("qk", zip(*lengths, strict=True), strict=True)
+    }
+    rows, keys = (sum(sizes) for sizes in zip(*lengths, strict=True))
+
+    def between(x, size):
+        """`x`, (1, S, ...), as the first and the fourth sequence of rows of ones."""
+        flat = x.new_ones(size, *x.shape[2:])
+        first = sum(n[size == keys] for n in lengths[:3])
+        for begin in (0, first):
+            flat[begin : begin + x.shape[1]] = x[0]
+        return flat
+
+    q, k, v, dout = (between(x, size) for x, size in zip((*inputs, incoming[0]), (rows, keys, keys, rows), strict=True))
+    dlse = between(incoming[1].transpose(1, 2), rows).T.contiguous()
+    found = both_passes(flashtile.attention_varlen, q, k, v, dout, dlse, **tables, **options)
+    for place in (0, 3):
+        first_q, first_k = (sum(n[side] for n in lengths[:place]) for side in (0, 1))
+        mine, of_keys = slice(first_q, first_q + case.seqlen_q), slice(first_k, first_k + case.seqlen_k)
+        cuts = (mine, (slice(None), mine), mine, of_keys, of_keys)
+        assert_same_bits([x[cut][None] for x, cut in zip(found, cuts, strict=True)], alone, f"as sequence {place}")
+
+
+@each_device
+def test_rows_that_do_not_count(device):
+    """Keys behind those that count, and rows behind the last sequence, hold NaN."""
+    case = ragged.Ragged(
+        "used",
+        dtype=F16,
+        causal=True,
+        tail=9,
+        lengths_q=(70, 0, 33, 20),
+        lengths_k=(120, 30, 40, 50),
+        used_q=(60, 0, 33, 0),
+        used_k=(97, 13, 40, 50),
+    )
+    q, k, v = case.tensors(device)
+    options = case.options(device) | dict(batch_invariant=True)
+    out, lse = flashtile.attention_varlen(q, k, v, return_lse=True, **options)
+    options = {name: x for name, x in options.items() if name not in ragged.TABLES}
+    for rows, keys in case.spans():
+        expected = flashtile.attention(q[None, rows], k[None, keys], v[None, keys], return_lse=True, **options)
+        assert_same_bits((out[None, rows], lse[None, :, rows]), expected, "of keys that count")
+    unused = case.unused(0, device)
+    assert (out[unused] == 0).all() and (lse[:, unused] == -torch.inf).all()
+
+
+USED = dict(lengths_q=(70, 5, 33), lengths_k=(120, 30, 40), used_q=(60, 0, 33), tail=9, heads_q=4, heads_k=2)
+
+
+def whole(options, return_lse):
+    """The options by which a GPU computes rows that do not count."""
+    tables = tuple(options.pop(name, None) for name in ragged.TABLES)
+    slopes = options.pop("alibi_slopes", None)
+    given = attention_options(sequences=tables, alibi_slopes=slopes, sinks=options.get("sinks"))
+    changed = with_whole_sequences(given, return_lse)
+    found = {name: x for name, x in zip(ragged.TABLES, changed[SEQUENCES], strict=True) if x is not None}
+    assert "seqused_q" not in found
+    return options | found | dict(alibi_slopes=changed[ALIBI_SLOPES])
+
+
+@each_device
+@pytest.mark.parametrize("used_k", [None, (97, 13, 40)])
+def test_rows_that_do_not_count_are_sequences_without_keys(device, used_k):
+    case = ragged.Ragged("used", dtype=BF16, causal=True, alibi="per batch and head", used_k=used_k, **USED)
+    inputs, options = case.tensors(device), case.options(device) | dict(batch_invariant=True)
+    incoming = case.incoming(*flashtile.attention_varlen(*inputs, return_lse=True, **options))
+    expected = both_passes(flashtile.attention_varlen, *inputs, *incoming, **options)
+    found = both_passes(flashtile.attention_varlen, *inputs, *incoming, **whole(options, True))
+    assert_same_bits(found, expected, "as sequences")
+
+
+@each_device
+def test_sinks_of_rows_that_do_not_count(device):
+    """They change nothing there, as long as nobody asks for lse."""
+    case = ragged.Ragged("used", dtype=BF16, causal=True, sinks=0.0, **USED)
+    inputs, options = test_backward.differentiable(case, device)
+    options |= dict(sinks=inputs[3], batch_invariant=True)
+    out = flashtile.attention_varlen(*inputs[:3], **options)
+    dout, _ = case.incoming(out, out[..., 0].T.float())
+    dout = dout.nan_to_num()
+    expected = [out, *torch.autograd.grad(out, inputs, dout)]
+    out = flashtile.attention_varlen(*inputs[:3], **whole(options, False))
+    *found, dsinks = [out, *torch.autograd.grad(out, inputs, dout)]
+    for x, y in zip(found, expected, strict=False):
+        assert_bitwise(x, y)
+    torch.testing.assert_close(dsinks, expected[-1])
+
+
+@each_device
+def test_a_ragged_batch_is_a_cache_of_one_entry(device):
+    """What comes before a sequence's keys is its left padding: so a GPU computes it."""
+    case = ragged.Ragged("cache", dtype=BF16, causal=True, heads_q=4, heads_k=2, tail=5, alibi="per batch and head")
+    q, k, v = case.tensors(device)
+    options = case.options(device) | dict(batch_invariant=True, return_lse=True)
+    expected = flashtile.attention_varlen(q, k, v, **options)
+    begins = options.pop("cu_seqlens_k")
+    entries = torch.zeros_like(begins[1:])
+    tables = dict(cache_seqlens=begins[1:].contiguous(), leftpad=begins[:-1].contiguous(), cache_batch_idx=entries)
+    found = flashtile.attention_kvcache(q, k[None], v[None], **tables, **options)
+    assert_same_bits(found, expected, "over a cache")
+
+
+@each_device
+def test_a_column_mask_of_a_dense_batch(device):
+    mask = flashtile.masks.ColumnMask.document([100, 30, 70], device=device)
+    q, k, v = Case("mask", dtype=BF16, seqlen_q=200, seqlen_k=200, heads_q=4, heads_k=2).tensors(device)
+    dout, dlse = Case("mask", dtype=BF16).incoming(q, q[..., 0].float().transpose(1, 2))
+    whole = both_passes(flashtile.attention, q, k, v, dout, dlse, mask=mask, causal=True, batch_invariant=True)
+    for b in range(2):
+        alone = (x[b : b + 1] for x in (q, k, v, dout, dlse))
+        found = both_passes(flashtile.attention, *alone, mask=mask, causal=True, batch_invariant=True)
+        assert_same_bits(found, [x[b : b + 1] for x in whole], f"of entry {b}")
+
+
+INVARIANT = [
+    case
+    for case in CASES
+    if case.dropout_p == 0
+    and case.name.startswith(
+        (
+            "D",
+            "S1",
+            "no_",
+            "group",
+            "gaps",
+            "misaligned",
+            "sinks",
+            "softcap",
+            "alibi",
+            "window",
+            "everything",
+            "few_rows",
+        )
+    )
+]
+
+
+@pytest.mark.parametrize("case, device", on_devices(INVARIANT, ["cuda"]))
+def test_accuracy(case, device, attention, gradients):
+    """The CPU's kernels are those of every other test."""
+
+    def invariant(*x, **options):
+        return attention(*x, **options | dict(batch_invariant=True))
+
+    test_forward.check(invariant, case, *case.tensors(device), **case.options(device))
+    test_backward.check(case, device, invariant, gradients, None)
+
+
+RAGGED = [case for case in ragged.CASES if case.dropout_p == 0 and (case.used_q is None or case.sinks is None)]
+
+
+@pytest.mark.parametrize("case, device", on_devices(RAGGED, ["cuda"]))
+def test_accuracy_of_ragged_batches(case, device, attention_varlen, gradients):
+    def invariant(*x, **options):
+        return attention_varlen(*x, **options | dict(batch_invariant=True))
+
+    options = case.options(device)
+    test_forward.check(invariant, case, *case.tensors(device), formula=ragged.attention, **options)
+    test_backward.check(case, device, invariant, gradients, None, ragged.attention)
+
+
+@each_device
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_compiled_calls_and_other_results(device):
+    case = Case("compiled", dtype=BF16, causal=True, sinks=0.0, heads_q=4, heads_k=2)
+    inputs, options = case.tensors(device), case.options(device)
+    incoming = case.incoming(*flashtile.attention(*inputs, return_lse=True, **options))
+    expected = both_passes(flashtile.attention, *inputs, *incoming, batch_invariant=True, **options)
+    compiled = torch.compile(flashtile.attention, backend="aot_eager", fullgraph=True)
+    compiled(*inputs, **options)  # the mode is to have a graph of its own
+    with flashtile.batch_invariant_mode():
+        assert_same_bits(both_passes(compiled, *inputs, *incoming, **options), expected, "compiled, in the mode")
+        place = torch.empty_like(inputs[0])
+        assert flashtile.attention(*inputs, out=place, **options) is place
+        assert_same_bits((place,), expected, "in a tensor that is given")
+    again = both_passes(compiled, *inputs, *incoming, batch_invariant=True, **options)
+    assert_same_bits(again, expected, "compiled")
+
+
+@pytest.mark.gpu
+def test_pytorchs_flash_attention():
+    """Once activated, forward tells backward of the mode, whichever thread that runs on."""
+    case = Case("activated", dtype=BF16, seqlen_q=200, seqlen_k=200)
+    q, k, v = case.tensors("cuda")
+    dout, _ = case.incoming(q, q)
+    how = (None, None, 200, 200, 0.0, True)
+    forward, backward = (pytorch._FUNCTIONS[f"_flash_attention_{name}"] for name in ("forward", "backward"))
+    with flashtile.batch_invariant_mode():
+        out, lse, seed, unused, _ = forward(q, k, v, *how, False)
+    found = (out, lse, *backward(dout, q, k, v, out, lse, *how, seed, unused))
+    options = dict(causal=True, batch_invariant=True)
+    expected = both_passes(flashtile.attention, q, k, v, dout, torch.zeros_like(lse), **options)
+    assert_same_bits(found, expected, "of PyTorch's function")
+
+
+# ---- which calls are batch-invariant, as plans for a GPU say
+
+
+def plan(call, gpu="H100"):
+    """What a call of tensors on the CPU would be on a GPU."""
+    return _C.explain(call, gpu)
+
+
+def is_invariant(text):
+    """A forward or a call over a cache of any length, by its splits."""
+    return re.search(r"\n  splits +of \d+ keys each", text) is not None
+
+
+def rows(*shape):
+    return torch.zeros(*shape, dtype=BF16)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+Q, KV = rows(2, 40, 4, 64), rows(2, 40, 2, 64)
+HELD, BEGINS = ints(40, 7), ints(0, 40, 80)
+CALLS = {
+    "attention": lambda **x: flashtile.attention(Q, KV, KV, causal=True, **x),
+    "attention_varlen": lambda **x: flashtile.attention_varlen(
+        *(y.flatten(0, 1) for y in (Q, KV, KV)), cu_seqlens_q=BEGINS, cu_seqlens_k=BEGINS, **x
+    ),
+    "attention_kvcache": lambda **x: flashtile.attention_kvcache(Q, KV, KV, cache_seqlens=HELD, **x),
+}
+CALLERS = {
+    "scaled_dot_product_attention": lambda: flashtile.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (Q, KV, KV)), enable_gqa=True
+    ),
+    "padding": lambda: flashtile.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (Q, KV, KV)), torch.ones(2, 1, 1, 40, dtype=torch.bool), enable_gqa=True
+    ),
+    "flash_attn_func": lambda: flash_attn.flash_attn_func(Q, KV, KV),
+    "flash_attn_with_kvcache": lambda: flash_attn.flash_attn_with_kvcache(Q, KV, KV, cache_seqlens=HELD),
+    "vLLM's": lambda: vllm_flash_attn.flash_attn_with_kvcache(Q, KV, KV, cache_seqlens=HELD, num_splits=16),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_mode_is_the_flag_where_that_is_left_open(name):
+    call = CALLS[name]
+    text = plan(lambda: call(batch_invariant=True))
+    assert is_invariant(text) and not is_invariant(plan(call))
+    with flashtile.batch_invariant_mode():
+        assert plan(call) == text
+        assert not is_invariant(plan(lambda: call(batch_invariant=False)))
+        with flashtile.batch_invariant_mode(False):
+            assert not is_invariant(plan(call))
+        assert is_invariant(plan(call))
+    with pytest.raises(KeyError), flashtile.batch_invariant_mode():
+        raise KeyError
+    assert not is_invariant(plan(call))
+    assert is_invariant(flashtile.batch_invariant_mode()(plan)(call))
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_the_mode_reaches_those_that_call(name):
+    assert not is_invariant(plan(CALLERS[name]))
+    with flashtile.batch_invariant_mode():
+        assert is_invariant(plan(CALLERS[name]))
+
+
+def test_the_mode_may_go_by_pytorchs():
+    with flashtile.batch_invariant_mode(None):
+        assert not is_invariant(plan(CALLS["attention"]))
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert is_invariant(plan(CALLS["attention"]))
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def test_the_mode_is_of_a_thread():
+    found = []
+    with flashtile.batch_invariant_mode():
+        thread = threading.Thread(target=lambda: found.append(is_invariant(plan(CALLS["attention"]))))
+        thread.start()
+        thread.join()
+    assert found == [False]
+
+
+@pytest.mark.parametrize("enabled", [1, "yes", torch.tensor(True)], ids=str)
+def test_the_mode_takes_a_bool_or_none(enabled):
+    with pytest.raises(TypeError, match=r"^batch_invariant_mode: enabled is .*, expected True, False or None$"):
+        flashtile.batch_invariant_mode(enabled).__enter__()
+
+
+@pytest.mark.parametrize("gpu", ["A100", "H100", "L40S"])
+@pytest.mark.parametrize("head_dim", [64, 72, 96, 128, 192, 256])
+@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(70, 0), softcap=9.0)], ids=str)
+def test_no_plan_goes_by_the_batch(gpu, head_dim, options):
+    """The kernels are the same, and no thread blocks share a block of keys; the order of sums is the kernel's."""
+    kernels = set()
+    for batch, seqlen_q, seqlen_k, heads_q, heads_k in (
+        (1, 333, 200, 16, 1),
+        (1, 20, 2100, 8, 8),
+        (60, 20, 2100, 8, 8),
+        (1, 64, 64, 1, 1),
+        (300, 64, 64, 1, 1),
+        (4, 4000, 4000, 32, 8),
+    ):
+        shapes = ((batch, seqlen_q, heads_q), *((batch, seqlen_k, heads_k),) * 2)
+        q, k, v = (torch.empty(*shape, head_dim, dtype=BF16, device="meta") for shape in shapes)
+        table = torch.empty(batch + 1, dtype=torch.int32, device="meta")
+        tables = dict(cu_seqlens_q=table, cu_seqlens_k=table)
+        dense = flashtile.explain(q, k, v, device=gpu, batch_invariant=True, **options)
+        flat = flashtile.explain(
+            *(x.flatten(0, 1) for x in (q, k, v)), device=gpu, batch_invariant=True, **tables, **options
+        )
+        for text in (dense, flat):
+            assert "\n  parts" not in text
+            kernels.add(tuple(re.findall(r"\n  kernel +(\S+)", text)))
+    assert len(kernels) == 1 and len(*kernels) == 2
+
+
+def refusal(call, gpu="H100"):
+    with pytest.raises(NotImplementedError) as raised:
+        plan(call, gpu)
+    return str(raised.value)
+
+
+def test_what_is_refused():
+    dropout = "attention: dropout_p is 0.1 with batch_invariant, expected 0"
+    assert refusal(lambda: CALLS["attention"](dropout_p=0.1, batch_invariant=True)).startswith(dropout)
+    with pytest.raises(NotImplementedError, match=dropout), flashtile.batch_invariant_mode():
+        CALLS["attention"](dropout_p=0.1)  # on the CPU too
+    given = dict(seqused_q=HELD, sinks=torch.zeros(4), return_lse=True)
+    used = refusal(lambda: CALLS["attention_varlen"](**given, batch_invariant=True))
+    assert used.startswith("attention_varlen: seqused_q is given with batch_invariant, expected none with sinks and an")
+    mask = flashtile.masks.ColumnMask.concatenate([flashtile.masks.ColumnMask.full(40, 40)] * 2)
+    masked = refusal(lambda: CALLS["attention_varlen"](mask=mask, batch_invariant=True))
+    assert masked.startswith("attention_varlen: mask is given with batch_invariant, expected none of a ragged batch")
+    with pytest.raises(ValueError, match="num_splits is 3, expected 0 with batch_invariant"):
+        with flashtile.batch_invariant_mode():
+            CALLS["attention_kvcache"](num_splits=3)
+
+
+def test_partial_results_are_refused():
+    q = torch.randn(1, 8, 2, 16)
+    with flashtile.batch_invariant_mode():
+        flashtile.attention(q, q, q, return_lse=True)
+        with pytest.raises(NotImplementedError, match=r"^attention: batch_invariant_mode is on, expected"):
+            forward_with_state(q, q, q, attention_options())
+    forward_with_state(q, q, q, attention_options())
+
+
+@pytest.mark.filterwarnings("ignore::flashtile.sdpa.FallbackWarning")
+def test_nothing_is_left_to_pytorch():
+    query = torch.randn(1, 2, 8, 16)
+    bias = torch.zeros(8, 8)
+    flashtile.scaled_dot_product_attention(query, query, query, bias)
+    with pytest.raises(
+        NotImplementedError, match=r"^scaled_dot_product_attention: batch_invariant_mode is on, expected"
+    ):
+        with flashtile.batch_invariant_mode():
+            flashtile.scaled_dot_product_attention(query, query, query, bias)
+
+
+def test_seqused_q_of_a_gpu():
+    q, tables = torch.empty(80, 4, 64, dtype=BF16, device="meta"), torch.empty(3, dtype=torch.int32, device="meta")
+    given = dict(cu_seqlens_q=tables, cu_seqlens_k=tables, seqused_q=tables[1:])
+    text = flashtile.explain(q, q, q, **given, batch_invariant=True, device="H100")
+    assert is_invariant(text) and "B=4 ragged T_q=80" in text
+
+
+def test_numbers_of_8_bits_are_computed_in_16():
+    q = torch.empty(2, 40, 4, 64, dtype=torch.float8_e4m3fn, device="meta")
+    text = flashtile.explain(q, q, q, batch_invariant=True, device="H100")
+    assert is_invariant(text) and "bfloat16 on cuda" in text

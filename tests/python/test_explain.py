@@ -301,6 +301,7 @@ def test_exports():
         "attention_cascade",
         "attention_kvcache",
         "attention_varlen",
+        "batch_invariant_mode",
         "combine",
         "explain",
         "info",

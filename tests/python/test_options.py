@@ -156,7 +156,7 @@ REFUSED = {  # values of every argument
         cache_seqlens=("x", 1.5, [3, 4], np.ones((60, 90)), torch.eye(2).to_sparse(), None, *_lengths, 2**31),
         **dict.fromkeys(("block_table", "cache_batch_idx", "leftpad", "cu_seqlens_q"), _operand),
         **dict.fromkeys(("k_new", "v_new", "rotary_cos", "rotary_sin"), _operand),
-        **_of(CACHE),
+        **_of(CACHE) | {"batch_invariant": _flag[:-1]},  # None asks the mode
         out=_operand,
     ),
 }
@@ -278,7 +278,7 @@ def test_defaults_are_those_of_the_list(name, options):
     parameters = inspect.signature(CALLS[name][0]).parameters
     defaults = {option.name: option.default for option in options if option.name not in TUPLES}
     if name == "attention_kvcache":
-        defaults["causal"] = True
+        defaults |= dict(causal=True, batch_invariant=None)
     assert {option: parameters[option].default for option in defaults} == defaults
 
 

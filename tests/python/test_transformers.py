@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from waiting import host_never_waits
 
 import flashtile
+from flashtile import _C
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here is to be downloaded
 transformers = pytest.importorskip("transformers", minversion="5.4", reason="needs transformers 5.4 or newer")
@@ -270,6 +271,19 @@ def test_dropout():
 
 def layer(is_causal=True):
     return SimpleNamespace(is_causal=is_causal)
+
+
+def test_batch_invariant_mode():
+    """As a plan for a GPU says, of training and of decoding."""
+    for length in (40, 1):
+        inputs = [x.bfloat16() for x in rows(length, 40)]
+
+        def plan(inputs=inputs):
+            return _C.explain(lambda: integration.attend(layer(), *inputs), "H100")
+
+        free = plan()
+        with flashtile.batch_invariant_mode():
+            assert "keys each" in plan() and "keys each" not in free
 
 
 def rows(length, keys, heads=4, heads_k=2, batch=3, seed=3):

@@ -119,7 +119,7 @@ class Figure:
 
 def check(suite: str) -> None:
     """Refuses a suite whose cells are on no curve."""
-    if suite in ("random", "serving"):
+    if suite in ("random", "serving", "invariant"):
         raise Refusal(f"bench: --plots is given with suite {suite!r}, expected another: its cells are on no curve")
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashtile._refusal import Refusal
-from flashtile.bench import cliffs, fp8
+from flashtile.bench import cliffs, fp8, invariant
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.decode import CACHE_FORMS, GRAPH, OURS_ALL, SUITES
 from flashtile.bench.machine import MATMUL_SIZE
@@ -281,10 +281,18 @@ def _summary(suite: str, machine: dict[str, Any], cells: Sequence[Cell]) -> Reco
         return cliffs.summary(cells)
     if suite in SUITES:
         return _decode_summary(machine, cells)
+    if suite == invariant.SUITE:
+        return _summary_by_work(cells)
     if suite == fp8.SUITE:
         best = against_the_best(cells, besides=(fp8.IN_16_BITS,))
         return summary(cells) | ({BEST_PEER: best} if best else {})
     return summary(cells) | (_forward_summary(machine, cells) if suite == "forward" else {})
+
+
+def _summary_by_work(cells: Sequence[Cell]) -> Record:
+    works = dict.fromkeys(cell.case.work for cell in cells)
+    parts = {work: summary([cell for cell in cells if cell.case.work is work]) for work in works}
+    return {f"{name}, {work.value}": of for work, part in parts.items() for name, of in part.items()}
 
 
 def _training_summary(cells: Sequence[Cell]) -> Record:

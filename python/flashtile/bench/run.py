@@ -92,10 +92,11 @@ def run_cases(
     effort: Effort,
     attention: Callable[..., torch.Tensor],
     further: Sequence[Peer] = (),
+    usual: Usual = usual_peers,
 ) -> Iterator[Cell]:
     """Yields one cell per case, as it is done; `further` peers run beside the usual ones. Of ragged cases `attention`
-    is attention_varlen, of those over a cache attention_kvcache."""
-    return _run(cases, device, attention, further, by_time(device, effort))
+    is attention_varlen, of those over a cache attention_kvcache, unless `usual` says otherwise."""
+    return _run(cases, device, attention, further, by_time(device, effort), usual)
 
 
 def by_time(device: torch.device, effort: Effort) -> Measure:

@@ -50,7 +50,7 @@ def attend_cache(
     attention_chunk=0,
     softcap,
     num_splits=0,
-    batch_invariant=False,
+    batch_invariant=None,
     alibi_slopes=None,
     sinks=None,
     q_descale=None,

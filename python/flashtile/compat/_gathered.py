@@ -5,6 +5,7 @@ from torch.autograd.function import once_differentiable
 
 from .._autograd import cast_as_eager_calls_do, refuse_slopes_that_learn, refuse_tangents
 from .._core import forward_with_state, gradients
+from .._invariance import is_batch_invariant
 from .._options import attention_options
 from ..distributed._exchange import Group
 from ..distributed._rows import Sums
@@ -19,7 +20,9 @@ def attend_gathered(q, k, v, *, group, keys, cu_seqlens_q, cu_seqlens_k, return_
     q, k, v = cast_as_eager_calls_do(q, k, v)
     if k.dtype != v.dtype:  # which travel together
         raise TypeError(f"attention_varlen: v has dtype {v.dtype}, expected {k.dtype}, as k")
-    options = attention_options(**options, sequences=(cu_seqlens_q, cu_seqlens_k, None, None))
+    options = attention_options(
+        **options, batch_invariant=is_batch_invariant(), sequences=(cu_seqlens_q, cu_seqlens_k, None, None)
+    )
     out, lse = _AttendGathered.apply(q, k, v, Group(group), keys, options)
     return (out, lse) if return_lse else out
 

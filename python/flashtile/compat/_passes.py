@@ -6,6 +6,7 @@ import torch
 
 from .._autograd import is_traced
 from .._core import gradients
+from .._invariance import is_batch_invariant
 from .._ops import gradient_operator
 from .._options import SEED, attention_options, replaced
 from .._padding import contiguous, last_size, padded
@@ -59,6 +60,7 @@ def run_backward(
         dropout_p=dropout_p,
         seed=seed,
         deterministic=flag(function, "deterministic", deterministic) or None,
+        batch_invariant=is_batch_invariant(),
         sequences=sequences,
     )
     needed = (True, True, True, False)  # there are no sinks

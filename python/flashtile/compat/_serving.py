@@ -42,7 +42,7 @@ def attend_sequences(
 def splits_of(function, num_splits):
     """Engines ask for one split where results must not depend on the batch. More are a bound for memory that a graph
     keeps, which flashtile has no need of: its plans depend on no length."""
-    return dict(batch_invariant=integer(function, "num_splits", num_splits) == 1)
+    return dict(batch_invariant=True if integer(function, "num_splits", num_splits) == 1 else None)
 
 
 def unsupported_reason(device=None):

@@ -7,7 +7,8 @@ from torch import Tensor
 from .. import _C
 from .._autograd import attend
 from .._core import readable
-from .._options import attention_options
+from .._invariance import is_batch_invariant
+from .._options import BATCH_INVARIANT, attention_options, replaced
 from .._padding import contiguous
 
 NAME = "flashtile"
@@ -100,7 +101,9 @@ def _forward(
         out, lse = attend("_flash_attention_forward", *map(contiguous, (query, key, value)), options, True)
     if seed is None:
         seed = query.new_empty(2, dtype=torch.uint64)
-    return out, lse, seed, query.new_empty((), dtype=torch.uint64), query.new_empty(0)
+    # Backward may run on a thread that is in no mode: it is told by where this is, which means nothing else.
+    place = "cpu" if is_batch_invariant() else query.device
+    return out, lse, seed, torch.empty((), dtype=torch.uint64, device=place), query.new_empty(0)
 
 
 def _forward_inplace(out: Tensor, *args, **kwargs):
@@ -132,6 +135,7 @@ def _backward(
     seed = rng_state if dropout_p else None
     sequences = None if cum_seq_q is None else (cum_seq_q, cum_seq_k, None, None)
     options = _options(is_causal, window_size_left, window_size_right, scale, dropout_p, seed, sequences)
+    options = replaced(options, BATCH_INVARIANT, unused.device != query.device)
     q, k, v, out, dout = (readable(contiguous(x)) for x in (query, key, value, out, grad_out))
     gradients = [torch.empty_like(x) for x in (q, k, v)]
     _C.backward(dout, None, q, k, v, out, logsumexp, *gradients, None, options)
