@@ -2,7 +2,6 @@
 
 XLA calls them through its foreign function interface, in its own memory and on its own stream; no array goes through
 PyTorch or the host. Needs jax 0.6 or newer (``pip install flashtile[jax]``), which nothing else in flashtile imports.
-It has been run on CPUs. What it has for CUDA is the same code, which no GPU has run yet.
 
 Source: XLA's custom calls, https://openxla.org/xla/custom_call.
 """

@@ -117,9 +117,12 @@ class Figure:
         return max([*numbers, *([self.roof[1]] if self.roof else [])], default=1.0)
 
 
+UNDRAWN = ("random", "serving", "invariant")
+
+
 def check(suite: str) -> None:
     """Refuses a suite whose cells are on no curve."""
-    if suite in ("random", "serving", "invariant"):
+    if suite in UNDRAWN:
         raise Refusal(f"bench: --plots is given with suite {suite!r}, expected another: its cells are on no curve")
 
 
