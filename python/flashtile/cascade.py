@@ -175,8 +175,8 @@ def attention_cascade(
         or (H_q, T_q). The result of each call is rounded to q's dtype before they are combined.
 
     Raises:
-        What :func:`attention_kvcache` raises, in its name where an operand of a call is wrong: the prefix is a cache of
-        one sequence, whose queries are those of all.
+        TypeError, ValueError, NotImplementedError: what :func:`attention_kvcache` raises, in its name where an operand
+            of a call is wrong; the prefix is a cache of one sequence, whose queries are those of all.
 
     Example:
         >>> import torch, flashtile

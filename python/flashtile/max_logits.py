@@ -70,7 +70,8 @@ def max_logits(
         is no score of a pair, and dropout changes none, so neither is asked for.
 
     Raises:
-        What :func:`attention` and :func:`attention_varlen` raise, partly in their names.
+        TypeError, ValueError, NotImplementedError: what :func:`attention` and :func:`attention_varlen` raise, partly in
+            their names.
 
     Example:
         >>> import torch, flashtile
