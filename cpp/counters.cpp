@@ -33,12 +33,12 @@ CUstreamBatchMemOpParams reached(std::uint64_t address, std::uint32_t value) {
 
 template <class MakeOperation>
 void enqueue(const Counters& counters, Device device, Stream stream, MakeOperation make_operation) {
+  if (counters.addresses.empty()) return;
   constexpr const char* kName = "cuStreamBatchMemOp";
   static const auto batch = driver_function<decltype(&cuStreamBatchMemOp)>(kName);
   std::vector<CUstreamBatchMemOpParams> operations;
   operations.reserve(counters.addresses.size());
   for (const std::uint64_t address : counters.addresses) operations.push_back(make_operation(address, counters.value));
-  if (operations.empty()) return;
   const DeviceGuard guard(device);
   call_driver(kName, device.index, [&] {
     return batch(static_cast<CUstream>(stream), static_cast<unsigned>(operations.size()), operations.data(), 0);
