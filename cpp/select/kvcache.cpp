@@ -64,11 +64,13 @@ bool has_short_tiles(const KvcachePlan& plan, std::int64_t tiles, const DeviceIn
 /// Returns how many keys a split of a batch-invariant call has. Splits are joined in an order that begins with a tile's
 /// first one (see finish_joined in kvcache_sm80.h). Under a window that may be a split before the one that a row's own
 /// keys begin with, if these begin within the first ones of a split: then that one has them all, and there is nothing
-/// to join. Where a cache has room for fewer keys than that, the first split has all there are, whatever the room.
-int keys_of_split(const Problem& p) {
+/// to join. Where a cache has room for fewer keys than that, the first split has all there are, whatever the room. The
+/// rows of a tile may be as many queries.
+int keys_of_split(const KvcachePlan& plan) {
+  const Problem& p = plan.problem;
   if (p.band.left == Band::kUnbounded) return kKeysOfSplit;
-  const std::int64_t keys_of_row = std::int64_t{p.band.left} + p.band.right + 1;
-  const std::int64_t wanted = std::clamp<std::int64_t>(keys_of_row + h200::kFewRows - 1, 1, std::max(p.seqlen_k, 1));
+  const std::int64_t keys_of_tile = std::int64_t{p.band.left} + p.band.right + plan.variant.tile_m;
+  const std::int64_t wanted = std::clamp<std::int64_t>(keys_of_tile, 1, std::max(p.seqlen_k, 1));
   return static_cast<int>(parts(wanted, kKeysOfSplit) * kKeysOfSplit);
 }
 
@@ -78,7 +80,7 @@ std::int64_t plan_splits(KvcachePlan& plan, std::int64_t tiles, const DeviceInfo
   const bool invariant = plan.cache.batch_invariant;
   const bool whole = !invariant && plan.cache.num_splits == 0 && has_short_tiles(plan, tiles, device);
   plan.num_splits = static_cast<int>(std::min(std::int64_t{whole ? 1 : plan.cache.num_splits}, key_blocks(plan)));
-  plan.keys_of_split = invariant ? keys_of_split(plan.problem) : 0;
+  plan.keys_of_split = invariant ? keys_of_split(plan) : 0;
   const std::int64_t of_length = invariant ? parts(plan.problem.seqlen_k, plan.keys_of_split) : 0;
   const std::int64_t splits = plan.num_splits > 0 ? plan.num_splits : of_length;
   const std::int64_t place_bytes = kvcache_place_bytes(plan.variant) * plan.problem.heads_k;

@@ -31,10 +31,6 @@ class Members:
     queries: Layout
     keys: Layout
 
-    @property
-    def rank(self) -> int:
-        return self.ranks[self.index]
-
     def neighbour(self, distance: int) -> int:
         return (self.index + distance) % len(self.ranks)
 
