@@ -123,6 +123,12 @@ def check(rank, port):
         assert attention(q.bfloat16(), q, q).dtype is torch.bfloat16
     multiple = "chunks that begin at multiples of 16"
     refused(rank, attention, multiple, q, q, q, dropout_p=0.5, seed=1, method="ring", layout="contiguous")
+    # A call like one before skips what was checked then, and nothing else.
+    attention(q, q, q)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, q)
+        refused(rank, attention, "q carries a forward-mode tangent", dual, q, q)
+    refused(rank, attention, "q is of type int, expected a torch.Tensor", 3, q, q)
     # What was refused leaves nothing behind.
     whole = torch.randn(1, 24, 2, 16, generator=torch.Generator().manual_seed(0))
     mine = distributed.shard(whole, 1)

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from ._heads import Heads
 from ._pairs import ALIGNED, Band, Places, calls_of, gathered_keys, pieces_of, visible
-from .layout import Layout, of_sets, rows_of, without
+from .layout import Layout, of_sets, rows_of, union, without
 
 METHODS = ("auto", "ring", "all_gather", "ulysses", "ulysses_ring")
 
@@ -103,7 +103,7 @@ def _counted(shape: Shape, degree: int) -> tuple[tuple[tuple[int, ...], ...], tu
         if members <= _EXACT_RANKS:
             blocks = [keys.runs[(member - step) % members] for step in range(members)]
         else:
-            blocks = [run]
+            blocks = [union([*run, *keys.runs[member]])]
         of_blocks = [
             sum(visible(call) for call in calls_of(queries.runs[member], block, band, documents, places))
             for block in blocks

@@ -293,7 +293,9 @@ def _prepared(function, q, k, v, group, layout, method, degree, mask, documents,
     """The caller's share, q, k and v as (B, S_local, H, D), the sinks, and what the method was chosen by."""
     given, failure = (q, k, v), None
     try:
-        given = cast_as_eager_calls_do(q, k, v)
+        given = q, k, v = cast_as_eager_calls_do(q, k, v)
+        require_tensors(function, q=q, k=k, v=v)
+        refuse_tangents(function, q=q, k=k, v=v)
         if documents is not None:
             documents = tuple(tuple(x.tolist() if isinstance(x, Tensor) else x) for x in documents)
     except Exception as refusal:
@@ -317,14 +319,12 @@ def _key_of(function, q, k, v, group, layout, method, degree, mask, documents, o
     options = tuple(options.values())
     if mask is not None or any(isinstance(x, Tensor) for x in options) or options[_DROPOUT_P]:
         return None
-    if not all(isinstance(x, Tensor) for x in (q, k, v)):
-        return None
     wanted = torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad)
-    of_tensors = tuple((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, k, v))
-    key = function, group.process_group, layout, method, degree, of_tensors, wanted, documents, options
     try:
+        of_tensors = tuple((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, k, v))
+        key = function, group.process_group, layout, method, degree, of_tensors, wanted, documents, options
         hash(key)
-    except TypeError:  # what is refused, or a list for a tuple
+    except (TypeError, RuntimeError):  # a list for a tuple, or tensors that have no memory
         return None
     return key
 
@@ -376,8 +376,6 @@ def share_of(group, tensors, layout, method, documents=None, options=None):
 
 def _check(function, q, k, v, mask, documents, options, layout, method):
     """Raises what the local function would, and more."""
-    require_tensors(function, q=q, k=k, v=v)
-    refuse_tangents(function, q=q, k=k, v=v)
     if method not in METHODS:
         raise ValueError(f"{function}: method is {method!r}, expected one of {', '.join(map(repr, METHODS))}")
     if q.dtype == torch.float8_e4m3fn:
