@@ -16,6 +16,7 @@ from flashtile.bench import columns, command, found, further, masked, oracle, pl
 from flashtile.bench.cases import TRAINING, Case, Work, make_inputs, visible
 from flashtile.bench.oracle import attention_float64, attention_sdpa, results
 from flashtile.bench.peers import OURS, Peer
+from flashtile.bench.serving import CAUSAL
 from flashtile.compat import flash_attn_interface
 
 EXPRESSED = {
@@ -25,7 +26,7 @@ EXPRESSED = {
     "document": "varlen",
     "causal_document": "varlen",
 }
-each_kind = pytest.mark.parametrize("kind", columns.KINDS)
+each_kind = pytest.mark.parametrize("kind", (*columns.KINDS, *columns.TREES))
 
 
 def small(kind, batch=2, seqlen=96, **options):
@@ -42,7 +43,7 @@ def entries_with(peers, case, attention=flashtile.attention):
 
 
 def test_there_are_twelve_kinds():
-    assert len(columns.KINDS) == 12 and set(columns.KINDS) == {*columns.ALIKE, *columns.DRAWN}
+    assert len(columns.KINDS) == 12 and {*columns.KINDS, *columns.TREES} == {*columns.ALIKE, *columns.DRAWN}
 
 
 @each_kind
@@ -243,7 +244,7 @@ def test_a_found_package_is_asked_for_documents(monkeypatch):
 
 
 def test_names_of_columns_are_taken():
-    for name in (masked.BAND, masked.VARLEN):
+    for name in (masked.BAND, masked.VARLEN, CAUSAL):
         with pytest.raises(Refusal, match="expected a name that is not taken"):
             further.further_peers("masks", [f"{name}=math:sqrt"])
 

@@ -26,6 +26,7 @@ class Work(enum.Enum):
     BACKWARD = "backward"
     DECODE = "decode"  # a forward of one new token, whose keys and values are in a cache
     PREFILL = "prefill"  # the same of many new tokens
+    TREE = "tree"  # the same of drafted tokens, which form a tree
     CASCADE = "cascade"  # a decode behind a prefix that all sequences share
     MIXED = "mixed"  # a ragged prefill: chunks of prompts, and single tokens
     FP8 = "fp8"  # a forward of inputs that were rounded to e4m3 beforehand
@@ -55,7 +56,8 @@ class Case:
     page_size: int = 0  # of a cache; 0: it is contiguous
     prefix: int = 0  # keys with which all sequences begin alike
     held: tuple[int, ...] | None = None  # keys of a ragged batch's sequences over a cache; None: as `lengths`
-    columns: str = ""  # a kind of column mask, see columns.py; it is the whole mask, without causal and window
+    # A kind of column mask, see columns.py, of the last S_q keys; it is the whole mask: causal and window hide no more.
+    columns: str = ""
 
     @classmethod
     def square(cls, batch: int, seqlen: int, heads: int, head_dim: int, **options) -> Case:
@@ -79,6 +81,14 @@ class Case:
         """The newest `chunk` tokens of each sequence, over a cache of `seqlen` rows, theirs among them."""
         sizes = batch, chunk, seqlen, heads_q, heads_k, head_dim, head_dim
         return cls(*sizes, causal=True, work=Work.PREFILL, **options)
+
+    @classmethod
+    def tree(
+        cls, kind: str, batch: int, drafts: int, seqlen: int, heads_q: int, heads_k: int, head_dim: int, **options
+    ) -> Case:
+        """A prefill of drafted tokens, which form trees: `kind` is one of columns.TREES."""
+        case = cls.prefill(batch, drafts, seqlen, heads_q, heads_k, head_dim, columns=kind, **options)
+        return dataclasses.replace(case, work=Work.TREE)
 
     @classmethod
     def cascade(cls, batch: int, prefix: int, own: int, heads_q: int, heads_k: int, head_dim: int, **options) -> Case:
@@ -173,7 +183,7 @@ class Case:
 
     @property
     def over_a_cache(self) -> bool:
-        return self.work in (Work.DECODE, Work.PREFILL, Work.CASCADE)
+        return self.work in (Work.DECODE, Work.PREFILL, Work.TREE, Work.CASCADE)
 
     @property
     def is_full(self) -> bool:

@@ -1,5 +1,5 @@
-"""The column masks of suite masks: FlashMask's twelve kinds (arXiv:2410.01359), of the sizes of its benchmark. What is
-drawn of them is the same in every run, and on every device."""
+"""The column masks of suite masks: FlashMask's twelve kinds (arXiv:2410.01359), of the sizes of its benchmark; and
+those of suite serving, trees of drafts. What is drawn is the same in every run, and on every device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from flashtile.masks import ColumnMask
 
@@ -21,8 +22,10 @@ LONG = 32768  # from which on a sequence has the greater number of documents
 DOCUMENTS, DOCUMENTS_OF_LONG = (3, 7), (10, 14)
 ANSWERS = (2, 6)
 GLOBAL_TOKENS = 16
+FAN_OUTS = (1, 4, 2, 2)  # first drafts, those that follow each of them, and so on; then 1
 
 Documents = list[int]  # lengths
+Path = tuple[int, ...]  # from a first draft to one, as the numbers that tell siblings apart
 
 
 def window_of(seqlen: int) -> int:
@@ -58,6 +61,32 @@ def _spans(seqlen: int) -> list[tuple[int, int]]:
     return [(seqlen * begin // 8192, seqlen * end // 8192) for begin, end in ((1024, 1562), (2358, 4058))]
 
 
+def fan_out_tree(count: int) -> list[int]:
+    """The parents of drafts of which as many follow each as FAN_OUTS says, up to `count`, level by level."""
+    fan_outs = itertools.chain(FAN_OUTS, itertools.repeat(1))
+    level: list[Path] = [()]
+    paths: list[Path] = []
+    while len(paths) < count:
+        fan_out = next(fan_outs)
+        level = [(*path, i) for path in level for i in range(fan_out)]
+        paths += level
+    return _depth_first(paths[:count])
+
+
+def random_tree(count: int, source: random.Random) -> list[int]:
+    """The parents of drafts each of which follows any of those before."""
+    paths: list[Path] = [(0,)]
+    while len(paths) < count:
+        paths.append((*source.choice(paths), len(paths)))
+    return _depth_first(paths)
+
+
+def _depth_first(paths: Sequence[Path]) -> list[int]:
+    """The parents of the drafts that these paths lead to, as `ColumnMask.tree` wants them."""
+    place = {path: i for i, path in enumerate(sorted(paths))}
+    return [place.get(path[:-1], -1) for path in place]
+
+
 # No kind has a row that sees nothing, on which the kernels of PyTorch disagree.
 ALIKE: dict[str, Callable[[int], ColumnMask]] = {  # for all entries of a batch
     "full": lambda s: ColumnMask.full(s, s),
@@ -66,6 +95,7 @@ ALIKE: dict[str, Callable[[int], ColumnMask]] = {  # for all entries of a batch
     "global_sliding_window": lambda s: ColumnMask.global_sliding_window(s, GLOBAL_TOKENS, (window_of(s), window_of(s))),
     "prefix_lm": lambda s: ColumnMask.prefix_lm(s, s // 2),
     "qk_sparse": lambda s: ColumnMask.qk_sparse(s, _spans(s)),
+    "fan_out_tree": lambda s: ColumnMask.tree(fan_out_tree(s)),
 }
 DRAWN: dict[str, Callable[[int, random.Random], ColumnMask]] = {  # for each entry by itself
     "causal_document": lambda s, source: ColumnMask.causal_document(documents(s, source)),
@@ -78,6 +108,7 @@ DRAWN: dict[str, Callable[[int, random.Random], ColumnMask]] = {  # for each ent
         [(source.randint(1, length), length) for length in documents(s, source)]
     ),
     "random_eviction": _evicted,
+    "random_tree": lambda s, source: ColumnMask.tree(random_tree(s, source)),
 }
 # In the order of FlashMask's tables.
 KINDS = (
@@ -94,6 +125,7 @@ KINDS = (
     "qk_sparse",
     "random_eviction",
 )
+TREES = ("fan_out_tree", "random_tree")
 
 
 def mask_of(case: Case, device: torch.device) -> ColumnMask:
@@ -121,13 +153,14 @@ def _sources(batch: int, seqlen: int) -> list[random.Random]:
 def count_shown(case: Case) -> int:
     """Pairs of a query and a key that see each other, in all entries of the batch."""
     sparsity = mask_of(case, torch.device("cpu")).sparsity()
-    return round(case.batch * case.seqlen_q * case.seqlen_k * (1 - sparsity))
+    return round(case.batch * case.seqlen_q * (case.seqlen_k - case.seqlen_q * sparsity))
 
 
 def shown(case: Case, device: torch.device, begin: int, end: int) -> torch.Tensor:
-    """True where query rows [begin, end) of the last entry see a key."""
+    """True where query rows [begin, end) of the last entry see a key; they see all that come before the mask's."""
     rows = torch.arange(begin, end, device=device)[:, None]
-    return ~is_hidden(rows, mask_of(case, device).ranges[-1, 0].unbind(-1))
+    of_mask = ~is_hidden(rows, mask_of(case, device).ranges[-1, 0].unbind(-1))
+    return F.pad(of_mask, (case.seqlen_k - case.seqlen_q, 0), value=True)
 
 
 def is_hidden(row: torch.Tensor, bounds: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -45,16 +45,22 @@ def cache_seqlens(batch: int, seqlen: int, device: torch.device) -> torch.Tensor
 def cache_peers_of(device_type: str, attention_kvcache: Callable[..., torch.Tensor], case: Case) -> list[Peer]:
     """`attention_kvcache`, which has flashtile's signature, on a contiguous cache and on pages, of 16 and of 8 bits;
     PyTorch's own."""
-
-    def contiguous(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
-        return attention_kvcache(q, k, v, **arguments(case, q.device))
-
-    peers = [Peer(OURS, contiguous), *(Peer(f"page {size}", Paged(attention_kvcache, size)) for size in PAGE_SIZES)]
+    peers = [Peer(OURS, contiguous(attention_kvcache))]
+    peers += [Peer(f"page {size}", Paged(attention_kvcache, size)) for size in PAGE_SIZES]
     if device_type == "cuda":
-        peers.append(Peer(GRAPH, Replayed(contiguous)))
+        peers.append(Peer(GRAPH, Replayed(contiguous(attention_kvcache))))
         peers.append(Peer(FP8, Narrowed(attention_kvcache)))
         peers += [Peer(f"{FP8} page {size}", Paged(attention_kvcache, size, NARROW)) for size in PAGE_SIZES]
     return [*peers, *sdpa_over_a_cache(device_type, case)]
+
+
+def contiguous(attention_kvcache: Callable[..., Any]) -> Attention:
+    """A function of flashtile's signature, called as a case asks for it."""
+
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Any:
+        return attention_kvcache(q, k, v, **arguments(case, q.device))
+
+    return ours
 
 
 def sdpa_over_a_cache(device_type: str, case: Case) -> list[Peer]:

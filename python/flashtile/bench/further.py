@@ -24,6 +24,7 @@ from flashtile.bench.peers import MATH, TRITON, Peer, cuda_settings, output_of
 from flashtile.bench.ragged import DENSE, TORCH_VARLEN
 from flashtile.bench.report import BEST_PEER, BEST_VARLEN, FORMS, OF_MATMUL, OF_READ
 from flashtile.bench.rivals import CUDNN_HEADS_FIRST
+from flashtile.bench.serving import CAUSAL
 
 FLEX = "Flex"
 PEER_FORM = "NAME=MODULE:FUNCTION"
@@ -39,6 +40,7 @@ TAKEN = (
     DENSE,
     BAND,
     VARLEN,
+    CAUSAL,
     IN_16_BITS,
     TORCH_VARLEN,
     BEST_PEER,

@@ -32,7 +32,7 @@ class Peer:
     name: str
     attention: Attention
     setting: Setting = contextlib.nullcontext
-    plain: bool = False  # it is asked for the case without its options
+    asked: Callable[[Case], Case] | None = None  # what it is asked for instead of a case; None: that
     heads_first: bool = False  # its tensors, (B, S, H, D), lie in memory as (B, H, S, D)
     rounding: Rounding | None = None  # what it makes of its inputs first, so that it computes with these
     by_inputs: bool = False  # it is judged by attention of the inputs too, not of these alone

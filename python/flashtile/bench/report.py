@@ -24,6 +24,7 @@ from flashtile.bench.memory import FORMULA
 from flashtile.bench.peers import OURS
 from flashtile.bench.ragged import DENSE
 from flashtile.bench.run import Cell, Entry, against_the_best, summary, totals
+from flashtile.bench.serving import CAUSAL
 from flashtile.bench.timing import Timing
 
 Record = dict[str, Any]
@@ -124,7 +125,7 @@ def brief_row(record: Record) -> str:
 def peer_names(record: Record) -> list[str]:
     """Who was timed beside flashtile in its several forms."""
     names = dict.fromkeys(name for cell in record["cells"] for name in cell["ratios"])
-    return [name for name in names if name not in (*OURS_ALL, DENSE, BAND, VARLEN, fp8.IN_16_BITS, FORMULA)]
+    return [name for name in names if name not in (*OURS_ALL, DENSE, BAND, VARLEN, CAUSAL, fp8.IN_16_BITS, FORMULA)]
 
 
 def _ratios_to(cell: Record, names: Sequence[str]) -> dict[str, float]:

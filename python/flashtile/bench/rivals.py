@@ -32,7 +32,7 @@ def rivals_of(device_type: str, attention: Callable[..., torch.Tensor], case: Ca
     """`attention`, which has the signature of `attention_of_any`, on the case and, where it has options, on its plain
     form; PyTorch's own."""
     ours = _ours(attention, case)
-    forms = [Peer(OURS, ours), *([Peer(PLAIN, ours, plain=True)] if case != case.plain() else [])]
+    forms = [Peer(OURS, ours), *([Peer(PLAIN, ours, asked=Case.plain)] if case != case.plain() else [])]
     if case.over_a_cache:
         return [*forms, *sdpa_over_a_cache(device_type, case)]
     if case.lengths is not None:

@@ -73,7 +73,7 @@ def _over_ours(costs: dict[str, float | None]) -> dict[str, float]:
 
 def usual_peers(device_type: str, attention: Callable[..., torch.Tensor], case: Case) -> list[Peer]:
     """Those of all suites but random."""
-    if case.work in (Work.CASCADE, Work.MIXED):
+    if case.work in (Work.TREE, Work.CASCADE, Work.MIXED):
         return serving_peers_of(device_type, attention, case)
     if case.over_a_cache:
         return cache_peers_of(device_type, attention, case)
@@ -228,7 +228,7 @@ def run_cell(peers: Sequence[Peer], inputs: Inputs, case: Case, measure: Measure
     entries: dict[str, Entry] = {}
     ready: list[Contestant] = []
     for peer in peers:
-        asked = case.plain() if peer.plain else case
+        asked = peer.asked(case) if peer.asked else case
         # With dropout everyone drops weights of their own: what is judged is the case without, so that all agree.
         judged = dataclasses.replace(asked, dropout_p=0.0) if asked.dropout_p else asked
         by = judged, peer.rounding, peer.by_inputs

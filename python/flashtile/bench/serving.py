@@ -1,8 +1,9 @@
-"""Batches as schedulers of serving engines make them: tokens to decode behind a prefix that all sequences share, and
-chunks of prompts together with tokens to decode. What a call of each takes, and who is timed on it."""
+"""Batches as schedulers of serving engines make them: tokens to decode behind a prefix that all sequences share, chunks
+of prompts together with tokens to decode, and trees of drafts. What a call of each takes, and who is timed on it."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,11 +12,13 @@ import torch
 
 from flashtile.bench import decode, ragged
 from flashtile.bench.cases import Case, Work
+from flashtile.bench.oracle import Attention
 from flashtile.bench.peers import OURS, Peer
 
 SUITE = "serving"
 PAGE_SIZE, LARGER = decode.PAGE_SIZES  # of `flashtile`, and of a form of it
 ONE_CALL, TWO_CALLS = decode.SERVING_FORMS
+CAUSAL = "causal"  # flashtile's column of trees of drafts as one chain each
 
 
 def attention_of_serving(*tensors: torch.Tensor, **arguments: Any) -> torch.Tensor:
@@ -27,7 +30,11 @@ def attention_of_serving(*tensors: torch.Tensor, **arguments: Any) -> torch.Tens
 
 
 def serving_peers_of(device_type: str, attention: Callable[..., torch.Tensor], case: Case) -> list[Peer]:
-    """`attention`, which has the signature of `attention_of_serving`, by one call and by two."""
+    """`attention`, which has the signature of `attention_of_serving`, by one call and by two; of trees with and without
+    the mask."""
+    if case.work is Work.TREE:
+        tree, chain = (_over_a_cache(attention, case.page_size) for _ in range(2))
+        return [Peer(OURS, tree), Peer(CAUSAL, chain, asked=without_mask)]
     if case.work is Work.CASCADE:
         cascade, whole = (Prefixed(attention, case, in_parts) for in_parts in (True, False))
         return [Peer(OURS, cascade), Peer(ONE_CALL, whole), *decode.sdpa_over_a_cache(device_type, case)]
@@ -36,6 +43,14 @@ def serving_peers_of(device_type: str, attention: Callable[..., torch.Tensor], c
         batch = Mixed(attention, size)
         peers += [Peer(suffix.strip() or OURS, batch.together), Peer(TWO_CALLS + suffix, batch.apart)]
     return peers
+
+
+def _over_a_cache(attention: Callable[..., torch.Tensor], page_size: int) -> Attention:
+    return decode.Paged(attention, page_size) if page_size else decode.contiguous(attention)
+
+
+def without_mask(case: Case) -> Case:
+    return dataclasses.replace(case, columns="")
 
 
 class Prefixed:

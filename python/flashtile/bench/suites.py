@@ -24,6 +24,9 @@ CASCADES = ((64, 8192, 512), (16, 32768, 512))  # B, keys of all, keys of each
 MIXED_BATCHES = ((4, 512, 8192, 64), (2, 2048, 8192, 128), (1, 512, 8192, 128), (1, 2048, 8192, 16))
 MIXED_HEADS = ((32, 8, 128), (16, 16, 128))  # H_q, H_k, D
 FEWEST_HELD, MOST_HELD = 4096, 16384
+TREE_LAYOUTS = (("fan_out_tree", 0), ("fan_out_tree", 16), ("random_tree", 16))  # kinds, page sizes
+TREE_SIZES = tuple(itertools.product((8, 16, 64), (1, 16, 64), (2048, 8192)))  # S_q, B, S_k
+TREE_HEADS = (32, 8, 128)  # H_q, H_k, D
 MASK_TOKENS = 32768
 MASK_HEADS = ((32, 8, 64), (16, 16, 128), (8, 8, 256))  # H_q, H_k, D
 LONG_MASKS = ("causal", "causal_document", "document", "share_question")
@@ -92,6 +95,8 @@ def quick(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda") -> l
         return [
             Case.cascade(3, 64, 48, 4, 2, 64, dtype=dtype),
             Case.mixed((24, 40, 1, 1), (100, 40, 70, 1), 4, 2, 64, dtype=dtype),
+            Case.tree("fan_out_tree", 2, 16, 100, 4, 2, 64, dtype=dtype),
+            Case.tree("random_tree", 3, 8, 70, 4, 2, 64, dtype=dtype, page_size=16),
         ]
     if name == "fp8":
         heads = ((1, 256, 2, 2, 64), (2, 200, 4, 2, 128), (1, 130, 2, 1, 256))
@@ -246,7 +251,16 @@ def _serving(dtype: str, device_type: str) -> list[Case]:
         lengths = [*[queries // part] * chunks, *[1] * tokens]
         keys_of_each = [*[keys // part] * chunks, *held]
         cases.append(Case.mixed(lengths, keys_of_each, heads // part, kv_heads // part, head_dim, dtype=dtype))
-    return cases
+    return cases + _trees(dtype, part)
+
+
+def _trees(dtype: str, part: int) -> list[Case]:
+    heads, kv_heads, head_dim = TREE_HEADS
+    sizes_of_heads = heads // part, kv_heads // part, head_dim
+    return [
+        Case.tree(kind, batch, drafts, seqlen // part, *sizes_of_heads, dtype=dtype, page_size=page_size)
+        for (kind, page_size), (drafts, batch, seqlen) in itertools.product(TREE_LAYOUTS, TREE_SIZES)
+    ]
 
 
 def _memory(dtype: str, full: bool) -> list[Case]:
