@@ -76,6 +76,7 @@ function(flashtile_add_kernels target)
   flashtile_variant_sources(${variants}/forward.def ${variants}/variant.cu.in sources)
   flashtile_variant_sources(${variants}/backward.def ${variants}/variant.cu.in sources)
   flashtile_variant_sources(${variants}/kvcache.def ${variants}/variant.cu.in sources)
+  flashtile_variant_sources(${variants}/invariant.def ${variants}/invariant.cu.in sources)
   list(LENGTH sources count)
   set(FLASHTILE_CUDA_UNITS ${count} PARENT_SCOPE)
 

@@ -5,14 +5,14 @@
 namespace flashtile {
 
 ForwardPlan plan_forward(const char* function, const ForwardTensors& tensors, const Options& options,
-                         const DeviceInfo& device) {
+                         const DeviceInfo& device, bool batch_invariant) {
   const ForwardTensors& t = tensors;
   // check_forward cannot do this: a backward has it look at an out that is read.
   check_place({function, "out", "", t.out},
               {{function, "q", "", t.q}, {function, "k", "", t.k}, {function, "v", "", t.v}});
   const Problem problem = check_forward(function, tensors, options);
   try {
-    return select_forward(problem, device);
+    return select_forward(problem, device, batch_invariant);
   } catch (const Unsupported& error) {
     throw Unsupported(std::string(function) + ": " + error.what());
   }

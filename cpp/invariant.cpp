@@ -1,10 +1,11 @@
-// This file makes a batch-invariant forward on a GPU a call over a cache.
+// This file checks batch-invariant forwards, and makes one on a GPU a call over a cache.
 #include "flashtile/flashtile.h"
 #include "message.h"
 
 namespace flashtile {
 
-void check_invariant(const char* function, const ForwardTensors& tensors, const Options& options, const Problem& p) {
+void check_invariant(const char* function, const ForwardTensors& tensors, const Options& options, const Problem& p,
+                     bool over_cache) {
   const auto refuse_with = [&](const char* name, const std::string& found, const char* expected) {
     refuse<Unsupported>(function, name, found + " with batch_invariant", expected);
   };
@@ -13,6 +14,7 @@ void check_invariant(const char* function, const ForwardTensors& tensors, const 
                 "0, as what is dropped depends on the place in the batch");
   if (p.device.type == DeviceType::kCpu) return;
   if (p.fp8) refuse_with("q", std::string("has dtype ") + name_of(p.dtype), "float16 or bfloat16");
+  if (!over_cache) return;
   if (tensors.seqused_q.given())
     refuse_with("seqused_q", "is given",
                 "none with sinks and an lse on a GPU; nearest supported: a q of the rows that count, by cu_seqlens_q");

@@ -16,6 +16,8 @@
 #define FLASHTILE_LAUNCH_FORWARD(...) FLASHTILE_JOIN(launch_forward_, FLASHTILE_NAME(__VA_ARGS__))
 #define FLASHTILE_LAUNCH_BACKWARD(...) FLASHTILE_JOIN(launch_backward_, FLASHTILE_NAME(__VA_ARGS__))
 #define FLASHTILE_LAUNCH_KVCACHE(...) FLASHTILE_JOIN(launch_kvcache_, FLASHTILE_NAME(__VA_ARGS__))
+#define FLASHTILE_LAUNCH_INVARIANT(...) FLASHTILE_JOIN(launch_invariant_, FLASHTILE_NAME(__VA_ARGS__))
+#define FLASHTILE_LAUNCH_INVARIANT_KVCACHE(...) FLASHTILE_JOIN(launch_invariant_kvcache_, FLASHTILE_NAME(__VA_ARGS__))
 
 // The first column of a row, its architecture, says what to declare and what to list.
 #define FLASHTILE_DECLARE_FORWARD_cpu(...)
@@ -31,6 +33,12 @@
   void FLASHTILE_LAUNCH_BACKWARD(__VA_ARGS__)(const BackwardPlan&, const BackwardTensors&, void* workspace, Stream);
 #define FLASHTILE_DECLARE_KVCACHE_sm80(...) \
   void FLASHTILE_LAUNCH_KVCACHE(__VA_ARGS__)(const KvcachePlan&, const KvcacheTensors&, void* workspace, Stream);
+#define FLASHTILE_DECLARE_INVARIANT_sm90(...)                                                                       \
+  void FLASHTILE_LAUNCH_INVARIANT(__VA_ARGS__)(const ForwardPlan&, const ForwardTensors&, void* workspace, Stream); \
+  void FLASHTILE_LAUNCH_INVARIANT_KVCACHE(__VA_ARGS__)(const KvcachePlan&, const KvcacheTensors&, void* workspace,  \
+                                                       Stream);
+#define FLASHTILE_INVARIANT_sm90(...) \
+  &FLASHTILE_LAUNCH_INVARIANT(__VA_ARGS__), &FLASHTILE_LAUNCH_INVARIANT_KVCACHE(__VA_ARGS__)
 #define FLASHTILE_FORWARD_sm80(...) &FLASHTILE_LAUNCH_FORWARD(__VA_ARGS__)
 #define FLASHTILE_BACKWARD_sm80(...) &FLASHTILE_LAUNCH_BACKWARD(__VA_ARGS__)
 #define FLASHTILE_KVCACHE_sm80(...) &FLASHTILE_LAUNCH_KVCACHE(__VA_ARGS__)
@@ -38,6 +46,8 @@
 #define FLASHTILE_DECLARE_FORWARD_sm80(...)
 #define FLASHTILE_DECLARE_BACKWARD_sm80(...)
 #define FLASHTILE_DECLARE_KVCACHE_sm80(...)
+#define FLASHTILE_DECLARE_INVARIANT_sm90(...)
+#define FLASHTILE_INVARIANT_sm90(...) nullptr, nullptr
 #define FLASHTILE_FORWARD_sm80(...) nullptr
 #define FLASHTILE_BACKWARD_sm80(...) nullptr
 #define FLASHTILE_KVCACHE_sm80(...) nullptr
@@ -60,6 +70,9 @@ namespace flashtile {
 #define KVCACHE(arch, ...) FLASHTILE_DECLARE_KVCACHE_##arch(arch, __VA_ARGS__)
 #include "variants/kvcache.def"
 #undef KVCACHE
+#define INVARIANT(arch, ...) FLASHTILE_DECLARE_INVARIANT_##arch(arch, __VA_ARGS__)
+#include "variants/invariant.def"
+#undef INVARIANT
 
 namespace {
 
@@ -81,6 +94,12 @@ constexpr auto kKvcacheRows = std::to_array<KvcacheRow>({
 #undef KVCACHE
 });
 
+constexpr auto kInvariantRows = std::to_array<InvariantRow>({
+#define INVARIANT(arch, ...) {FLASHTILE_VARIANT(arch, __VA_ARGS__), FLASHTILE_INVARIANT_##arch(arch, __VA_ARGS__)},
+#include "variants/invariant.def"
+#undef INVARIANT
+});
+
 }  // namespace
 
 std::span<const ForwardRow> forward_rows() {
@@ -93,6 +112,10 @@ std::span<const BackwardRow> backward_rows() {
 
 std::span<const KvcacheRow> kvcache_rows() {
   return kKvcacheRows;
+}
+
+std::span<const InvariantRow> invariant_rows() {
+  return kInvariantRows;
 }
 
 #ifndef FLASHTILE_WITH_CUDA

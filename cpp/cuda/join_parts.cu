@@ -19,6 +19,9 @@ struct JoinParams {
   ForwardParams forward;
   int tile_m;
   Divisor chunks_of_row, blocks_of_tile;  // a chunk is kColumns columns of one row, a thread's work
+  // These are of fixed parts: how many keys one has, and which rows of the cache count, where queries are dense.
+  int keys_of_part = 0;
+  CachedRows rows;
 };
 
 /// Finds the tile of rows at a place, as ForwardParts has them.
@@ -37,6 +40,16 @@ __device__ void find_tile(ForwardParams const& params, int place, TileCoord& til
     queries = spans.at(tile.batch);
     tile.m_block = within;
   }
+}
+
+/// Returns which parts of its keys a tile has: all, or of fixed parts those with a key that one of its rows sees.
+__device__ Range parts_of(JoinParams const& params, TileCoord tile, Span queries) {
+  ForwardParams const& forward = params.forward;
+  if (params.keys_of_part == 0) return {0, forward.parts.splits.value};
+  const int keys =
+      params.rows.held != nullptr ? params.rows.at(tile.batch).end : forward.sequences.k.at(tile.batch).used;
+  const Range of_tile = forward.scores.packing.queries(tile.m_block * params.tile_m, params.tile_m, queries.used);
+  return forward.scores.mask.walk(of_tile, params.keys_of_part, {queries.used, keys}).visible;
 }
 
 /// Joins the parts of some rows of one tile.
@@ -62,19 +75,20 @@ __global__ void __launch_bounds__(kThreads) join_parts_kernel(const __grid_const
   const float unit = forward.scores.map.unit, unit_log2 = forward.scores.map.unit_log2;
   Part sum;
   if (query < queries.used) {
+    const Range joined = parts_of(params, tile, queries);
     const auto load = [&](int n, Part(&some)[kAhead]) {
       CUTE_UNROLL
       for (int i = 0; i < kAhead; ++i) {
         some[i] = Part{};  // changes nothing
-        if (n + i >= parts.splits.value) continue;
+        if (n + i >= joined.end) continue;
         const std::int64_t at = first + std::int64_t(n + i) * params.tile_m;
         some[i] = {*reinterpret_cast<const float4*>(parts.out + at * forward.head_dim_v + column), parts.state[at]};
       }
     };
     Part some[kAhead], next[kAhead];
-    load(0, some);
+    load(joined.begin, some);
     CUTE_NO_UNROLL
-    for (int n = 0; n < parts.splits.value; n += kAhead) {
+    for (int n = joined.begin; n < joined.end; n += kAhead) {
       load(n + kAhead, next);  // while these are joined
       CUTE_UNROLL
       for (int i = 0; i < kAhead; ++i) sum.join(some[i], unit_log2);
@@ -88,24 +102,36 @@ __global__ void __launch_bounds__(kThreads) join_parts_kernel(const __grid_const
   sum.scale(total.normaliser);
   Element* const to = static_cast<Element*>(forward.out) + forward.out_strides.at(tile.batch, queries.first + query) +
                       head * forward.out_strides.head + column;
-  *reinterpret_cast<uint2*>(to) = {round_pair<Element>(sum.o.x, sum.o.y), round_pair<Element>(sum.o.z, sum.o.w)};
+  // A product may be −0, and with fixed parts a result that is not joined here has none.
+  *reinterpret_cast<uint2*>(to) = {round_pair<Element>(sum.o.x + 0.0f, sum.o.y + 0.0f),
+                                   round_pair<Element>(sum.o.z + 0.0f, sum.o.w + 0.0f)};
   if (column == 0 && forward.rows.wanted())
     forward.rows.store(forward.rows.strides.at(tile.batch, head, queries.first + query), total.finished(), unit);
+}
+
+void join(const ForwardPlan& plan, const ForwardParams& params, int keys_of_part, const CachedRows& rows,
+          Stream stream) {
+  static KernelHandles half, bfloat;
+  const int tile_m = plan.variant.tile_m, chunks_of_row = plan.problem.head_dim_v / kColumns;
+  const int blocks_of_tile = (tile_m * chunks_of_row + kThreads - 1) / kThreads;
+  const int tiles = static_cast<int>(plan.tiles / plan.splits);
+  const JoinParams of_join{params, tile_m, Divisor(chunks_of_row), Divisor(blocks_of_tile), keys_of_part, rows};
+  const LaunchShape shape{tiles * blocks_of_tile, kThreads, 0, true};
+  const Device device = plan.problem.device;
+  plan.variant.dtype == DType::kFloat16
+      ? launch(join_parts_kernel<ElementOf<DType::kFloat16>>, half, device, shape, of_join, stream)
+      : launch(join_parts_kernel<ElementOf<DType::kBFloat16>>, bfloat, device, shape, of_join, stream);
 }
 
 }  // namespace
 
 void join_parts(const ForwardPlan& plan, const ForwardParams& params, Stream stream) {
-  static KernelHandles half, bfloat;
-  const int tile_m = plan.variant.tile_m, chunks_of_row = plan.problem.head_dim_v / kColumns;
-  const int blocks_of_tile = (tile_m * chunks_of_row + kThreads - 1) / kThreads;
-  const int tiles = static_cast<int>(plan.tiles / plan.splits);
-  const JoinParams join{params, tile_m, Divisor(chunks_of_row), Divisor(blocks_of_tile)};
-  const LaunchShape shape{tiles * blocks_of_tile, kThreads, 0, true};
-  const Device device = plan.problem.device;
-  plan.variant.dtype == DType::kFloat16
-      ? launch(join_parts_kernel<ElementOf<DType::kFloat16>>, half, device, shape, join, stream)
-      : launch(join_parts_kernel<ElementOf<DType::kBFloat16>>, bfloat, device, shape, join, stream);
+  join(plan, params, 0, {}, stream);
+}
+
+void join_fixed_parts(const ForwardPlan& plan, const ForwardParams& params, const FixedParts& parts,
+                      const CachedRows& rows, Stream stream) {
+  join(plan, params, parts.keys, params.sequences.q.ragged() ? CachedRows{} : rows, stream);
 }
 
 }  // namespace flashtile

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "flashtile/fixed_parts.h"
 #include "select/work.h"
 
 namespace flashtile {
@@ -47,6 +48,8 @@ constexpr int kShortTile = 1024;  // keys
 constexpr int kManyTiles = 4;     // of a multiprocessor
 
 }  // namespace h100
+
+constexpr std::int64_t kRoomForParts = 512 << 20;  // limit in bytes of the results over fixed parts
 
 /// Returns how many keys a tile is multiplied with, on average: those that its queries see, and those that are wasted
 /// in the tiles at the mask's edges.
@@ -155,6 +158,27 @@ Estimate estimate_splits(const Variant& v, const Problem& p, const DeviceInfo& d
       const double time = time_of_tiles(v, p, packing, splits, device) + time_of_joining(v, p, splits);
       if (best.time == 0 || time < best.time) best = {time, packing, splits};
     }
+  }
+  return best;
+}
+
+Estimate estimate_fixed_parts(const Variant& v, const Problem& p, const DeviceInfo& device) {
+  if (!shares_tiles(v)) return estimate_forward(v, p, device);
+  const HeadPacking packing = packing_of_fewest_tiles(v, p);
+  const int queries = packing.queries_of(v.tile_m), parts = std::max(fixed_parts(v, p.seqlen_k), 1);
+  // A window shows so many parts at the most.
+  const std::int64_t seen = p.band.left == Band::kUnbounded
+                                ? parts
+                                : (std::int64_t{p.band.left} + p.band.right + queries) / keys_of_part(v) + 2;
+  const std::int64_t tiles = std::int64_t{Spans::tiles(p.seqlen_q, queries)} * p.batch * packing.packs_of(p.heads_q);
+  Estimate best;
+  for (int each = parts; each > 0; --each) {
+    const int splits = (parts + each - 1) / each;
+    if (splits > 1 && tiles * parts * v.tile_m * 4 * v.head_dim_v > kRoomForParts) break;
+    const double waves = std::ceil(1.0 * tiles * std::min<std::int64_t>(splits, seen) / device.multiprocessors);
+    const double of_tile = 1.0 * std::min<std::int64_t>(each, seen) * keys_of_part(v) + h200::kEndsOf128Rows;
+    const double time = waves * of_tile + (splits > 1 ? time_of_joining(v, p, splits) : 0);
+    if (best.time == 0 || time < best.time) best = {time, packing, splits};
   }
   return best;
 }

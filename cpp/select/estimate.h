@@ -30,6 +30,9 @@ Estimate estimate_forward(const Variant& v, const Problem& p, const DeviceInfo& 
 /// that no number is of use.
 Estimate estimate_splits(const Variant& v, const Problem& p, const DeviceInfo& device);
 
+/// Does the same for a batch-invariant call over a cache, whose splits are whole numbers of fixed parts, perhaps all.
+Estimate estimate_fixed_parts(const Variant& v, const Problem& p, const DeviceInfo& device);
+
 /// Estimates the time of one block of keys, in queries.
 Estimate estimate(const BackwardRow& row, const Problem& p);
 

@@ -83,7 +83,8 @@ ForwardPlan plan_tiles(const Problem& problem, const Variant& v, const Estimate&
   return plan;
 }
 
-ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device) {
+ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device, bool batch_invariant) {
+  if (batch_invariant && has_invariant_kernel(problem, device)) return select_invariant(problem, device);
   const auto choice = choose_forward(problem, device, forward_rows(), kEveryRow);
   ForwardPlan plan = plan_tiles(problem, choice.row->variant, choice.estimate, device);
   plan.why = choice.why;

@@ -178,7 +178,7 @@ KvcachePlan select_kvcache(const KvcacheProblem& cache, const DeviceInfo& device
   if (!on_cpu) {
     const std::int64_t new_rows = std::int64_t{p.ragged ? 1 : p.batch} * cache.seqlen_new;
     countable("k_new", new_rows + cache.queries(), "rows, with those of q");
-    if (select_prefill(plan, device)) return plan;
+    if (cache.batch_invariant ? select_invariant(plan, device) : select_prefill(plan, device)) return plan;
   }
   // One thread block can compute several splits only where each group of warps has keys of its own; and of such tiles
   // all have the same rows, so that it does not count how many queries come at a time.

@@ -15,6 +15,23 @@ ForwardPlan plan_tiles(const Problem& problem, const Variant& v, const Estimate&
 /// returns true.
 bool select_prefill(KvcachePlan& plan, const DeviceInfo& device);
 
+/// Plans a batch-invariant call over a cache on Hopper, and returns true, if a row of the table serves it.
+bool select_invariant(KvcachePlan& plan, const DeviceInfo& device);
+ForwardPlan select_invariant(const Problem& problem, const DeviceInfo& device);
+
+/// Returns the problem of a call over a cache as that of a ragged batch, whose keys are all rows of the cache that
+/// sequences may have.
+Problem as_ragged(const KvcacheProblem& cache);
+
+/// Completes the plan of a call over a cache by that of the forward kernel, which `run` launches.
+void complete(KvcachePlan& plan, ForwardPlan forward, KvcacheKernel run, const char* why);
+
+/// Plans the call over a copy of the cache by `select`: rows of q's dtype, contiguous, with no left padding. It looks
+/// at them as at a contiguous cache that nothing is added to. Returns false, with nothing done, if `select` does, or if
+/// there would be too many bytes.
+bool select_over_copy(KvcachePlan& plan, const DeviceInfo& device, bool (*select)(KvcachePlan&, const DeviceInfo&),
+                      const char* why);
+
 /// Returns how many bytes of the workspace rotated queries take.
 std::int64_t rotated_bytes(const KvcacheProblem& cache);
 

@@ -21,7 +21,7 @@ constexpr const char* kPrefill = "many rows over a cache, on Hopper: the forward
 constexpr const char* kWidening = "many rows over 8-bit numbers, on Hopper: the forward kernel, which widens them";
 constexpr const char* kWidened = "many rows over 8-bit numbers, on Hopper: widened, then the forward kernel";
 
-constexpr std::int64_t kRoomForWidened = std::int64_t{2} << 30;  // bytes of all rows that are widened, at the most
+constexpr std::int64_t kRoomForWidened = std::int64_t{2} << 30;  // bytes of all rows that are copied, at the most
 
 /// These were read off a few shapes on H200s (docs/performance.md).
 namespace h200 {
@@ -46,22 +46,11 @@ constexpr int kRowsOfBox = 16;   // and so are pages of which TMA cannot load so
 /// no column mask of some keys alone, and an int has to count all rows of the cache, and those of q.
 bool may_prefill(const KvcacheProblem& cache, const DeviceInfo& device) {
   const Problem& p = cache.problem;
-  if (device.compute_capability != 90 || !cache.in_line || cache.num_splits > 0 || cache.batch_invariant ||
-      p.column_masked())
-    return false;
+  if (device.compute_capability != 90 || !cache.in_line || cache.num_splits > 0 || p.column_masked()) return false;
   const std::int64_t keys = std::int64_t{p.batch} * p.seqlen_k;
   const std::int64_t rows_of_cache = std::int64_t{cache.pages} * cache.page_size;
   return keys > 0 && std::max({keys, rows_of_cache, cache.queries()}) < Band::kUnbounded &&
          rows_of_sequence(p.dense()) >= kFewestRows;
-}
-
-/// Returns the same problem as a ragged batch, whose keys are all rows of the cache that sequences may have.
-Problem as_ragged(const KvcacheProblem& cache) {
-  Problem sequences = cache.problem;
-  sequences.ragged = true;
-  sequences.seqlen_q = static_cast<int>(cache.queries());
-  sequences.seqlen_k = cache.problem.batch * cache.problem.seqlen_k;
-  return sequences;
 }
 
 /// This holds the plan of a forward over a cache, if Hopper has a row that serves, and the function that launches it.
@@ -113,34 +102,8 @@ Found over_rows(const KvcacheProblem& cache, const DeviceInfo& device) {
   return found;
 }
 
-/// Plans the call over rows that are widened first. It looks at them as at a contiguous cache that nothing is added to.
 bool select_widened(KvcachePlan& plan, const DeviceInfo& device) {
-  const KvcacheProblem& cache = plan.cache;
-  const Problem& p = plan.problem;
-  KvcachePlan wide;
-  wide.cache = cache;
-  wide.cache.narrow = DType::kOther;
-  wide.cache.descales_of_rows = false;
-  wide.cache.pages = p.batch;
-  wide.cache.page_size = p.seqlen_k;
-  wide.cache.of_sequence = 1;
-  wide.cache.has_table = wide.cache.appends = false;
-  wide.cache.seqlen_new = wide.cache.rotary_dim = wide.cache.rotary_rows = 0;
-  wide.problem = wide.cache.problem;
-  plan.widened_at = rotated_bytes(cache);
-  const WidenedRows rows = WidenedRows::of(plan.widened_at, p);
-  if (rows.rest - plan.widened_at > kRoomForWidened || !select_prefill(wide, device)) return false;
-  plan.variant = wide.variant;
-  plan.packed_heads = wide.packed_heads;
-  plan.tiles = wide.tiles;
-  plan.grid = wide.grid;
-  plan.shared_memory = wide.shared_memory;
-  plan.workspace_bytes = rows.rest + wide.workspace_bytes;
-  plan.why = kWidened;
-  plan.run = widened_kernel();
-  plan.prefill = wide.prefill;
-  plan.widened = std::make_shared<const KvcachePlan>(std::move(wide));
-  return true;
+  return select_over_copy(plan, device, select_prefill, kWidened);
 }
 
 /// Returns whether a kernel ahead is to widen 8-bit numbers.
@@ -155,6 +118,59 @@ bool pays_to_widen(const KvcacheProblem& cache) {
 
 }  // namespace
 
+Problem as_ragged(const KvcacheProblem& cache) {
+  Problem sequences = cache.problem;
+  sequences.ragged = true;
+  sequences.seqlen_q = static_cast<int>(cache.queries());
+  sequences.seqlen_k = cache.problem.batch * cache.problem.seqlen_k;
+  return sequences;
+}
+
+void complete(KvcachePlan& plan, ForwardPlan forward, KvcacheKernel run, const char* why) {
+  plan.variant = forward.variant;
+  if (is_fp8(plan.cache.stored())) plan.variant.dtype = plan.cache.stored();
+  plan.packed_heads = forward.packed_heads;
+  plan.tiles = forward.tiles;
+  plan.grid = forward.grid;
+  plan.shared_memory = forward.shared_memory;
+  plan.prefill_at = rotated_bytes(plan.cache);
+  plan.workspace_bytes = PrefillWorkspace::of(plan.prefill_at, plan.problem, forward).bytes;
+  plan.why = why;
+  plan.run = run;
+  plan.prefill = std::make_shared<const ForwardPlan>(std::move(forward));
+}
+
+bool select_over_copy(KvcachePlan& plan, const DeviceInfo& device, bool (*select)(KvcachePlan&, const DeviceInfo&),
+                      const char* why) {
+  const KvcacheProblem& cache = plan.cache;
+  const Problem& p = plan.problem;
+  KvcachePlan copy;
+  copy.cache = cache;
+  copy.cache.narrow = DType::kOther;
+  copy.cache.descales_of_rows = false;
+  copy.cache.pages = p.batch;
+  copy.cache.page_size = p.seqlen_k;
+  copy.cache.of_sequence = 1;
+  copy.cache.in_line = true;
+  copy.cache.has_table = copy.cache.appends = false;
+  copy.cache.seqlen_new = copy.cache.rotary_dim = copy.cache.rotary_rows = 0;
+  copy.problem = copy.cache.problem;
+  plan.widened_at = rotated_bytes(cache);
+  const WidenedRows rows = WidenedRows::of(plan.widened_at, p);
+  if (rows.rest - plan.widened_at > kRoomForWidened || !select(copy, device)) return false;
+  plan.variant = copy.variant;
+  plan.packed_heads = copy.packed_heads;
+  plan.tiles = copy.tiles;
+  plan.grid = copy.grid;
+  plan.shared_memory = copy.shared_memory;
+  plan.workspace_bytes = rows.rest + copy.workspace_bytes;
+  plan.why = why;
+  plan.run = widened_kernel();
+  plan.prefill = copy.prefill;
+  plan.widened = std::make_shared<const KvcachePlan>(std::move(copy));
+  return true;
+}
+
 bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   const KvcacheProblem& cache = plan.cache;
   const bool widens = is_fp8(cache.stored());
@@ -166,17 +182,7 @@ bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   }
   auto [forward, run] = cache.has_table || widens ? over_pages(cache, device) : over_rows(cache, device);
   if (!forward) return widens && select_widened(plan, device);
-  plan.variant = forward->variant;
-  if (widens) plan.variant.dtype = cache.stored();
-  plan.packed_heads = forward->packed_heads;
-  plan.tiles = forward->tiles;
-  plan.grid = forward->grid;
-  plan.shared_memory = forward->shared_memory;
-  plan.prefill_at = rotated_bytes(cache);
-  plan.workspace_bytes = PrefillWorkspace::of(plan.prefill_at, plan.problem, *forward).bytes;
-  plan.why = widens ? kWidening : kPrefill;
-  plan.run = run;
-  plan.prefill = std::make_shared<const ForwardPlan>(*std::move(forward));
+  complete(plan, *std::move(forward), run, widens ? kWidening : kPrefill);
   return true;
 }
 

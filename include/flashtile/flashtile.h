@@ -19,22 +19,25 @@ Problem check_backward(const char* function, const BackwardTensors& tensors, con
 
 /// Chooses the kernel. Throws Unsupported where no row of the variant table serves the problem on the device. The
 /// gradients of a batch-invariant backward have the same bits in every run, and those of a sequence, of q, k and v, do
-/// not depend on the others in its batch.
-ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device);
+/// not depend on the others in its batch. A batch-invariant forward has a plan of its own where there is such a kernel;
+/// elsewhere it is a call over a cache.
+ForwardPlan select_forward(const Problem& problem, const DeviceInfo& device, bool batch_invariant = false);
+bool has_invariant_kernel(const Problem& problem, const DeviceInfo& device);
 BackwardPlan select_backward(const Problem& problem, const DeviceInfo& device, bool batch_invariant = false);
 
 /// Checks, then selects.
 ForwardPlan plan_forward(const char* function, const ForwardTensors& tensors, const Options& options,
-                         const DeviceInfo& device);
+                         const DeviceInfo& device, bool batch_invariant = false);
 BackwardPlan plan_backward(const char* function, const BackwardTensors& tensors, const Options& options,
                            const DeviceInfo& device, bool batch_invariant = false);
 
 /// A batch-invariant forward gives a row the bits that a batch-invariant call over a cache gives it. On a CPU every
-/// forward does. On a GPU it is such a call, of the tensors that as_cache returns: the cache is k and v as they lie,
-/// and is read whole. `keys_end`, (B), int32, contiguous, is where the keys of each sequence end: S_k, or in a ragged
-/// batch a row of k. check_invariant refuses legal forwards that have no such bits, and those that no such call can be.
+/// forward does, and on a GPU one that has_invariant_kernel. Elsewhere it is such a call, of the tensors that as_cache
+/// returns: the cache is k and v as they lie, and is read whole. `keys_end`, (B), int32, contiguous, is where the keys
+/// of each sequence end: S_k, or in a ragged batch a row of k. check_invariant refuses legal forwards that have no such
+/// bits, and, where the call is `over_cache`, those that no such call can be.
 void check_invariant(const char* function, const ForwardTensors& tensors, const Options& options,
-                     const Problem& problem);
+                     const Problem& problem, bool over_cache);
 KvcacheTensors as_cache(const ForwardTensors& tensors, const TensorView& keys_end);
 
 /// Launches on `stream`. `workspace` points to plan.workspace_bytes bytes on the problem's device.

@@ -28,8 +28,18 @@ struct KvcacheRow {
   KvcacheKernel run;
 };
 
+/// A row for batch-invariant calls on Hopper has a launcher over keys in rows, and one over a cache, for which the plan
+/// of the forward is KvcachePlan::prefill. Rows that share tiles out have the latter alone (see fixed_parts.h).
+struct InvariantRow {
+  static constexpr Kind kKind = Kind::kForward;
+  Variant variant;
+  ForwardKernel run;
+  KvcacheKernel run_over_cache;
+};
+
 std::span<const ForwardRow> forward_rows();
 std::span<const BackwardRow> backward_rows();
 std::span<const KvcacheRow> kvcache_rows();
+std::span<const InvariantRow> invariant_rows();
 
 }  // namespace flashtile

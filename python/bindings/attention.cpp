@@ -115,7 +115,8 @@ nb::object new_keys_end(handle q, const nb::tuple& options, const Problem& p) {
   return first.attr("add")(used.attr("clamp")(0)).attr("minimum")(ends);  // what breaks the rules becomes what does not
 }
 
-/// Computes a batch-invariant forward on a GPU, whose arguments are checked. The state that a backward wants is lse.
+/// Computes a batch-invariant forward on a GPU without a kernel for it; its arguments are checked. The state that a
+/// backward wants is lse.
 Results forward_as_cache(handle q, const nb::tuple& options, const Given& given, handle out, const Problem& p,
                          const DeviceInfo& device, bool with_lse) {
   const char* const function = names_of(options).forward;
@@ -146,22 +147,29 @@ Results forward(handle q, handle k, handle v, const nb::tuple& options, handle o
   ForwardTensors& tensors = given.tensors;
   tensors.out = given_out(function, out);
   const DeviceInfo device = device_for(function, tensors.q.device);
-  const ForwardPlan plan = plan_forward(function, tensors, given.options, device);
+  const ForwardPlan plan = plan_forward(function, tensors, given.options, device, given.batch_invariant);
   const Problem& p = plan.problem;
   if (given.batch_invariant) {
-    check_invariant(function, tensors, given.options, p);
-    if (p.device.type == DeviceType::kCuda)
+    const bool over_cache = p.device.type == DeviceType::kCuda && !has_invariant_kernel(p, device);
+    check_invariant(function, tensors, given.options, p, over_cache);
+    if (over_cache)
       return forward_as_cache(q, options, given, out, p, device, make_lse != nothing || make_state != nothing);
   }
   if (explaining())
     throw Explained{to_string(plan) + (p.fp8 ? "" : "\n" + backward_string(p, device, given.batch_invariant))};
   if (p.fp8 && make_state != nothing)
     throw Unsupported(std::string(function) + ": q has dtype float8_e4m3fn, expected one with gradients");
-  const Results results = {tensors.out.given() ? nb::borrow(out) : new_out(q, tensors.q, p), make_lse(q, p),
-                           make_state(q, p)};
+  Results results;
+  results.out = tensors.out.given() ? nb::borrow(out) : new_out(q, tensors.q, p);
+  if (given.batch_invariant && p.device.type == DeviceType::kCuda) {  // as over a cache, the state is lse
+    results.lse = results.state = make_lse != nothing || make_state != nothing ? new_lse(q, p) : nb::none();
+  } else {
+    results.lse = make_lse(q, p);
+    results.state = make_state(q, p);
+    tensors.state = optional_view(function, "state", results.state);
+  }
   tensors.out = tensor_view(function, "out", results.out);
   tensors.lse = optional_view(function, "lse", results.lse);
-  tensors.state = optional_view(function, "state", results.state);
   const Stream stream = current_stream(q, p.device);
   const Workspace workspace(function, plan, q);
   const nb::gil_scoped_release no_gil;

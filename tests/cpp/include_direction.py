@@ -28,7 +28,7 @@ LEVELS = [
     {"workspace"},
     {"plan"},
     {"kvcache", "forward_parts", "backward_order", "merge", "quantize", "counters"},
-    {"registry", "order_tiles", "mask_words", "append", "prefill"},
+    {"registry", "order_tiles", "mask_words", "append", "prefill", "fixed_parts"},
     {"flashtile", "params"},
     {"kvcache_params", "join_gradients", "join_parts", "prepare_backward"},
     {"mainloop", "epilogue"},
@@ -40,7 +40,7 @@ FILES = {
     "mask": [{"band", "walk"}, {"mask", "columns"}],
     "mainloop/forward_sm90": [
         {"storage"},
-        {"fragments", "descaled_weights", "long_sums"},
+        {"fragments", "descaled_weights", "long_sums", "pure_scores"},
         {"scheduler", "producer", "transposer", "widener", "consumer"},
     ],
     "mainloop/backward_one_pass_sm90": [{"storage"}, {"scheduler"}, {"producer", "consumer", "writer"}],

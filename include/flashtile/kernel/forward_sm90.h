@@ -1,6 +1,6 @@
-// The forward kernel for Hopper has one persistent thread block per multiprocessor. Two or three of its warpgroups are
-// consumers; one more has the producers, a few threads (over pages, warps), and the scheduler, a warp that hands out
-// tiles; and over keys of 8 bits the last one widens them.
+// The forward kernel for Hopper has one persistent thread block per multiprocessor. One, two or three of its warpgroups
+// are consumers; one more has the producers, a few threads (over pages, warps), and the scheduler, a warp that hands
+// out tiles; and over keys of 8 bits the last one widens them.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -12,6 +12,7 @@
 #include "flashtile/epilogue/direct.h"
 #include "flashtile/epilogue/partial.h"
 #include "flashtile/epilogue/staged.h"
+#include "flashtile/epilogue/sum_of_parts.h"
 #include "flashtile/forward_memory.h"
 #include "flashtile/join_parts.h"
 #include "flashtile/load/tensor_map.h"
@@ -31,9 +32,12 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   // would wait for ever.
   constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : Mainloop::kRegisters == 240 ? 24 : 40;
   constexpr int kWidenerRegisters = 56, kWidenerWarpgroups = Mainloop::kWideners / 4;
+  // Two warpgroups have as many registers as threads can have.
+  constexpr bool kGivesRegisters = kWarpgroups > 1;
   constexpr int kLaunchRegisters = kWarpgroups + kWidenerWarpgroups == 2 ? 168 : 128;
-  static_assert(kProducerRegisters + kWidenerWarpgroups * kWidenerRegisters + kWarpgroups * Mainloop::kRegisters <=
-                (1 + kWidenerWarpgroups + kWarpgroups) * kLaunchRegisters);
+  static_assert(!kGivesRegisters ||
+                kProducerRegisters + kWidenerWarpgroups * kWidenerRegisters + kWarpgroups * Mainloop::kRegisters <=
+                    (1 + kWidenerWarpgroups + kWarpgroups) * kLaunchRegisters);
   static_assert(sizeof(typename Mainloop::SharedStorage) <=
                 (Mainloop::kMasked ? Mainloop::kMemory.masked_bytes : Mainloop::kMemory.bytes));
 
@@ -68,7 +72,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
   }
 
   if (threadIdx.x < 128) {
-    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+    if constexpr (kGivesRegisters) cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
     if (warp == 1) scheduler.run();
     if constexpr (Mainloop::kScaled) {
       if (warp >= 2) ValueTransposerSm90<Mainloop>{shared, warp - 2}.run();
@@ -87,7 +91,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
       KeyWidenerSm90<Mainloop>{params, shared, int(threadIdx.x % 128)}.run();
     }
   } else {
-    cutlass::arch::warpgroup_reg_alloc<Mainloop::kRegisters>();
+    if constexpr (kGivesRegisters) cutlass::arch::warpgroup_reg_alloc<Mainloop::kRegisters>();
     const int thread = threadIdx.x - 128;
     Tensor cO = make_identity_tensor(Shape<Int<Mainloop::kM>, Int<Mainloop::kHeadDimV>>{});        // (M, head_dim)
     Tensor tOcO = rows_and_columns(typename Mainloop::MmaPV{}.get_slice(thread).partition_C(cO));  // (row, head_dim)
@@ -118,13 +122,37 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
       }
       store_as(typename Mainloop::OutElement{});
     };
+    // With fixed parts, this is the result over those before the current one.
+    [[maybe_unused]] const auto first_part = [](Work const& work) {
+      return work.keys.key(0) / (Mainloop::kN * Mainloop::kBlocksOfPart);
+    };
+    [[maybe_unused]] const auto last_part = [](Work const& work) {
+      return work.keys.key(work.keys.blocks - 1) / (Mainloop::kN * Mainloop::kBlocksOfPart);
+    };
+    auto sum_of_parts = [&] {
+      if constexpr (Mainloop::kFixedParts && !Mainloop::kSplits)
+        return SumOfParts<Mainloop>(params.parts, shared.staging[thread / 32]);
+      else
+        return 0;
+    }();
+    const auto end_part = [&](Work const& work, int part, auto& tOrO, typename Mainloop::Softmax& softmax) {
+      if constexpr (Mainloop::kSplits)
+        store_part<Mainloop::kM>(params.forward, work.part + part, rows_and_columns(tOrO), tOcO, softmax);
+      else if constexpr (Mainloop::kFixedParts)
+        sum_of_parts.add(part == first_part(work), tOrO, softmax);
+    };
     const auto finish = [&](Work const& work, auto& tOrO, typename Mainloop::Softmax& softmax, auto const& sinks) {
       if constexpr (Mainloop::kSplits) {
         // This lets join_parts() start. Called at the kernel's start, it made calls take up to 3 µs longer.
         let_next_kernel_start();
-        store_part<Mainloop::kM>(params.forward, work.part, rows_and_columns(tOrO), tOcO, softmax);
+        end_part(work, Mainloop::kFixedParts ? last_part(work) : 0, tOrO, softmax);
       } else {
+        if constexpr (Mainloop::kFixedParts) {
+          if (first_part(work) != last_part(work)) sum_of_parts.finish(tOrO, softmax);
+        }
         scale_rows(rows_and_columns(tOrO), finish_softmax(work, softmax, sinks));
+        // The sum of no part and one, by which join_parts() begins, has no −0.
+        if constexpr (Mainloop::kFixedParts) cute::transform(tOrO, [](float x) { return x + 0.0f; });
         store(work, tOrO);
       }
     };
@@ -134,9 +162,12 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
       if constexpr (!Mainloop::kSplits) finish_softmax(work, nothing, sinks);
       Tensor zeros = partition_fragment_C(typename Mainloop::MmaPV{}, shape(cO));
       clear(zeros);
-      Mainloop::kSplits ? finish(work, zeros, nothing, sinks) : store(work, zeros);
+      if constexpr (!Mainloop::kSplits)
+        store(work, zeros);
+      else if constexpr (!Mainloop::kFixedParts)
+        finish(work, zeros, nothing, sinks);
     };
-    ForwardConsumerSm90<Mainloop>{params, shared, thread}.run(sinks_of, finish, skip);
+    ForwardConsumerSm90<Mainloop>{params, shared, thread}.run(sinks_of, end_part, finish, skip);
     if (Mainloop::kMemory.staged) tma_store_wait<0>();  // shared memory must outlive TMA's reads of it
   }
 }

@@ -7,6 +7,7 @@
 #include "flashtile/mainloop/forward_sm90/descaled_weights.h"
 #include "flashtile/mainloop/forward_sm90/fragments.h"
 #include "flashtile/mainloop/forward_sm90/long_sums.h"
+#include "flashtile/mainloop/forward_sm90/pure_scores.h"
 #include "flashtile/mainloop/forward_sm90/storage.h"
 #include "flashtile/mainloop/scores.h"
 #include "flashtile/mainloop/wgmma.h"
@@ -38,9 +39,9 @@ class ForwardConsumerSm90 {
 
   /// Computes tile after tile. Calls `ask(work)` for what comes from memory and is needed at the end of a tile, where
   /// the tile begins, then `finish(work, accumulators, softmax state, what was asked for)`, or `skip(work)` if it sees
-  /// no key.
-  template <class Ask, class Finish, class Skip>
-  CUTE_DEVICE void run(Ask&& ask, Finish&& finish, Skip&& skip) {
+  /// no key. With fixed parts it calls `end_part(work, part, accumulators, softmax state)` for each but the last one.
+  template <class Ask, class EndPart, class Finish, class Skip>
+  CUTE_DEVICE void run(Ask&& ask, EndPart&& end_part, Finish&& finish, Skip&& skip) {
     decltype(ask(work())) asked;
     const auto finish_work = [&](WorkCursor at) {
       if constexpr (Mainloop::kScaled) {
@@ -69,7 +70,7 @@ class ForwardConsumerSm90 {
       wait_matmul<0>(tSrS);
       while (true) {
         asked = ask(work());
-        weigh_blocks();
+        weigh_blocks(end_part);
         const WorkCursor last_at = work_at;
         work_at.advance();
         const bool goes_on = next_tile();
@@ -155,14 +156,15 @@ class ForwardConsumerSm90 {
 
   /// Turns the scores of all blocks of a tile, the first of which are there already, into weights, and adds up P·V of
   /// all but the last block.
-  CUTE_DEVICE void weigh_blocks() {
+  template <class EndPart>
+  CUTE_DEVICE void weigh_blocks(EndPart&& end_part) {
     look_at<true>(walk.first());
     release_operands(walk.first());
     opening = ScaleOut::Zero;
     if constexpr (Mainloop::kScaled) long_sums.begin();
     if constexpr (Mainloop::kWidens) softmax.unit_log2 = params.forward.scores.map.unit_log2 * work().more.of_scores;
     if constexpr (Mainloop::kOneCopy)
-      weigh_by_one_copy();
+      weigh_by_one_copy(end_part);
     else
       weigh_by_copies();
   }
@@ -191,7 +193,8 @@ class ForwardConsumerSm90 {
 
   /// Does so with one copy of the code for all blocks but those of long runs, which loops of their own take. What maps
   /// scores is long, and a call of few blocks would take as long to fetch more copies as to run them.
-  CUTE_DEVICE void weigh_by_one_copy() {
+  template <class EndPart>
+  CUTE_DEVICE void weigh_by_one_copy(EndPart&& end_part) {
     int n_block = walk.first();
     bool formed = false;
     CUTE_NO_UNROLL
@@ -209,7 +212,7 @@ class ForwardConsumerSm90 {
         n_block = walk.next(n_block);
         if (n_block == walk.end()) return;
         formed = false;
-        weighed = take_steps(n_block, formed);
+        weighed = take_steps(n_block, formed, end_part);
       }
     }
   }
@@ -217,18 +220,32 @@ class ForwardConsumerSm90 {
   /// Takes one or more steps from that of `n_block` on; the last one taken becomes `n_block`. If it returns false, the
   /// scores of that one are still to be weighed, or, after a run of plain ones, weighed anew, and before that to be
   /// formed, unless it sets `formed`.
-  CUTE_DEVICE bool take_steps(int& n_block, bool& formed) {
+  template <class EndPart>
+  CUTE_DEVICE bool take_steps(int& n_block, bool& formed, EndPart&& end_part) {
+    const int of_part = Mainloop::kFixedParts ? block_of_part(n_block) : 1;
     if constexpr (Mainloop::kMapsInOne) {
       const int end = end_in_one(n_block);
       if (n_block < end) return map_interior(n_block, end);
-    } else if (Mainloop::kPeelsPlain && !maps && !drops && !walk.is_edge(n_block)) {
-      return weigh_interior(n_block, walk.interior.end, [&](int) { return weigh<false>(); });
+    } else if (Mainloop::kPeelsPlain && !maps && !drops && of_part > 0 && !walk.is_edge(n_block)) {
+      const int end_of_part = n_block - of_part + Mainloop::kBlocksOfPart;
+      const int end = Mainloop::kFixedParts ? min(end_of_part, walk.interior.end) : walk.interior.end;
+      return weigh_interior(n_block, end, [&](int) { return weigh<false>(); });
     }
     start_step<true>(n_block);
     formed = Mainloop::kFormsMeanwhile;
     if (formed) form_scores(n_block);
     finish_output<0>();
+    if constexpr (Mainloop::kFixedParts) {
+      if (of_part == 0) {  // the weights of a part are relative to a reference of its own, and its sums begin anew
+        end_part(work(), work().keys.key(n_block) / (kN * Mainloop::kBlocksOfPart) - 1, tOrO, softmax);
+        opening = ScaleOut::Zero;
+      }
+    }
     return false;
+  }
+  /// Returns which block of a fixed part a block is.
+  CUTE_DEVICE int block_of_part(int n_block) const {
+    return (work().keys.first / kN + n_block) % Mainloop::kBlocksOfPart;
   }
 
   /// Takes steps from that of `n_block` to `end`, whose blocks need no form_scores(), but stops where weights have to
@@ -327,7 +344,12 @@ class ForwardConsumerSm90 {
     }
     const auto score_tile = this->score_tile();
     const int first_column = Mainloop::kMasked ? first_key : n_block * kN;
-    if (maps) score_tile.template map<Softcaps::kUsual>(scores, tScS, first_column);
+    if (maps) {
+      if constexpr (Mainloop::kFixedParts)
+        PureScoreTile<HeadPacking>{score_tile}.map(scores, tScS, first_column);
+      else
+        score_tile.template map<Softcaps::kUsual>(scores, tScS, first_column);
+    }
     if constexpr (Mainloop::kMasked) {
       if (edge) hidden.hide(scores);
       const bool ends = first_column + kN > work().keys.lengths.k;  // keys behind the last one are hidden, too
@@ -463,7 +485,7 @@ class ForwardConsumerSm90 {
   [[no_unique_address]] std::conditional_t<Mainloop::kMasked, HiddenBits<kN>, NothingHidden> hidden;
   [[no_unique_address]] std::conditional_t<Mainloop::kScaled, DescaledWeights<Mainloop>, NotDescaled> descaled;
   [[no_unique_address]] std::conditional_t<Mainloop::kScaled, LongSums<Mainloop>, NoLongSums> long_sums;
-  ScaleOut opening = ScaleOut::Zero;  // the first P·V of a tile overwrites what the last one left
+  ScaleOut opening = ScaleOut::Zero;  // the first P·V of a tile, or of a fixed part, overwrites what the last one left
 };
 
 }  // namespace flashtile

@@ -33,10 +33,14 @@ struct ForwardSchedulerSm90 {
 
   /// Tiles are handed out by an index, where keys are split once for each split: these lie side by side.
   CUTE_DEVICE int tile_of(unsigned index) const {
-    return Mainloop::kSplits ? params.forward.parts.splits.quotient(int(index)) : int(index);
+    return Mainloop::kSplits ? splits().quotient(int(index)) : int(index);
   }
-  CUTE_DEVICE int split_of(unsigned index) const {
-    return Mainloop::kSplits ? params.forward.parts.splits.remainder(int(index)) : 0;
+  CUTE_DEVICE int split_of(unsigned index) const { return Mainloop::kSplits ? splits().remainder(int(index)) : 0; }
+  CUTE_DEVICE Divisor const& splits() const {
+    if constexpr (Mainloop::kFixedParts)
+      return params.parts.shares;
+    else
+      return params.forward.parts.splits;
   }
 
   /// Hands out a tile of a pack of heads, or a split of it, of the sequence whose spans are `span_of(&Sequence::q)` and
@@ -70,7 +74,7 @@ struct ForwardSchedulerSm90 {
       work.more.words =
           forward.mask_tables.queries.of_tile(forward.sequences.q, work.tile.batch, q.first, mask, work.tile.m_block);
       work.keys = {forward.mask_tables.queries.steps(work.more.words), k.used, work.sequence.lengths()};
-    } else if constexpr (Mainloop::kOverPages) {  // so that boxes lie within pages
+    } else if constexpr (Mainloop::kOverPages || Mainloop::kFixedParts) {  // so that boxes lie within pages, or parts
       const int first = forward.scores.mask.columns(queries.begin, work.sequence.lengths()).begin / kN * kN;
       work.keys = VisibleKeys<kN>(forward.scores.mask, queries, work.sequence.lengths(), first);
     } else if constexpr (Mainloop::kScaled) {  // so that blocks begin with rows of a descale
@@ -86,13 +90,17 @@ struct ForwardSchedulerSm90 {
     }
     if constexpr (Mainloop::kSplits) {
       forget();
-      work.keys.take_part(split, forward.parts.splits.value);
+      if constexpr (Mainloop::kFixedParts)
+        params.parts.take(split, work.keys);
+      else
+        work.keys.take_part(split, forward.parts.splits.value);
       forget();
-      work.part = forward.parts.place(forward.sequences.q, tile, q) + split;
+      work.part = forward.parts.place(forward.sequences.q, tile, q) + (Mainloop::kFixedParts ? 0 : split);
     }
     // ALiBi makes scores grow towards the diagonal. From there on, few blocks outgrow the reference of the first one.
     // Under a causal mask all rows see the first row's diagonal.
-    if (!Mainloop::kMasked && forward.scores.slopes.data != nullptr) work.keys.begin_at_diagonal(queries.begin);
+    if (!Mainloop::kMasked && !Mainloop::kFixedParts && forward.scores.slopes.data != nullptr)
+      work.keys.begin_at_diagonal(queries.begin);
     forget();
     if constexpr (Mainloop::kScaled) {
       work.more.k_descales = params.k_descales.of_head(work.tile.batch, work.kv_head);
@@ -247,7 +255,7 @@ struct ForwardSchedulerSm90 {
       } else {
         if (params.taken.given()) {
           few_tiles = shared.few.place(params.forward.sequences, params.forward.ragged) *
-                      params.forward.ragged.heads.value * (Mainloop::kSplits ? params.forward.parts.splits.value : 1);
+                      params.forward.ragged.heads.value * (Mainloop::kSplits ? splits().value : 1);
         }
         if (leads()) params.taken.given() ? hand_out_few() : hand_out_listed();
       }

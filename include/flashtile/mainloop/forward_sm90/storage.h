@@ -7,6 +7,7 @@
 #include "flashtile/cuda/barrier.h"
 #include "flashtile/cuda/marked_count.h"
 #include "flashtile/descales.h"
+#include "flashtile/fixed_parts.h"
 #include "flashtile/forward_memory.h"
 #include "flashtile/load/tma.h"
 #include "flashtile/mainloop/wgmma.h"
@@ -51,6 +52,12 @@ struct WidenedForwardParamsSm90 : PagedForwardParamsSm90 {
   CacheDescales k_descales, v_descales;
 };
 
+/// A batch-invariant call sums up parts of the keys.
+template <class Params>
+struct InFixedParts : Params {
+  FixedParts parts;
+};
+
 /// Keys says what is known of a kernel's keys when it is compiled. Each combination in use has a name of its own: nvcc
 /// 13.0 writes host code that does not compile for a kernel whose template argument has none.
 enum class Keys : std::uint8_t {
@@ -60,6 +67,9 @@ enum class Keys : std::uint8_t {
   kMasked = 4,  // a column mask hides some: see MaskWords
   kE4M3 = 8,    // they have 8 bits in memory, and queries 16: see KeyWidenerSm90
   kE5M2 = 16,
+  kFixedParts = 32,  // the call is batch-invariant: see FixedParts
+  kInFixedPartsOfPages = kFixedParts | kInPages,
+  kFixedPartsOfPagesSplit = kInFixedPartsOfPages | kSplit,
   kInPagesSplit = kInPages | kSplit,
   kE4M3InPages = kInPages | kE4M3,
   kE4M3InPagesSplit = kE4M3InPages | kSplit,
@@ -84,23 +94,28 @@ struct ForwardMainloopSm90 {
   static constexpr bool kMasked = are(kKeys, Keys::kMasked);
   static constexpr bool kWidens = are(kKeys, Keys::kE4M3) || are(kKeys, Keys::kE5M2);
   static constexpr bool kScaled = kV.fp8();
+  static constexpr bool kFixedParts = are(kKeys, Keys::kFixedParts);
   static_assert(kOverPages || !kWidens);
-  using Params =
+  using UsualParams =
       std::conditional_t<kScaled, ScaledForwardParamsSm90,
                          std::conditional_t<kWidens, WidenedForwardParamsSm90,
                                             std::conditional_t<kOverPages, PagedForwardParamsSm90, ForwardParamsSm90>>>;
+  using Params = std::conditional_t<kFixedParts, InFixedParts<UsualParams>, UsualParams>;
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
   static constexpr Features kFeatures = kV.features;
   static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
   static constexpr int kHeadDimV = kV.head_dim_v;
-  static constexpr int kWarpgroups = kM / 64;           // consumer warpgroups
+  static constexpr int kWarpgroups = kM / 64;  // consumer warpgroups
+  static constexpr int kBlocksOfPart = keys_of_part(kV) / kN;
   static constexpr int kTransposers = kScaled ? 2 : 0;  // warps that transpose V
   static constexpr int kWideners = kWidens ? 4 : 0;     // warps that widen K and V: a warpgroup
   // There is a producer of Q, and one of K and V: together in rows, apart in pages. Beside transposers one does all.
   static constexpr int kProducers = kScaled ? 1 + kTransposers : kOverPages ? 3 + kWideners : 2;
-  static constexpr ForwardMemorySm90 kMemory = ForwardMemorySm90::of(kV, kWidens);
+  static constexpr FixedPartsMemory kMemory =
+      kFixedParts ? FixedPartsMemory::of(kV) : FixedPartsMemory{ForwardMemorySm90::of(kV, kWidens)};
+  static constexpr bool kSumsInSharedMemory = kMemory.bytes_of_sums > 0;
   static constexpr int kStagesQ = kMemory.stages_q;
   static constexpr int kStages = kMemory.stages_k;              // tiles of K
   static constexpr int kStagesV = kMemory.stages_v;             // as many, unless they are transposed ones,
@@ -164,8 +179,9 @@ struct ForwardMainloopSm90 {
   static constexpr bool kStretchesInOne = kHeadDimV < 192;  // P·V takes long beyond that: scores are mapped meanwhile
   // Where scores are mapped, and in short calls, whose keys are split, all other blocks go through one copy of the
   // code. While P·V of wide heads goes on, which takes long, a second copy forms mapped scores.
-  static constexpr bool kOneCopy = kMaps == Maps::kAlways || kSplits;
-  static constexpr bool kFormsMeanwhile = kMapsInOne && kHeadDimV >= 192;
+  // With fixed parts it serves the beginning of a part, too.
+  static constexpr bool kOneCopy = kMaps == Maps::kAlways || kSplits || kFixedParts;
+  static constexpr bool kFormsMeanwhile = (kMapsInOne && kHeadDimV >= 192) || (kFixedParts && !kSplits);
   /// Returns whether scores are mapped.
   CUTE_DEVICE static bool maps(ScoreMap const& map) {
     return kMaps == Maps::kAlways || (kMaps == Maps::kAsAsked && map.maps());
@@ -177,7 +193,9 @@ struct ForwardMainloopSm90 {
   using SmemLayoutO = decltype(cute::tile_to_shape(typename SwizzledAtoms<OutElement, kColumnsO>::K{},
                                                    cute::Shape<cute::Int<kRowsOfWarp>, cute::Int<kHeadDimV>>{}));
   static constexpr int kStagingWarps = kMemory.staged ? kM / kRowsOfWarp : 1;
-  static constexpr int kStagingPerWarp = kMemory.staged ? kRowsOfWarp * kHeadDimV : 8;  // next to nothing where unused
+  static constexpr int kStagingPerWarp = kSumsInSharedMemory ? 2 * kRowsOfWarp * kHeadDimV
+                                         : kMemory.staged    ? kRowsOfWarp * kHeadDimV
+                                                             : 8;  // next to nothing where unused
 
   /// Work is what the scheduler tells of a tile, whose head is the first one of a pack (see HeadPacking). With
   /// keys.blocks = 0 its rows see nothing; below 0 no tile is left.

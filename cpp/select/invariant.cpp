@@ -1,0 +1,116 @@
+// This file makes the plans of batch-invariant calls on Hopper: of a forward, and of one over a cache. Which kernels
+// serve a call depends on nothing that a batch, a chunk or a cache changes, and all that serve it give the same bits.
+#include <algorithm>
+#include <string>
+
+#include "flashtile/fixed_parts.h"
+#include "flashtile/flashtile.h"
+#include "flashtile/prefill.h"
+#include "select/choose.h"
+#include "select/plans.h"
+#include "select/work.h"
+
+namespace flashtile {
+namespace {
+
+constexpr const char* kInvariant = "batch-invariant, on Hopper: the forward kernel with fixed parts of the keys";
+constexpr const char* kOfCopy =
+    "batch-invariant, on Hopper: copied, then the forward kernel with fixed parts of the keys";
+
+constexpr int kRowsOfBox = 16;  // TMA loads so many rows of a page, or multiples of them
+
+/// Returns the narrowest row that is wide enough, among those that share tiles out or among the others, or null. Of
+/// several it takes the one with the least estimated time.
+const InvariantRow* row_for(const Problem& p, const DeviceInfo& device, bool shares) {
+  if (p.device.type != DeviceType::kCuda || device.compute_capability != 90) return nullptr;
+  const InvariantRow* best = nullptr;
+  double least = 0;
+  for (const InvariantRow& row : invariant_rows()) {
+    const Variant& v = row.variant;
+    if (!serves(row, p) || shares_tiles(v) != shares) continue;
+    if (best && (v.head_dim != best->variant.head_dim || v.head_dim_v != best->variant.head_dim_v)) break;
+    const double time = estimate_fixed_parts(v, p.dense(), device).time;
+    if (!best || time < least) best = &row, least = time;
+  }
+  return best;
+}
+
+ForwardPlan planned(const Problem& p, const Variant& v, const Estimate& estimate, int keys_of_sequence,
+                    const DeviceInfo& device) {
+  ForwardPlan plan = plan_tiles(p, v, estimate, device);
+  plan.shared_memory = FixedPartsMemory::of(v).bytes;
+  if (plan.splits == 1) plan.parts_at = (plan.workspace_bytes + 15) / 16 * 16;
+  plan.workspace_bytes = plan.parts_at + FixedParts::bytes(plan, keys_of_sequence);
+  return plan;
+}
+
+/// Returns the row for a call over a cache. Where rows are few, or tiles of many rows are, tiles are shared out.
+const InvariantRow& row_over_cache(const Problem& p, const DeviceInfo& device) {
+  const InvariantRow& shares = *row_for(p, device, true);
+  if (rows_of_sequence(p) <= shares.variant.tile_m) return shares;
+  const InvariantRow& tall = *row_for(p, device, false);
+  const HeadPacking packing = estimate_fixed_parts(tall.variant, p, device).packing;
+  const std::int64_t tiles = std::int64_t{Spans::tiles(p.seqlen_q, packing.queries_of(tall.variant.tile_m))} * p.batch *
+                             packing.packs_of(p.heads_q);
+  return 2 * tiles <= device.multiprocessors ? shares : tall;
+}
+
+/// Plans the call over a cache that TMA can load as it lies. Where `dense` is given, q has no other layout than that of
+/// a batch.
+void select_as_it_lies(KvcachePlan& plan, const DeviceInfo& device, bool dense) {
+  const KvcacheProblem& cache = plan.cache;
+  const Problem& p = cache.problem;
+  const InvariantRow& row = row_over_cache(p.dense(), device);
+  Problem estimated = p;
+  if (p.ragged) estimated = p.dense(), estimated.seqlen_k = p.seqlen_k;
+  const Estimate estimate = estimate_fixed_parts(row.variant, estimated, device);
+  // Tiles of a dense batch are dealt out ahead, as if all sequences filled the cache. Where no tile waits for another,
+  // that is no matter; else they are taken one by one, by the lengths that the GPU finds.
+  if (!p.ragged) {
+    ForwardPlan as_dense = planned(p, row.variant, estimate, p.seqlen_k, device);
+    if (dense || as_dense.tiles <= device.multiprocessors)
+      return complete(plan, std::move(as_dense), row.run_over_cache, kInvariant);
+  }
+  complete(plan, planned(as_ragged(cache), row.variant, estimate, p.seqlen_k, device), row.run_over_cache, kInvariant);
+}
+
+bool select_copied(KvcachePlan& plan, const DeviceInfo& device) {
+  select_as_it_lies(plan, device, true);
+  return true;
+}
+
+}  // namespace
+
+bool has_invariant_kernel(const Problem& p, const DeviceInfo& device) {
+  return row_for(p, device, false) != nullptr;
+}
+
+ForwardPlan select_invariant(const Problem& p, const DeviceInfo& device) {
+  const InvariantRow& row = *row_for(p, device, false);
+  ForwardPlan plan = planned(p, row.variant, estimate_fixed_parts(row.variant, p.dense(), device), p.seqlen_k, device);
+  plan.why = kInvariant;
+  plan.run = row.run;
+  return plan;
+}
+
+bool select_invariant(KvcachePlan& plan, const DeviceInfo& device) {
+  const KvcacheProblem& cache = plan.cache;
+  const Problem& p = plan.problem;
+  if (is_fp8(cache.stored()) || !has_invariant_kernel(p, device)) return false;
+  const std::int64_t keys = std::int64_t{p.batch} * p.seqlen_k;
+  if (keys == 0) return false;  // no row sees a key
+  const std::int64_t rows_of_cache = std::int64_t{cache.pages} * cache.page_size;
+  countable("q", cache.queries(), "rows");
+  countable("k_cache", std::max(keys, rows_of_cache), "rows");
+  const int box = rows_of_box(cache, row_over_cache(p.dense(), device).variant);
+  if (cache.in_line && box % kRowsOfBox == 0) {
+    select_as_it_lies(plan, device, false);
+    return true;
+  }
+  if (select_over_copy(plan, device, select_copied, kOfCopy)) return true;
+  throw Unsupported("k_cache has " + std::to_string(keys) +
+                    " rows that have to be copied with batch_invariant, expected fewer; nearest supported: one "
+                    "stride across all rows, or pages of a multiple of 16 rows, and no leftpad");
+}
+
+}  // namespace flashtile

@@ -1,0 +1,59 @@
+// Batch-invariant calls take Hopper's forward kernel with fixed parts: over keys in rows, dense and ragged, or over a
+// cache, of which a contiguous one has a page for each sequence.
+#pragma once
+
+#include "flashtile/fixed_parts.h"
+#include "flashtile/kernel/forward_sm90.h"
+#include "flashtile/prefill.h"
+
+namespace flashtile {
+
+template <class Params>
+InFixedParts<Params> in_fixed_parts(const ForwardPlan& plan, Params params, int keys_of_sequence, void* memory) {
+  params.forward.parts = FixedParts::results(plan, keys_of_sequence, memory);
+  return {params, FixedParts::of(plan, keys_of_sequence, memory)};
+}
+
+template <class Row>
+void launch_invariant_sm90(const ForwardPlan& plan, const ForwardTensors& tensors, void* memory, Stream stream) {
+  if constexpr (!shares_tiles(Row::kVariant)) {
+    static KernelHandles plain, mapped;
+    using Mainloop = ForwardMainloopSm90<Row::kVariant, Keys::kFixedParts>;
+    const auto params =
+        in_fixed_parts(plan, forward_params_sm90<Mainloop>(plan, tensors, memory), plan.problem.seqlen_k, memory);
+    const LaunchShape shape{plan.grid, Row::kVariant.threads(), plan.shared_memory, plan.problem.ragged};
+    const Device device = plan.problem.device;
+    if (plan.lists) order_tiles(params.forward.sequences, params.forward.ragged, device, stream);
+    if (params.forward.scores.map.maps())
+      launch(forward_sm90<Row, Keys::kFixedParts, Maps::kAsAsked>, mapped, device, shape, params, stream);
+    else
+      launch(forward_sm90<Row, Keys::kFixedParts, Maps::kNever>, plain, device, shape, params, stream);
+  }
+}
+
+/// Launches the forward kernel over a cache, for prefill().
+template <class Row>
+void launch_invariant_over_pages_sm90(const KvcachePlan& plan, const KvcacheTensors& cached,
+                                      const ForwardTensors& tensors, void* memory, Stream stream) {
+  static KernelHandles whole, shared;
+  using Mainloop = ForwardMainloopSm90<Row::kVariant, Keys::kInFixedPartsOfPages>;
+  const ForwardPlan& forward = *plan.prefill;
+  const int rows = rows_of_box(plan.cache, Row::kVariant), keys_of_sequence = plan.problem.seqlen_k;
+  const auto params =
+      in_fixed_parts(forward,
+                     PagedForwardParamsSm90{forward_params_sm90<Mainloop>(forward, tensors, memory, rows),
+                                            plan.cache.layout(cached), plan.cache.rows(cached), rows},
+                     keys_of_sequence, memory);
+  const LaunchShape shape{forward.grid, Row::kVariant.threads(), forward.shared_memory, forward.problem.ragged};
+  const Device device = forward.problem.device;
+  if (forward.lists) order_tiles(params.forward.sequences, params.forward.ragged, device, stream);
+  if constexpr (shares_tiles(Row::kVariant)) {
+    if (forward.splits > 1) {
+      launch(forward_sm90<Row, Keys::kFixedPartsOfPagesSplit, Maps::kAsAsked>, shared, device, shape, params, stream);
+      return join_fixed_parts(forward, params.forward, params.parts, params.rows, stream);
+    }
+  }
+  launch(forward_sm90<Row, Keys::kInFixedPartsOfPages, Maps::kAsAsked>, whole, device, shape, params, stream);
+}
+
+}  // namespace flashtile
