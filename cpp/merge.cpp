@@ -49,7 +49,6 @@ void check_merge(const char* function, const MergeCall& call) {
     refuse<InvalidArgument>(function, "parts", "has " + std::to_string(count), "1 to " + std::to_string(kMostParts));
   for (std::size_t i = 0; i < count; ++i) check_part(function, call, call.parts[i], "parts[" + std::to_string(i) + "]");
 
-  if (call.adds) out.has_dtype(DType::kFloat32, ", as it is added to");
   const DType from = call.parts[0].out.dtype;
   if (call.out.dtype != DType::kFloat32 && from != DType::kFloat32) out.has_dtype(from, ", as parts[0].out");
 }

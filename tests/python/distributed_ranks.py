@@ -38,6 +38,7 @@ class Case:
     heads_k: int = 2
     head_dim: int = 16
     head_dim_v: int = 16
+    batch: int = 2
     rows: int = 53
     keys: int = 0  # 0: as many as rows
     layouts: tuple = ("zigzag", "contiguous", "balanced")
@@ -52,6 +53,10 @@ CASES = [
     Case("full"),
     Case("window", dict(causal=True, window=(9, None))),
     Case("both sides", dict(window=(5, 3))),
+    Case("window of one entry", dict(causal=True, window=(9, None)), batch=1),
+    Case("both sides of one entry", dict(window=(5, 3)), batch=1, heads_q=6, dtype=torch.bfloat16),
+    Case("alibi and window of one entry", dict(window=(9, 4)), batch=1, alibi=True),
+    Case("mask and window of one entry", dict(causal=True, window=(15, None)), batch=1, mask="heads"),
     Case("softcap", dict(causal=True, softcap=3.0, scale=0.5)),
     Case("huge scores", dict(causal=True, scale=300.0)),
     Case("sinks", CAUSAL, sinks=True),
@@ -91,7 +96,7 @@ class Checked:
         def normal(*shape):
             return torch.randn(*shape, generator=generator).to(case.dtype).to(device)
 
-        batch = 1 if case.ragged else 2
+        batch = 1 if case.ragged else case.batch
         self.q = normal(batch, self.rows, case.heads_q, case.head_dim)
         self.k = normal(batch, self.keys, case.heads_k, case.head_dim)
         self.v = normal(batch, self.keys, case.heads_k, case.head_dim_v)
@@ -99,7 +104,8 @@ class Checked:
         self.dlse = normal(batch, case.heads_q, self.rows).float()
         self.options = dict(case.options)
         if case.alibi:
-            self.options["alibi_slopes"] = torch.rand(case.heads_q, generator=generator).to(device)
+            shape = (batch, case.heads_q) if batch == 1 and not case.ragged else (case.heads_q,)
+            self.options["alibi_slopes"] = torch.rand(shape, generator=generator).to(device)
         self.sinks = torch.randn(case.heads_q, generator=generator).to(device) if case.sinks else None
         self.begins = torch.tensor([0, *LENGTHS]).cumsum(0).int().to(device)
         self.mask = self._mask()
@@ -128,7 +134,7 @@ class Checked:
             leaves.append(self.sinks.to(dtype).requires_grad_())
             options["sinks"] = leaves[3]
         if not self.case.ragged:
-            mask = None if self.mask is None else self.mask.to_dense(2)
+            mask = None if self.mask is None else self.mask.to_dense(self.case.batch)
             out, lse = reference.attention(*leaves[:3], mask=mask, dtype=dtype, **options)
         else:
             parts, ends = [], [0]

@@ -155,6 +155,28 @@ def test_one_part_is_copied(dtype, out_dtype, device):
 
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
 @on_dtype_pairs
+def test_what_is_there_counts_as_the_first_part(dtype, out_dtype, device):
+    """In a total of 16 bits, too, which is rounded once for all parts."""
+    generator = torch.Generator().manual_seed(5)
+    shape, unit, ranges = (2, 77, 3, 40), 0.3, [(0, 77), (10, 60), (0, 33)]
+    if out_dtype == dtype:
+        parts = Parts(3, shape, dtype, unit, 1e4, generator, device, ranges).parts
+        expected = merged(parts, shape, unit, dtype)
+        (_, _, *total), *others = parts
+        _C.merge(*total, others, unit, True)
+        for x, y, what in zip(total, expected, ("out", "state"), strict=True):
+            assert_bitwise(x, y, what)
+    first, *others = (torch.randn(2, end - begin, 3, 40, generator=generator) for begin, end in ranges)
+    total, others = first.to(out_dtype).to(device), [x.to(dtype).to(device) for x in others]
+    expected = total.float()
+    for x, (begin, end) in zip(others, ranges[1:], strict=True):
+        expected[:, begin:end] += x
+    _C.merge(total, None, [(*run, x, None) for run, x in zip(ranges[1:], others, strict=True)], math.nan, True)
+    assert_bitwise(total, expected.to(out_dtype))
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+@on_dtype_pairs
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 128, 256])
 def test_sums(head_dim, dtype, out_dtype, device):
     """In float32, in the order given, rounded once."""
@@ -231,7 +253,7 @@ def test_slices_of_larger_tensors(layout, dtype, device):
     ]
     parts = [(0, 21, outs[0], given[0]), (7, 16, outs[1], given[1])]
     strided_parts = [(0, 21, lay_out(outs[0], layout), odd[0]), (7, 16, lay_out(outs[1], layout), odd[1])]
-    for adds, out_dtype in ((True, F32), (False, F32), (False, dtype)):
+    for adds, out_dtype in itertools.product((True, False), {F32, dtype}):
         expected, expected_state = whole.to(out_dtype, copy=True), states.clone()
         of_rows, of_states = expected[:, 7:28].contiguous(), expected_state[..., 7:28].contiguous()
         _C.merge(of_rows, of_states, parts, 0.3, adds)
@@ -359,12 +381,6 @@ BAD = {
         r"out has dtype bfloat16, expected float16, as parts\[0",
     ),
     "a result of integers": ("out", torch.Tensor.int, TypeError, "out has dtype int32, expected float32, float16 or b"),
-    "a total of 16 bits": (
-        "adds",
-        lambda _: True,
-        TypeError,
-        "out has dtype float16, expected float32, as it is added",
-    ),
     "rows before heads": (
         *("state", lambda x: x.transpose(2, 3), ValueError),
         r"state has shape \(2, 2, 5, 3\), expected \(2, 2, 3, 5\) = \(2, B, H, S\)",

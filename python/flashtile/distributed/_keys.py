@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from ._exchange import Group
-from ._local import Block, Local, Saved, cached_calls
+from ._local import Block, Local, Saved
 from ._pairs import Band, Places, gathered_keys, needed_keys
 from ._route import Delivery, Route, Routes, Spec, spec_of
-from ._rows import Rows, Sums
+from ._rows import Kind, Rows, Sums, kinds_of
 from .layout import Layout, Run, Runs, common, places_in, rows_of
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-
-_PARTS = 2  # so many of a gradient of gathered keys travel as they are; more would have more bytes than their sum
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,13 @@ class Members:
 
 
 class Ring:
-    """K and V pass from each member to the next while they are attended to; dK and dV travel with their keys (Ring
-    Attention, Liu et al. 2023). A block goes no further than there are members that see it."""
+    """K and V pass from each member to the next while they are attended to; dK and dV travel with their keys, those of
+    keys that any member so far has seen (Ring Attention, Liu et al. 2023). A block goes no further than there are
+    members that see it."""
 
     def __init__(self, members: Members, local: Local):
         self.members, self.local, self.routes = members, local, Routes()
+        self.kinds = lru_cache(maxsize=None)(self._kinds)
 
     @cached_property
     def steps(self) -> int:
@@ -67,61 +67,86 @@ class Ring:
             keys = self._pass_on(block, step + 1) if step + 1 < steps else None
             of_block = (Sums(block[0]), Sums(block[1])) if step else of_own
             self.local.add_gradients((dq, *of_block), saved, q, block, self._keys(step))
-            if step:  # what a member finds for its own keys need not travel
+            found = saved.of_keys(of_block)
+            if step and found:  # what a member finds for its own keys need not travel
                 if before is not None:
-                    _add(of_block, before.wait())
-                kind = self._travel_as(self.members.neighbour(-step), step, q.dtype)
-                found = of_block[0].finish(kind), of_block[1].finish(kind)
-                coming = self._pass_on_gradients(found, step, step + 1 == steps, q.dtype)
+                    self._add(found, before, self.members.neighbour(-step), step - 1)
+                coming = self._pass_on_gradients(found, saved.of_keys((k, v)), step)
             if keys is not None:
                 block = _pair(keys.wait())
         if coming is not None:
-            _add(of_own, coming.wait())
+            self._add(saved.of_keys(of_own), coming, self.members.index, steps - 1)
         return dq.finish(q.dtype), *_finished(of_own, dtype, coming)
 
     def _keys(self, step: int) -> Runs:
         return self.members.keys.runs[self.members.neighbour(-step)]
 
-    def _travel_as(self, owner: int, step: int, dtype: torch.dtype) -> torch.dtype:
-        """As what gradients of an owner's keys leave the member that is `step` further: the result of one call as this
-        left it, of `dtype`, and sums in float32."""
-        members, local = self.members, self.local
+    def _kinds(self, owner: int, step: int, dtype: torch.dtype) -> list[Kind]:
+        """The gradients of an owner's keys that leave the member which is `step` further: what it found, of `dtype`,
+        and what came to it."""
+        if step == 0:
+            return []
+        members = self.members
         rows = members.queries.runs[(owner + step) % len(members.ranks)]
-        calls = cached_calls(rows, members.keys.runs[owner], local.band, local.documents, local.places())
-        return dtype if step == 1 and len(calls) <= 1 else torch.float32
+        calls = self.local.calls(rows, members.keys.runs[owner])
+        return kinds_of([*((*call.keys, dtype) for call in calls), *self.kinds(owner, step - 1, dtype)])
+
+    def _add(self, sums: Sequence[Sums], came: Delivery, owner: int, step: int) -> None:
+        """Adds the gradients of an owner's keys that left the member which is `step` further."""
+        come = iter(came.wait())
+        for total in sums:
+            for begin, end, _ in self.kinds(owner, step, total.like.dtype):
+                total.add(begin, end, next(come))
 
     def _pass_on(self, block: Block, step: int) -> Delivery:
         """Sends keys and values to the next member, and begins to receive those of `step`."""
-        return self._send("keys", block, 1, step, lambda _: block[0].dtype)
-
-    def _pass_on_gradients(self, found: Block, step: int, is_last: bool, dtype: torch.dtype) -> Delivery:
-        """Sends what the members up to `step` have found for a block to the next member, or at last to whom the block
-        belongs, and begins to receive the like."""
-        way = (-step, 0) if is_last else (1, step + 1)
-        return self._send("gradients", found, *way, lambda owner: self._travel_as(owner, step, dtype))
-
-    def _send(
-        self, channel: str, block: Block, distance: int, step: int, dtype_of: Callable[[int], torch.dtype]
-    ) -> Delivery:
-        """Sends a block to the member at a distance, and begins to receive that of `step`; blocks of different owners
-        may have different dtypes."""
-        members, ranks = self.members, self.members.ranks
+        rows = [rows_of(runs) for runs in self.members.keys.runs]
 
         def make() -> Route:
-            tensors: dict[int, list[Spec]] = {}
-            for index, rank in enumerate(ranks):
-                owner = (index - step) % len(ranks)
-                rows = rows_of(members.keys.runs[owner])
-                tensors[rank] = [(_shape(x, rows), dtype_of(owner)) for x in block]
             # A block is attended to, or passed on, while the next one comes.
-            return Route(channel, tensors, places, ahead=1)
+            return self._route("keys", 1, step, lambda owner: [(_shape(x, rows[owner]), x.dtype) for x in block])
+
+        return self._send(self.routes.get(("keys", step, *map(spec_of, block)), make), 1, block, block[0].device)
+
+    def _pass_on_gradients(self, found: Sequence[Sums], likes: Sequence[Tensor], step: int) -> Delivery:
+        """Sends what the members up to `step` have found for a block, of each of the tensors `likes`, to the next
+        member, or at last to whom the block belongs, and begins to receive the like."""
+        last = self.steps - 1
+
+        def specs(owner: int, step: int) -> list[Spec]:
+            return [
+                (_shape(x, end - begin), dtype) for x in likes for begin, end, dtype in self.kinds(owner, step, x.dtype)
+            ]
+
+        def make() -> list[Route]:
+            routes = []
+            for step in range(1, last + 1):
+                distance, coming = (-step, 0) if step == last else (1, step + 1)
+                routes.append(self._route("gradients", distance, coming, lambda owner: specs(owner, step)))  # noqa: B023
+            # What has come may be sent on as it is, from memory that must not be exchanged for larger meanwhile.
+            room = max(route.size for route in routes)
+            return [replace(route, room=room) for route in routes]
+
+        route = self.routes.get(("gradients", *map(spec_of, likes)), make)[step - 1]
+        tensors = [x for total in found for _, _, x, _ in total.parts()]
+        return self._send(route, -step if step == last else 1, tensors, likes[0].device)
+
+    def _route(self, channel: str, distance: int, step: int, specs: Callable[[int], list[Spec]]) -> Route:
+        """To the member at a distance; by it each member gets the tensors `specs` of the owner that is `step` before
+        it."""
+        ranks = self.members.ranks
 
         def places(receiver: int, sender: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             return tensors if (ranks.index(receiver) - ranks.index(sender) - distance) % len(ranks) == 0 else ()
 
-        route = self.routes.get((channel, distance, step, *map(spec_of, block)), make)
-        sends = {ranks[members.neighbour(distance)]: [x.contiguous() for x in block]}
-        return members.group.deliver(route, sends, block[0].device)
+        tensors = {rank: specs((index - step) % len(ranks)) for index, rank in enumerate(ranks)}
+        return Route(channel, tensors, places, ahead=1)
+
+    def _send(self, route: Route, distance: int, tensors: Sequence[Tensor], device: torch.device) -> Delivery:
+        """Sends tensors to the member at a distance, and begins to receive the like."""
+        members = self.members
+        sends = {members.ranks[members.neighbour(distance)]: [x.contiguous() for x in tensors]}
+        return members.group.deliver(route, sends, device)
 
 
 class AllGather:
@@ -133,6 +158,7 @@ class AllGather:
         self.members, self.local, self.routes = members, local, Routes()
         given = members.queries, members.keys, local.band, local.documents, local.places(), local.sharers
         self.begins_with_own, self.gathered = zip(*gathered_keys(*given), strict=True)
+        self.kinds = lru_cache(maxsize=None)(self._kinds)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Rows:
         total, me = self.local.begin(q, v.shape[-1]), self.members.index
@@ -151,13 +177,11 @@ class AllGather:
         if self.begins_with_own[me]:
             self.local.add_gradients((dq, *of_own), saved, q, (k, v), self.members.keys.runs[me])
         block = _pair(coming.wait())
-        dk, dv = Sums(block[0]), Sums(block[1])
+        gathered = Sums(block[0]), Sums(block[1])
         if self.gathered[me]:
-            self.local.add_gradients((dq, dk, dv), saved, q, block, self.gathered[me])
-        _, as_they_are = self._parts_of(me)
-        wanted = [x for x, needed in zip(((dk, of_own[0]), (dv, of_own[1])), saved.needed[1:], strict=True) if needed]
-        parts = [x.parts() if as_they_are else [(0, block[0].shape[1], x.finish(torch.float32))] for x, _ in wanted]
-        return dq.finish(q.dtype), *_finished(of_own, dtype, self._scatter(parts, [total for _, total in wanted]))
+            self.local.add_gradients((dq, *gathered), saved, q, block, self.gathered[me])
+        delivery = self._scatter(saved.of_keys(gathered), saved.of_keys(of_own))
+        return dq.finish(q.dtype), *_finished(of_own, dtype, delivery)
 
     def _ways(self, owner: int, reader: int) -> tuple[tuple[Run, Run], ...]:
         return _ways(self.members.keys.runs[owner], self.gathered[reader])
@@ -183,40 +207,34 @@ class AllGather:
         route = self.routes.get(("keys", spec_of(k), spec_of(v)), make)
         return self.members.group.deliver(route, sends, k.device)
 
-    def _parts_of(self, reader: int) -> tuple[list[Run], bool]:
-        """Which of the keys that it gathers each part of a reader's gradients has, and whether parts are as its calls
-        left them; else there is one, their sum in float32."""
-        rows, keys, local = self.members.queries.runs[reader], self.gathered[reader], self.local
-        calls = cached_calls(rows, keys, local.band, local.documents, local.places()) if keys else ()
-        if len(calls) <= _PARTS:
-            return [call.keys for call in calls], True
-        return [(0, rows_of(keys))], False
+    def _kinds(self, reader: int, dtype: torch.dtype) -> list[Kind]:
+        """The gradients that a reader has of the keys that it gathers, where its calls' are of `dtype`."""
+        calls = self.local.calls(self.members.queries.runs[reader], self.gathered[reader])
+        return kinds_of([(*call.keys, dtype) for call in calls])
 
-    def _scatter(self, parts: list[list[tuple[int, int, Tensor]]], totals: list[Sums]) -> Delivery | None:
-        """Adds to `totals` what all members have for the caller's keys. A tensor's parts go as they are: of two parts
-        of 16 bits the sum would be no smaller, and would have to be made."""
+    def _scatter(self, gathered: list[Sums], totals: list[Sums]) -> Delivery | None:
+        """Adds to `totals` what all members have for the caller's keys. What it has itself stays where it lies."""
         if not totals:
             return None
-        me, ranks = self.members.index, self.members.ranks
-        sends = {}
-        for other, rank in enumerate(ranks):
-            ways = self._ways(other, me)
-            sends[rank] = [
+        me, ranks, likes = self.members.index, self.members.ranks, [x.like for x in totals]
+        parts = [part for total in gathered for part in total.parts()]
+        found = [
+            [
                 x[:, begin - first : end - first]
-                for of_tensor in parts
-                for first, last, x in of_tensor
-                for (begin, end), _ in _overlaps((first, last), ways)
+                for first, last, x, _ in parts
+                for (begin, end), _ in _overlaps((first, last), self._ways(other, me))
             ]
-
-        likes = [x.like for x in totals]
+            for other in range(len(ranks))
+        ]
 
         def make() -> Route:
             tensors = {
                 rank: [
-                    (_shape(x, end - begin), x.dtype if self._parts_of(reader)[1] else torch.float32)
+                    (_shape(x, end - begin), dtype)
                     for reader in range(len(ranks))
                     for x in likes
-                    for begin, end in self._arriving(owner, reader)
+                    for begin, end, dtype in self._arriving(owner, reader, x.dtype)
+                    if reader != owner
                 ]
                 for owner, rank in enumerate(ranks)
             }
@@ -224,22 +242,29 @@ class AllGather:
 
         def places(receiver: int, sender: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             owner, reader = ranks.index(receiver), ranks.index(sender)
-            counts = [len(likes) * len(self._arriving(owner, other)) for other in range(reader + 1)]
+            counts = [
+                sum(len(self._arriving(owner, other, x.dtype)) for x in likes if other != owner)
+                for other in range(reader + 1)
+            ]
             return tensors[sum(counts[:-1]) : sum(counts)]
 
         route = self.routes.get(("gradients", *map(spec_of, likes)), make)
+        sends = {rank: found[other] for other, rank in enumerate(ranks) if other != me}
         delivery = self.members.group.deliver(route, sends, likes[0].device)
         come = iter(delivery.wait())
         for reader in range(len(ranks)):  # in this order, whatever came first
+            of_reader = iter(found[me]) if reader == me else come
             for total in totals:
-                for begin, end in self._arriving(me, reader):
-                    total.add(begin, end, next(come))
+                for begin, end, _ in self._arriving(me, reader, total.like.dtype):
+                    total.add(begin, end, next(of_reader))
         return delivery
 
-    def _arriving(self, owner: int, reader: int) -> list[Run]:
-        """Where the parts that a reader has of a gradient belong, among an owner's keys."""
+    def _arriving(self, owner: int, reader: int, dtype: torch.dtype) -> list[Kind]:
+        """What a reader has of the gradient of an owner's keys, by where it belongs among these."""
         ways = self._ways(owner, reader)
-        return [own for part in self._parts_of(reader)[0] for _, own in _overlaps(part, ways)]
+        return [
+            (*own, kind) for first, last, kind in self.kinds(reader, dtype) for _, own in _overlaps((first, last), ways)
+        ]
 
 
 @lru_cache(maxsize=1024)
@@ -266,11 +291,6 @@ def _overlaps(part: Run, ways: tuple[tuple[Run, Run], ...]) -> Iterator[tuple[Ru
         begin, end = max(part[0], read[0]), min(part[1], read[1])
         if begin < end:
             yield (begin, end), (own[0] + begin - read[0], own[0] + end - read[0])
-
-
-def _add(sums: Sequence[Sums], parts: Sequence[Tensor]) -> None:
-    for total, x in zip(sums, parts, strict=True):
-        total.add(0, x.shape[1], x)
 
 
 def _finished(sums: tuple[Sums, Sums], dtype: torch.dtype, added: Delivery | None) -> Block:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from ._rows import Rows, Sums, unit_of
 from .layout import Runs
 
 Block = tuple[Tensor, Tensor]  # keys and values
+T = TypeVar("T")
 
-cached_calls = lru_cache(maxsize=4096)(calls_of)
+_cached_calls = lru_cache(maxsize=4096)(calls_of)
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Saved:
     dlse: Tensor | None
     out: Tensor
     state: Tensor
+
+    def of_keys(self, pair: tuple[T, T]) -> list[T]:
+        """What belongs to k and to v, if its gradient is wanted."""
+        return [x for x, needed in zip(pair, self.needed[1:], strict=True) if needed]
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,16 @@ class Local:
     ranges: Tensor | None
     first_head: int = 0  # of the query heads, among all
     sharers: int = 1  # query heads that share a KV head
+    entries: int = 1  # of the batch
 
     def places(self) -> Places:
         if self.options[DROPOUT_P]:
             return Places.ALL
         return Places.DISTANCES if self.options[ALIBI_SLOPES] is not None else Places.ANY
+
+    def calls(self, rows: Runs, keys: Runs) -> list[Call]:
+        """Those of any rank's rows over any keys."""
+        return _cached_calls(rows, keys, self.band, self.documents, self.places(), self.entries)
 
     def begin(self, q: Tensor, head_dim_v: int) -> Rows:
         return Rows(q, head_dim_v, unit_of(self.options, q.shape[-1]))
@@ -80,10 +90,10 @@ class Local:
     ) -> Iterator[tuple[Call, tuple[Tensor, Tensor, Tensor], tuple[Any, ...]]]:
         """Each call with q, k, v and options as the kernels take them."""
         places = self.places()
-        for call in cached_calls(self.rows, keys, self.band, self.documents, places):
+        for call in self.calls(self.rows, keys):
             options = replaced(self.options, WINDOW, call.window)
             slopes, first = options[ALIBI_SLOPES], call.sequences[0]
-            if slopes is not None and slopes.dim() > 1 and self.documents is not None:
+            if slopes is not None and slopes.dim() > 1 and self.entries == 1:
                 of_documents = [max(x.document, 0) for x in call.sequences]
                 options = replaced(options, ALIBI_SLOPES, slopes[of_documents])
             if self.ranges is not None:

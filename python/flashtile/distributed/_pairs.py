@@ -153,17 +153,23 @@ def gathered_keys(
 
 
 def calls_of(
-    rows: Runs, keys: Runs, band: Band, documents: Sequence[int] | None = None, places: Places = Places.ANY
+    rows: Runs,
+    keys: Runs,
+    band: Band,
+    documents: Sequence[int] | None = None,
+    places: Places = Places.ANY,
+    entries: int = 1,
 ) -> list[Call]:
     """The calls whose results together are those of the rows over these keys. Rows and keys of a rank lie one behind
-    the other."""
+    the other. Of a batch with one entry, neighbouring rows that each see keys of their own are the sequences of one
+    call: it fills the GPU better than one for each would, and what it writes lies where it belongs."""
     if rows == keys and band.shift == 0 and band.follows_order() and places == Places.ANY:
         sequences = list(_in_order(rows, documents, band))
     else:
         sequences = _pairs(rows, keys, band, documents, ALIGNED if places == Places.ALL else 1)
         if places == Places.ANY:
             sequences = _merged(sequences)
-    if documents is None or places == Places.ALL:
+    if entries > 1 or places == Places.ALL:
         return [Call((sequence,)) for sequence in sequences]
     return _packed(sequences, places != Places.ANY)
 

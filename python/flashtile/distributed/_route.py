@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 Tensors = Mapping[int, Sequence[Tensor]]  # for each rank some
+T = TypeVar("T")
 Spec = tuple[torch.Size, torch.dtype]  # of a tensor
 ALIGNMENT = 256  # bytes
 
@@ -27,23 +28,26 @@ class Route:
     # The parts of a receiver's tensors that belong to a sender's messages, one to each: of (receiver, sender, tensors).
     places: Callable[[int, int, Sequence[Tensor]], Sequence[Tensor]]
     ahead: int = 0
+    room: int = 0  # bytes that a later delivery needs which sends on what this one brings
 
     @cached_property
     def size(self) -> int:
-        """The bytes of the tensors of the rank that has most, each of which begins at a multiple of ALIGNMENT."""
-        return max(sum(map(aligned_bytes, specs)) for specs in self.tensors.values())
+        """The bytes of the tensors of the rank that has most, each of which begins at a multiple of ALIGNMENT, or the
+        room that is asked for."""
+        return max(self.room, *(sum(map(aligned_bytes, specs)) for specs in self.tensors.values()))
 
 
 class Routes:
-    """Routes that were taken before, by what they depend on: to make one takes longer than to take it."""
+    """Routes that were taken before, by what they depend on: to make some takes longer than to take them."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Route] = {}
+        self._known: dict[Any, Any] = {}
 
-    def get(self, key: Any, make: Callable[[], Route]) -> Route:
+    def get(self, key: Any, make: Callable[[], T]) -> T:
         if key not in self._known:
             self._known[key] = make()
-        return self._known[key]
+        found: T = self._known[key]
+        return found
 
 
 def spec_of(x: Tensor) -> Spec:

@@ -357,7 +357,8 @@ def _share(function, group, tensors, queries, keys, mask, documents, options, me
     band = Band.of(options["causal"], options["window"], keys.length - queries.length if documents is None else 0)
     local_options = attention_options(**{**options, "causal": False, "sinks": None, "window": None})
     sharers = max(q.shape[2] // max(k.shape[2], 1), 1)
-    local = Local((), band, documents, local_options, None if mask is None else mask.ranges, sharers=sharers)
+    ranges = None if mask is None else mask.ranges
+    local = Local((), band, documents, local_options, ranges, sharers=sharers, entries=q.shape[0])
     differentiable = torch.is_grad_enabled() and any(
         x.requires_grad for x in (*tensors, options["sinks"]) if x is not None
     )
