@@ -144,13 +144,13 @@ def _timed(shape: Shape, name: str, degree: int, inner: str, bandwidth: float) -
     for backward in (False, True) if shape.differentiable else (False,):
         products = 3 * shape.head_dim + 2 * shape.head_dim_v if backward else width
         rate = rates[backward] / (2 * products * shape.batch * most_q)  # pairs a second
-        # A part waits for the others, and all are read once: see _rows.py.
+        # A part waits for the others, and all are read once, at most: see _rows.py.
         merge = rows * most_q * shape.batch * shape.head_dim_v * shape.bytes / _MEMORY + _LAUNCH
         of_key, of_gradient = most_k * row_bytes, 4 * most_k * shape.batch * width if backward else 0
         if inner == "ring":
             blocks = [max(of) / rate + merge for of in zip(*pairs, strict=True) if max(of)]
             # While a step computes, the keys of the next one come, and gradients of the one before leave. Those of the
-            # first block that is another's leave as a call left them, the rest in float32.
+            # first block that is another's leave as a call left them, the rest as two did or in float32.
             messages = [of_key] * (len(blocks) - 1)
             messages[2:] = [of_key + of_gradient] * len(messages[2:])
             last = (of_gradient / (2 if len(blocks) == 2 else 1)) if len(blocks) > 1 else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -34,9 +34,8 @@ class Members:
 
 
 class Ring:
-    """K and V pass from each member to the next while they are attended to; dK and dV travel with their keys, those of
-    keys that any member so far has seen (Ring Attention, Liu et al. 2023). A block goes no further than there are
-    members that see it."""
+    """K and V pass from each member to the next while they are attended to; dK and dV of keys that were seen travel
+    with them (Ring Attention, Liu et al. 2023). A block goes no further than there are members that see it."""
 
     def __init__(self, members: Members, local: Local):
         self.members, self.local, self.routes = members, local, Routes()
@@ -111,25 +110,22 @@ class Ring:
     def _pass_on_gradients(self, found: Sequence[Sums], likes: Sequence[Tensor], step: int) -> Delivery:
         """Sends what the members up to `step` have found for a block, of each of the tensors `likes`, to the next
         member, or at last to whom the block belongs, and begins to receive the like."""
-        last = self.steps - 1
+        ways = [*((1, left + 1) for left in range(1, self.steps - 1)), (1 - self.steps, 0)]
 
-        def specs(owner: int, step: int) -> list[Spec]:
+        def specs(owner: int, left: int) -> list[Spec]:
             return [
-                (_shape(x, end - begin), dtype) for x in likes for begin, end, dtype in self.kinds(owner, step, x.dtype)
+                (_shape(x, end - begin), dtype) for x in likes for begin, end, dtype in self.kinds(owner, left, x.dtype)
             ]
 
         def make() -> list[Route]:
-            routes = []
-            for step in range(1, last + 1):
-                distance, coming = (-step, 0) if step == last else (1, step + 1)
-                routes.append(self._route("gradients", distance, coming, lambda owner: specs(owner, step)))  # noqa: B023
+            routes = [self._route("gradients", *way, partial(specs, left=left)) for left, way in enumerate(ways, 1)]
             # What has come may be sent on as it is, from memory that must not be exchanged for larger meanwhile.
             room = max(route.size for route in routes)
             return [replace(route, room=room) for route in routes]
 
         route = self.routes.get(("gradients", *map(spec_of, likes)), make)[step - 1]
         tensors = [x for total in found for _, _, x, _ in total.parts()]
-        return self._send(route, -step if step == last else 1, tensors, likes[0].device)
+        return self._send(route, ways[step - 1][0], tensors, likes[0].device)
 
     def _route(self, channel: str, distance: int, step: int, specs: Callable[[int], list[Spec]]) -> Route:
         """To the member at a distance; by it each member gets the tensors `specs` of the owner that is `step` before
@@ -294,9 +290,9 @@ def _overlaps(part: Run, ways: tuple[tuple[Run, Run], ...]) -> Iterator[tuple[Ru
 
 
 def _finished(sums: tuple[Sums, Sums], dtype: torch.dtype, added: Delivery | None) -> Block:
-    """Sums, of which a delivery may have brought parts."""
-    found = sums[0].finish(dtype), sums[1].finish(dtype)
-    return found if added is None else (added.lasting(found[0]), added.lasting(found[1]))
+    """Sums, of which a delivery may have brought parts, and which of several entries may lie among gathered ones."""
+    dk, dv = (x.finish(dtype).contiguous() for x in sums)
+    return (dk, dv) if added is None else (added.lasting(dk), added.lasting(dv))
 
 
 def _pair(tensors: Sequence[Tensor]) -> Block:
