@@ -13,7 +13,7 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
-from .layout import Layout, Run, Runs, rows_of, union, without
+from .layout import Layout, Run, Runs, common, rows_of, union, without
 
 FAR = 1 << 40  # beyond any distance
 
@@ -161,8 +161,10 @@ def calls_of(
     entries: int = 1,
 ) -> list[Call]:
     """The calls whose results together are those of the rows over these keys. Rows and keys of a rank lie one behind
-    the other. Of a batch with one entry, neighbouring rows that each see keys of their own are the sequences of one
-    call: it fills the GPU better than one for each would, and what it writes lies where it belongs."""
+    the other. Of a batch with one entry, rows that each see keys of their own are the sequences of one call: it fills
+    the GPU better than one for each would, and what it writes lies where it belongs. Where a rank's own keys are among
+    them, the first call has all rows and keys, also those that see nothing: to its results those of others are added.
+    """
     if rows == keys and band.shift == 0 and band.follows_order() and places == Places.ANY:
         sequences = list(_in_order(rows, documents, band))
     else:
@@ -171,7 +173,8 @@ def calls_of(
             sequences = _merged(sequences)
     if entries > 1 or places == Places.ALL:
         return [Call((sequence,)) for sequence in sequences]
-    return _packed(sequences, places != Places.ANY)
+    ends = (rows_of(rows), rows_of(keys)) if common(rows, keys) else None
+    return _packed(sequences, places != Places.ANY, ends)
 
 
 def visible(call: Call) -> int:
@@ -277,9 +280,10 @@ def _merged(sequences: list[Part]) -> list[Part]:
     return sequences
 
 
-def _packed(sequences: list[Part], tell_apart: bool) -> list[Call]:
+def _packed(sequences: list[Part], tell_apart: bool, ends: tuple[int, int] | None) -> list[Call]:
     """As few calls as may be, each of a ragged batch, of sequences that share neither rows nor keys, with others in
-    between that have no rows or no keys. All of a call have the same window, and if `tell_apart` the same `ahead`."""
+    between that have no rows or no keys, in the first call up to the `ends` of rows and keys. All of a call have the
+    same window, and if `tell_apart` the same `ahead`."""
     calls: list[Call] = []
     rest = sorted(sequences, key=lambda x: (x.rows, x.keys))
     while rest:
@@ -289,7 +293,7 @@ def _packed(sequences: list[Part], tell_apart: bool) -> list[Call]:
         for x in rest:
             after = not taken or (x.rows[0] >= taken[-1].rows[1] and x.keys[0] >= taken[-1].keys[1])
             (taken if _kind(x, tell_apart) == kind and after else left).append(x)
-        calls.append(Call(tuple(_without_gaps(taken))))
+        calls.append(Call(tuple(_without_gaps(taken, ends if not calls else None))))
         rest = left
     return calls
 
@@ -298,13 +302,13 @@ def _kind(x: Part, tell_apart: bool) -> tuple[object, int]:
     return x.window, x.ahead if tell_apart else 0
 
 
-def _without_gaps(sequences: list[Part]) -> Iterator[Part]:
-    for before, x in itertools.zip_longest([None, *sequences], sequences):
-        if before and x:
-            gap = (before.rows[1], x.rows[0]), (before.keys[1], x.keys[0])
-            if gap[0][0] < gap[0][1]:
-                yield Part(-1, gap[0], (gap[1][0], gap[1][0]), (), x.window)
-            if gap[1][0] < gap[1][1]:
-                yield Part(-1, (gap[0][1], gap[0][1]), gap[1], (), x.window)
-        if x:
-            yield x
+def _without_gaps(sequences: list[Part], ends: tuple[int, int] | None) -> Iterator[Part]:
+    begins = [(x.rows[0], x.keys[0]) for x in sequences[1:]]
+    for x, following in itertools.zip_longest(sequences, [*begins, *([ends] if ends else [])]):
+        yield x
+        row, key = x.rows[1], x.keys[1]
+        next_row, next_key = following or (row, key)
+        if row < next_row:
+            yield Part(-1, (row, next_row), (key, key), (), x.window)
+        if key < next_key:
+            yield Part(-1, (next_row, next_row), (key, next_key), (), x.window)
