@@ -1,7 +1,8 @@
 // This file makes the plans of batch-invariant calls on Hopper: of a forward, and of one over a cache. Which kernels
 // serve a call depends on nothing that a batch, a chunk or a cache changes, and all that serve it give the same bits.
 #include <algorithm>
-#include <string>
+#include <limits>
+#include <utility>
 
 #include "flashtile/fixed_parts.h"
 #include "flashtile/flashtile.h"
@@ -98,19 +99,16 @@ bool select_invariant(KvcachePlan& plan, const DeviceInfo& device) {
   const Problem& p = plan.problem;
   if (is_fp8(cache.stored()) || !has_invariant_kernel(p, device)) return false;
   const std::int64_t keys = std::int64_t{p.batch} * p.seqlen_k;
-  if (keys == 0) return false;  // no row sees a key
-  const std::int64_t rows_of_cache = std::int64_t{cache.pages} * cache.page_size;
+  if (keys == 0 || cache.queries() == 0) return false;  // no row sees a key
   countable("q", cache.queries(), "rows");
-  countable("k_cache", std::max(keys, rows_of_cache), "rows");
+  countable("k_cache", std::max(keys, std::int64_t{cache.pages} * cache.page_size), "rows");
   const int box = rows_of_box(cache, row_over_cache(p.dense(), device).variant);
   if (cache.in_line && box % kRowsOfBox == 0) {
     select_as_it_lies(plan, device, false);
     return true;
   }
-  if (select_over_copy(plan, device, select_copied, kOfCopy)) return true;
-  throw Unsupported("k_cache has " + std::to_string(keys) +
-                    " rows that have to be copied with batch_invariant, expected fewer; nearest supported: one "
-                    "stride across all rows, or pages of a multiple of 16 rows, and no leftpad");
+  // Any other kernel would give other bits, so a copy is made, however large.
+  return select_over_copy(plan, device, select_copied, kOfCopy, std::numeric_limits<std::int64_t>::max());
 }
 
 }  // namespace flashtile

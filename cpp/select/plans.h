@@ -28,9 +28,9 @@ void complete(KvcachePlan& plan, ForwardPlan forward, KvcacheKernel run, const c
 
 /// Plans the call over a copy of the cache by `select`: rows of q's dtype, contiguous, with no left padding. It looks
 /// at them as at a contiguous cache that nothing is added to. Returns false, with nothing done, if `select` does, or if
-/// there would be too many bytes.
+/// there would be more bytes than `most`.
 bool select_over_copy(KvcachePlan& plan, const DeviceInfo& device, bool (*select)(KvcachePlan&, const DeviceInfo&),
-                      const char* why);
+                      const char* why, std::int64_t most);
 
 /// Returns how many bytes of the workspace rotated queries take.
 std::int64_t rotated_bytes(const KvcacheProblem& cache);

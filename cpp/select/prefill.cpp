@@ -21,7 +21,7 @@ constexpr const char* kPrefill = "many rows over a cache, on Hopper: the forward
 constexpr const char* kWidening = "many rows over 8-bit numbers, on Hopper: the forward kernel, which widens them";
 constexpr const char* kWidened = "many rows over 8-bit numbers, on Hopper: widened, then the forward kernel";
 
-constexpr std::int64_t kRoomForWidened = std::int64_t{2} << 30;  // bytes of all rows that are copied, at the most
+constexpr std::int64_t kRoomForWidened = std::int64_t{2} << 30;  // bytes of all rows that are widened, at the most
 
 /// These were read off a few shapes on H200s (docs/performance.md).
 namespace h200 {
@@ -103,7 +103,7 @@ Found over_rows(const KvcacheProblem& cache, const DeviceInfo& device) {
 }
 
 bool select_widened(KvcachePlan& plan, const DeviceInfo& device) {
-  return select_over_copy(plan, device, select_prefill, kWidened);
+  return select_over_copy(plan, device, select_prefill, kWidened, kRoomForWidened);
 }
 
 /// Returns whether a kernel ahead is to widen 8-bit numbers.
@@ -141,7 +141,7 @@ void complete(KvcachePlan& plan, ForwardPlan forward, KvcacheKernel run, const c
 }
 
 bool select_over_copy(KvcachePlan& plan, const DeviceInfo& device, bool (*select)(KvcachePlan&, const DeviceInfo&),
-                      const char* why) {
+                      const char* why, std::int64_t most) {
   const KvcacheProblem& cache = plan.cache;
   const Problem& p = plan.problem;
   KvcachePlan copy;
@@ -157,7 +157,7 @@ bool select_over_copy(KvcachePlan& plan, const DeviceInfo& device, bool (*select
   copy.problem = copy.cache.problem;
   plan.widened_at = rotated_bytes(cache);
   const WidenedRows rows = WidenedRows::of(plan.widened_at, p);
-  if (rows.rest - plan.widened_at > kRoomForWidened || !select(copy, device)) return false;
+  if (rows.rest - plan.widened_at > most || !select(copy, device)) return false;
   plan.variant = copy.variant;
   plan.packed_heads = copy.packed_heads;
   plan.tiles = copy.tiles;

@@ -26,6 +26,7 @@ namespace {
 TEST(SelectKvcache, SplitsAreOfRowsThatHaveThem) {
   for_each_supported([](const KvcacheProblem& cache, const DeviceInfo& device) {
     const KvcachePlan plan = select_kvcache(cache, device);
+    if (plan.prefill) return;  // batch-invariant, on Hopper: see fixed_parts_test.cpp
     const int keys_of_item = groups_of(plan.variant) * plan.variant.tile_n;
     ASSERT_EQ(plan.keys_of_split > 0, cache.batch_invariant);
     ASSERT_EQ(plan.keys_of_split % keys_of_item, 0);
@@ -47,6 +48,7 @@ TEST(SelectKvcache, SplitsAreOfRowsThatHaveThem) {
     alone.problem.batch = alone.problem.seqlen_q = 1;
     alone.problem.ragged = false;
     const KvcachePlan expected = select_kvcache(alone, device);
+    if (expected.prefill) return;  // and this one has no row, or no key
     ASSERT_EQ(plan.variant, expected.variant);
     ASSERT_EQ(plan.keys_of_split, expected.keys_of_split);
     ASSERT_EQ(plan.num_splits, expected.num_splits);
@@ -75,7 +77,8 @@ TEST(SelectKvcache, ManyRowsHaveLargeTilesOnlyWithoutSplits) {
     EXPECT_EQ(select_kvcache(cache, device).variant.tile_m, 16);
     cache.num_splits = 0;
     cache.batch_invariant = true;
-    EXPECT_EQ(select_kvcache(cache, device).variant.tile_m, 16);
+    const KvcachePlan invariant = select_kvcache(cache, device);
+    EXPECT_TRUE(invariant.prefill || invariant.variant.tile_m == 16);
   }
 }
 
@@ -200,6 +203,7 @@ TEST(SelectKvcache, TheWorkspaceHoldsPartialResultsAndTheRotatedQ) {
   alignas(64) static char memory[64];
   for_each_supported([](const KvcacheProblem& cache, const DeviceInfo& device) {
     const KvcachePlan plan = select_kvcache(cache, device);
+    if (plan.prefill) return;
     const Problem& p = cache.problem;
     for (const Call& call : calls_of(cache, plan.variant.tile_m)) {
       const KvcacheParams params = KvcacheParams::of(plan, call.tensors, memory, 1);
@@ -238,12 +242,12 @@ TEST(SelectKvcache, TheWorkspaceHoldsPartialResultsAndTheRotatedQ) {
 }
 
 TEST(SelectKvcache, PlacesAreNoMoreThanFullCachesTake) {
-  KvcacheProblem cache = decode(kH100, 3, 2, 4, 10000);
+  KvcacheProblem cache = decode(kA100, 3, 2, 4, 10000);
   cache.problem.seqlen_q = 9;  // 36 rows make three tiles
   for (const bool batch_invariant : {false, true}) {
     cache.batch_invariant = batch_invariant;
     cache.num_splits = batch_invariant ? 0 : 5;
-    const KvcachePlan plan = select_kvcache(cache, kH100);
+    const KvcachePlan plan = select_kvcache(cache, kA100);
     const Call call(cache, {10000, 10000, 10000}, {});
     EXPECT_TRUE(plan.splits_apart);
     EXPECT_EQ(plan.partials, 3 * 3 * (batch_invariant ? 10 : 5));

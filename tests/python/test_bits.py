@@ -156,7 +156,9 @@ def test_caches_get_sequences_in_several_chunks(monkeypatch):
 LONG = {
     "D64": dict(head_dim=64, heads=(8, 2)),
     "D128": dict(head_dim=128, heads=(4, 1)),
+    "D192": dict(head_dim=192, heads=(2, 1), window=(1100, 0)),
     "D256": dict(head_dim=256, heads=(2, 1)),
+    "softcap": dict(head_dim=72, heads=(6, 2), softcap=0.8),
     "window of a few": dict(head_dim=64, heads=(4, 4), window=(70, 0)),
     "window of a split": dict(head_dim=128, heads=(2, 2), window=(1008, 0)),
     "window of a split and more": dict(head_dim=64, heads=(2, 1), window=(1009, None)),
@@ -170,7 +172,8 @@ LONG = {
 @pytest.mark.parametrize("name", LONG)
 def test_long_keys(name, device):
     """The last rows of a prefill in any chunks, up to one token, are those of training; also where the rows that see
-    the beginning of a split share a tile with some that do not."""
+    the beginning of a split share a tile with some that do not; and in pages, alone and in a batch, in which other
+    thread blocks take the splits."""
     options = dict(causal=True, window=None, batch_invariant=True) | LONG[name]
     head_dim, (heads_q, heads_k), length = options.pop("head_dim"), options.pop("heads"), 2600
     if options.pop("alibi", False):
@@ -179,10 +182,12 @@ def test_long_keys(name, device):
         options["sinks"] = torch.linspace(-2, 2, heads_q, device=device)
     generator = torch.Generator().manual_seed(3)
     q, k, v = (
-        torch.randn(1, length, heads, head_dim, generator=generator).to(device, BF16)
+        torch.randn(1, length, heads, head_dim, generator=generator).to(device, (BF16, F16)[len(name) % 2])
         for heads in (heads_q, heads_k, heads_k)
     )
     out, lse = flashtile.attention(q, k, v, return_lse=True, **options)
+    both = [torch.cat([x.flip(1), x]) for x in (q, k, v)]
+    assert_same_bits([x[1:] for x in flashtile.attention(*both, return_lse=True, **options)], (out, lse), "in a batch")
     left = options["window"] and options["window"][0]
     edges = [1024, 2048, *(edge + left for edge in (1024, 2048) if left and edge + left < length)]
     chunks = [(length - 300, length), (0, 50), *((edge - 20, edge + 25) for edge in edges)]
@@ -192,6 +197,27 @@ def test_long_keys(name, device):
         end = min(end, length)
         found = flashtile.attention_kvcache(q[:, begin:end], k, v, cache_seqlens=end, return_lse=True, **options)
         assert_same_bits(found, (out[:, begin:end], lse[:, :, begin:end]), f"of rows {begin} to {end}")
+    for page_size, batch in ((16, 1), (16, 50), (112, 2), (5, 3)):
+        for begin, end in chunks[::3]:
+            end = min(end, length)
+            given, tables = in_pages(q[:, begin:end], k[:, :end], v[:, :end], page_size, batch)
+            found = flashtile.attention_kvcache(*given, return_lse=True, **tables, **options)
+            way = f"of rows {begin} to {end}, in pages of {page_size}, of {batch}"
+            assert_same_bits([x[-1:] for x in found], (out[:, begin:end], lse[:, :, begin:end]), way)
+
+
+def in_pages(q, k, v, page_size, batch):
+    """(q, caches) and the tables of a batch whose last sequence is the given one, and whose others are its beginnings:
+    all of them in pages in reverse order, behind which there is room, and NaN."""
+    length, count = k.shape[1], -(-k.shape[1] // page_size) + 3
+    caches = [x.new_full((count, page_size, *x.shape[2:]), torch.nan) for x in (k, v)]
+    for cache, x in zip(caches, (k, v), strict=True):
+        cache.flatten(0, 1)[:length] = x[0]
+    held = torch.arange(batch) * (length - q.shape[1]) // max(batch - 1, 1) + q.shape[1]
+    held[-1] = length
+    table = torch.arange(count - 1, -1, -1, dtype=torch.int32).expand(batch, -1).contiguous()
+    tables = dict(cache_seqlens=held.int().to(k.device), block_table=table.to(k.device))
+    return (q.expand(batch, -1, -1, -1), *(x.flip(0) for x in caches)), tables
 
 
 # Shapes whose backward goes by the batch without batch_invariant: blocks of keys that thread blocks share, few queries
