@@ -186,7 +186,7 @@ def attention_varlen(
         deterministic: whether the gradients must be the same bits in every run. By default what
             torch.are_deterministic_algorithms_enabled() says when backward runs.
         batch_invariant: as in :func:`attention`, whose bits a sequence gets by itself then on CUDA too. There it goes
-            without mask, and without seqused_q where there are sinks and lse is returned.
+            without mask, and but on Hopper without seqused_q where there are sinks and lse is returned.
         q_descale: of q, k and v of dtype float8_e4m3fn, which need not all have one: what their numbers have to be
             multiplied with, float32, of any strides, at least 0: (B, H_q) or (B, H_k), for each sequence and head. See
             docs/fp8.md.

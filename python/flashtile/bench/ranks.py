@@ -295,12 +295,16 @@ class _Nobody(Group):
         self.rank, self.size = place, count
 
     def deliver(self, route: Route, sends: Any, device: torch.device) -> Delivery:
-        tensors = [_numbers(device, dtype, shape.numel()).view(shape) for shape, dtype in route.tensors[self.rank]]
+        # Whoever gets gradients may write to them, so keys are others, however many: sums of sums would become them.
+        tensors = [
+            _numbers(route.channel, device, dtype, shape.numel()).view(shape)
+            for shape, dtype in route.tensors[self.rank]
+        ]
         for place, x in zip(route.places(self.rank, self.rank, tensors), sends.get(self.rank, ()), strict=True):
             place.copy_(x)
         return Delivery(tensors, lambda: None)
 
 
 @functools.cache
-def _numbers(device: torch.device, dtype: torch.dtype, count: int) -> Tensor:
+def _numbers(channel: str, device: torch.device, dtype: torch.dtype, count: int) -> Tensor:
     return torch.randn(count, device=device, dtype=dtype)
