@@ -20,20 +20,22 @@ constexpr const char* kOfCopy =
 
 constexpr int kRowsOfBox = 16;  // TMA loads so many rows of a page, or multiples of them
 
-/// Returns the narrowest row that is wide enough, among those that share tiles out or among the others, or null. Of
-/// several it takes the one with the least estimated time.
-const InvariantRow* row_for(const Problem& p, const DeviceInfo& device, bool shares) {
-  if (p.device.type != DeviceType::kCuda || device.compute_capability != 90) return nullptr;
+bool is_on_hopper(const Problem& p, const DeviceInfo& device) {
+  return p.device.type == DeviceType::kCuda && device.compute_capability == 90;
+}
+
+/// Returns the narrowest row that is wide enough, among those that share tiles out or among the others. Of several it
+/// takes the one with the least estimated time.
+const InvariantRow& row_for(const Problem& p, const DeviceInfo& device, bool shares) {
+  const auto time = [&](const InvariantRow& row) { return estimate_fixed_parts(row.variant, p, device).time; };
   const InvariantRow* best = nullptr;
-  double least = 0;
   for (const InvariantRow& row : invariant_rows()) {
     const Variant& v = row.variant;
     if (!serves(row, p) || shares_tiles(v) != shares) continue;
     if (best && (v.head_dim != best->variant.head_dim || v.head_dim_v != best->variant.head_dim_v)) break;
-    const double time = estimate_fixed_parts(v, p.dense(), device).time;
-    if (!best || time < least) best = &row, least = time;
+    if (!best || time(row) < time(*best)) best = &row;
   }
-  return best;
+  return *best;
 }
 
 ForwardPlan planned(const Problem& p, const Variant& v, const Estimate& estimate, int keys_of_sequence,
@@ -45,11 +47,18 @@ ForwardPlan planned(const Problem& p, const Variant& v, const Estimate& estimate
   return plan;
 }
 
-/// Returns the row for a call over a cache. Where rows are few, or tiles of many rows are, tiles are shared out.
+/// Returns the problem of a dense batch by which estimates for a call over a cache go.
+Problem as_estimated(const KvcacheProblem& cache) {
+  Problem p = cache.problem.dense();
+  p.seqlen_k = cache.problem.seqlen_k;  // that of a sequence, also with ragged queries
+  return p;
+}
+
+/// Returns the row for such a call. Where rows are few, or tiles of many rows are, tiles are shared out.
 const InvariantRow& row_over_cache(const Problem& p, const DeviceInfo& device) {
-  const InvariantRow& shares = *row_for(p, device, true);
+  const InvariantRow& shares = row_for(p, device, true);
   if (rows_of_sequence(p) <= shares.variant.tile_m) return shares;
-  const InvariantRow& tall = *row_for(p, device, false);
+  const InvariantRow& tall = row_for(p, device, false);
   const HeadPacking packing = estimate_fixed_parts(tall.variant, p, device).packing;
   const std::int64_t tiles = std::int64_t{Spans::tiles(p.seqlen_q, packing.queries_of(tall.variant.tile_m))} * p.batch *
                              packing.packs_of(p.heads_q);
@@ -60,10 +69,8 @@ const InvariantRow& row_over_cache(const Problem& p, const DeviceInfo& device) {
 /// a batch.
 void select_as_it_lies(KvcachePlan& plan, const DeviceInfo& device, bool dense) {
   const KvcacheProblem& cache = plan.cache;
-  const Problem& p = cache.problem;
-  const InvariantRow& row = row_over_cache(p.dense(), device);
-  Problem estimated = p;
-  if (p.ragged) estimated = p.dense(), estimated.seqlen_k = p.seqlen_k;
+  const Problem &p = cache.problem, estimated = as_estimated(cache);
+  const InvariantRow& row = row_over_cache(estimated, device);
   const Estimate estimate = estimate_fixed_parts(row.variant, estimated, device);
   // Tiles of a dense batch are dealt out ahead, as if all sequences filled the cache. Where no tile waits for another,
   // that is no matter; else they are taken one by one, by the lengths that the GPU finds.
@@ -83,11 +90,12 @@ bool select_copied(KvcachePlan& plan, const DeviceInfo& device) {
 }  // namespace
 
 bool has_invariant_kernel(const Problem& p, const DeviceInfo& device) {
-  return row_for(p, device, false) != nullptr;
+  const auto serves_it = [&](const InvariantRow& row) { return serves(row, p); };
+  return is_on_hopper(p, device) && std::ranges::any_of(invariant_rows(), serves_it);
 }
 
 ForwardPlan select_invariant(const Problem& p, const DeviceInfo& device) {
-  const InvariantRow& row = *row_for(p, device, false);
+  const InvariantRow& row = row_for(p.dense(), device, false);
   ForwardPlan plan = planned(p, row.variant, estimate_fixed_parts(row.variant, p.dense(), device), p.seqlen_k, device);
   plan.why = kInvariant;
   plan.run = row.run;
@@ -102,7 +110,7 @@ bool select_invariant(KvcachePlan& plan, const DeviceInfo& device) {
   if (keys == 0 || cache.queries() == 0) return false;  // no row sees a key
   countable("q", cache.queries(), "rows");
   countable("k_cache", std::max(keys, std::int64_t{cache.pages} * cache.page_size), "rows");
-  const int box = rows_of_box(cache, row_over_cache(p.dense(), device).variant);
+  const int box = rows_of_box(cache, row_over_cache(as_estimated(cache), device).variant);
   if (cache.in_line && box % kRowsOfBox == 0) {
     select_as_it_lies(plan, device, false);
     return true;
