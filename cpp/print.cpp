@@ -161,6 +161,9 @@ std::string to_string(const KvcachePlan& plan) {
     further += forward_splits(*plan.prefill);
   else if (plan.variant.arch != Arch::kCpu)
     further += line("splits", splits_string(plan));
+  if (plan.few)
+    further += line("few", format("sequences of up to %d queries go through ", plan.few->most_queries) +
+                               name_of(plan.few->variant) + " afterwards");
   return plan_string("kvcache", plan, kvcache_cost(plan.cache), plan.run != nullptr, further);
 }
 

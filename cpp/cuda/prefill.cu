@@ -14,6 +14,11 @@ struct LayOutParams {
   int* begins_q;
   int* begins_k;
   int* used_k;
+  // In a mixed batch sequences of no more queries than these are another kernel's (see KvcachePlan::few): here they
+  // have neither queries nor keys. Else used_q is null.
+  Spans queries;
+  int most_queries;
+  int* used_q;
 };
 
 __global__ void __launch_bounds__(kThreads) lay_out(const __grid_constant__ LayOutParams params) {
@@ -21,7 +26,11 @@ __global__ void __launch_bounds__(kThreads) lay_out(const __grid_constant__ LayO
   for (int b = threadIdx.x; b <= params.rows.batch; b += kThreads) {
     params.begins_q[b] = b * params.seqlen_q;
     params.begins_k[b] = b * params.rows.capacity;
-    if (b < params.rows.batch) params.used_k[b] = params.rows.at(b).end;
+    if (b == params.rows.batch) continue;
+    const int queries = params.used_q == nullptr ? 0 : params.queries.at(b).used;
+    const bool counts = params.used_q == nullptr || queries > params.most_queries;
+    params.used_k[b] = counts ? params.rows.at(b).end : 0;
+    if (params.used_q != nullptr) params.used_q[b] = counts ? queries : 0;
   }
 }
 
@@ -96,13 +105,20 @@ void prefill(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, Str
   forward.cu_seqlens_q = p.ragged ? t.cu_seqlens_q : table(workspace.begins_q);
   forward.cu_seqlens_k = table(workspace.begins_k);
   forward.seqused_k = table(workspace.used_k);
+  if (plan.few) forward.seqused_q = table(workspace.used_q);
   const bool splits_lse = t.lse.given() && !p.ragged && p.batch > 1;
   if (splits_lse) forward.lse.data = at(workspace.lse);
 
   static KernelHandles lay_out_handles, split_handles;
-  const LayOutParams lay_out_params{plan.cache.rows(t), p.seqlen_q, reinterpret_cast<int*>(at(workspace.begins_q)),
-                                    reinterpret_cast<int*>(at(workspace.begins_k)),
-                                    reinterpret_cast<int*>(at(workspace.used_k))};
+  const auto ints = [&](std::int64_t place) { return reinterpret_cast<int*>(at(place)); };
+  const LayOutParams lay_out_params{plan.cache.rows(t),
+                                    p.seqlen_q,
+                                    ints(workspace.begins_q),
+                                    ints(workspace.begins_k),
+                                    ints(workspace.used_k),
+                                    plan.cache.queries(t),
+                                    plan.few ? plan.few->most_queries : 0,
+                                    plan.few ? ints(workspace.used_q) : nullptr};
   launch(lay_out, lay_out_handles, p.device, {1, kThreads, 0}, lay_out_params, stream);
   attend(plan, t, forward, at(workspace.forward), stream);
   if (splits_lse) {
@@ -110,6 +126,7 @@ void prefill(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, Str
                                    p.heads_q, p.seqlen_q, p.batch};
     launch(split_rows, split_handles, p.device, {p.batch * p.heads_q, kThreads, 0}, split_params, stream);
   }
+  if (plan.few) plan.few->run(*plan.few, t, memory, stream);
 }
 
 KvcacheKernel prefill_kernel() {

@@ -49,7 +49,9 @@ std::int64_t key_blocks(const KvcachePlan& plan) {
 std::int64_t counted_tiles(const KvcachePlan& plan) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
-  const std::int64_t tiles = countable("q", tiles_of_rows(p, v, plan.packed_heads), "tiles of rows");
+  std::int64_t tiles = countable("q", tiles_of_rows(p, v, plan.packed_heads), "tiles of rows");
+  if (plan.comes_second())
+    tiles = std::min(tiles, p.batch * parts(std::int64_t{plan.most_queries} * plan.packed_heads, v.tile_m));
   countable("q", tiles * std::max<std::int64_t>(key_blocks(plan), 1), "items (tiles of rows × blocks of keys)");
   countable("q", parts(rows_of_sequence(p), v.tile_m) * v.tile_m, "rows (queries × heads of a group, in whole tiles)");
   return tiles;
@@ -169,17 +171,12 @@ std::int64_t rotated_bytes(const KvcacheProblem& cache) {
   return cache.rotary_dim == 0 ? 0 : cache.queries() * p.heads_q * p.head_dim * bytes_of(p.dtype);
 }
 
-KvcachePlan select_kvcache(const KvcacheProblem& cache, const DeviceInfo& device) {
-  const Problem& p = cache.problem;
-  KvcachePlan plan;
-  plan.problem = p;
-  plan.cache = cache;
-  const bool on_cpu = p.device.type == DeviceType::kCpu;
-  if (!on_cpu) {
-    const std::int64_t new_rows = std::int64_t{p.ragged ? 1 : p.batch} * cache.seqlen_new;
-    countable("k_new", new_rows + cache.queries(), "rows, with those of q");
-    if (cache.batch_invariant ? select_invariant(plan, device) : select_prefill(plan, device)) return plan;
-  }
+namespace {
+
+/// Plans the call by a row of the table, which is chosen for a problem like that of the plan.
+void select_row(KvcachePlan& plan, const Problem& like, const DeviceInfo& device) {
+  const KvcacheProblem& cache = plan.cache;
+  const bool on_cpu = like.device.type == DeviceType::kCpu;
   // One thread block can compute several splits only where each group of warps has keys of its own; and of such tiles
   // all have the same rows, so that it does not count how many queries come at a time.
   const bool splits = cache.num_splits > 0 || cache.batch_invariant;
@@ -192,7 +189,7 @@ KvcachePlan select_kvcache(const KvcacheProblem& cache, const DeviceInfo& device
     if (!splits) found.time *= time_of_warps(row.variant, dense, device);  // with splits no row depends on the batch
     return found;
   };
-  Problem stored = p;  // the rows on a GPU are of the dtype that they read
+  Problem stored = like;  // the rows on a GPU are of the dtype that they read
   if (!on_cpu) stored.dtype = cache.stored();
   const auto choice = choose(stored, device, kvcache_rows(), suits, time);
   plan.variant = choice.row->variant;
@@ -200,6 +197,32 @@ KvcachePlan select_kvcache(const KvcacheProblem& cache, const DeviceInfo& device
   plan.why = choice.why;
   plan.run = choice.row->run;
   on_cpu ? plan_on_cpu(plan, device) : plan_on_gpu(plan, device);
+}
+
+}  // namespace
+
+KvcachePlan select_few(const KvcacheProblem& cache, int most_queries, const DeviceInfo& device) {
+  KvcachePlan plan;
+  plan.problem = cache.problem;
+  plan.cache = cache;
+  plan.most_queries = most_queries;
+  Problem like = cache.problem;
+  like.seqlen_q = like.batch;  // a token of each sequence
+  select_row(plan, like, device);
+  return plan;
+}
+
+KvcachePlan select_kvcache(const KvcacheProblem& cache, const DeviceInfo& device) {
+  const Problem& p = cache.problem;
+  KvcachePlan plan;
+  plan.problem = p;
+  plan.cache = cache;
+  if (p.device.type != DeviceType::kCpu) {
+    const std::int64_t new_rows = std::int64_t{p.ragged ? 1 : p.batch} * cache.seqlen_new;
+    countable("k_new", new_rows + cache.queries(), "rows, with those of q");
+    if (cache.batch_invariant ? select_invariant(plan, device) : select_prefill(plan, device)) return plan;
+  }
+  select_row(plan, p, device);
   return plan;
 }
 

@@ -32,6 +32,9 @@ void complete(KvcachePlan& plan, ForwardPlan forward, KvcacheKernel run, const c
 bool select_over_copy(KvcachePlan& plan, const DeviceInfo& device, bool (*select)(KvcachePlan&, const DeviceInfo&),
                       const char* why, std::int64_t most);
 
+/// Plans the kernel over a cache for those sequences of a mixed batch that have up to so many queries.
+KvcachePlan select_few(const KvcacheProblem& cache, int most_queries, const DeviceInfo& device);
+
 /// Returns how many bytes of the workspace rotated queries take.
 std::int64_t rotated_bytes(const KvcacheProblem& cache);
 

@@ -42,6 +42,24 @@ constexpr int kRowsOfWideningWide = 640;     // above D128
 constexpr int kFewestRows = 32;  // sequences of fewer rows are left to the kernels over a cache,
 constexpr int kRowsOfBox = 16;   // and so are pages of which TMA cannot load so many rows, or multiples of them
 
+constexpr int kOfChunk = 512;  // queries that a chunk of a prompt is taken to have
+
+/// Returns how many queries a sequence may have that is left to the kernels over a cache.
+int few_queries(const Problem& p) {
+  return (kFewestRows - 1) / std::max(p.group(), 1);
+}
+
+/// Returns whether ragged queries are taken to be a mixed batch, as serving has it: some chunks of prompts, and a token
+/// or a few drafts of each other sequence. The host knows no more than their numbers. Where the mean is that of a
+/// chunk, tokens hide behind the others; where there are few queries beside one of each sequence, no chunk is among
+/// them.
+bool is_mixed(const KvcacheProblem& cache) {
+  constexpr int kOfAllChunks = 256;
+  const Problem& p = cache.problem;
+  return p.ragged && p.batch > 1 && few_queries(p) > 0 && !is_fp8(cache.stored()) &&
+         p.seqlen_q - p.batch >= kOfAllChunks && p.seqlen_q / p.batch < kOfChunk / 2;
+}
+
 /// Returns whether the forward kernel can go over the cache, and has enough rows to do. It splits keys as it likes, has
 /// no column mask of some keys alone, and an int has to count all rows of the cache, and those of q.
 bool may_prefill(const KvcacheProblem& cache, const DeviceInfo& device) {
@@ -50,7 +68,7 @@ bool may_prefill(const KvcacheProblem& cache, const DeviceInfo& device) {
   const std::int64_t keys = std::int64_t{p.batch} * p.seqlen_k;
   const std::int64_t rows_of_cache = std::int64_t{cache.pages} * cache.page_size;
   return keys > 0 && std::max({keys, rows_of_cache, cache.queries()}) < Band::kUnbounded &&
-         rows_of_sequence(p.dense()) >= kFewestRows;
+         (rows_of_sequence(p.dense()) >= kFewestRows || is_mixed(cache));
 }
 
 /// This holds the plan of a forward over a cache, if Hopper has a row that serves, and the function that launches it.
@@ -58,6 +76,20 @@ struct Found {
   std::optional<ForwardPlan> forward;
   KvcacheKernel run = nullptr;
 };
+
+/// Chooses a row for the sequences of a call: of a mixed batch for its chunks, whose keys are not split, since a tile
+/// of another sequence would leave as many parts.
+template <class Row, class Suits>
+Choice<Row> choose_for(const KvcacheProblem& cache, const DeviceInfo& device, std::span<const Row> rows,
+                       const Suits& suits) {
+  Problem sequences = as_ragged(cache);
+  if (!is_mixed(cache)) return choose_forward(sequences, device, rows, suits);
+  sequences.batch = std::clamp(sequences.seqlen_q / kOfChunk, 1, sequences.batch);
+  sequences.seqlen_k = sequences.batch * cache.problem.seqlen_k;
+  Choice<Row> choice = choose_forward(sequences, device, rows, suits);
+  if (choice.estimate.splits > 1) choice.estimate = estimate_forward(choice.row->variant, sequences.dense(), device);
+  return choice;
+}
 
 /// Returns the rows for what a cache holds. Those for 8 bits stand there as what they become: rows of q's dtype.
 std::vector<KvcacheRow> rows_for(const KvcacheProblem& cache) {
@@ -78,7 +110,7 @@ Found over_pages(const KvcacheProblem& cache, const DeviceInfo& device) {
   const std::vector<KvcacheRow> rows = rows_for(cache);
   if (gpu_arch(std::span(rows), device, cache.problem, suits) != Arch::kSm90) return {};
   const Problem sequences = as_ragged(cache);
-  const auto choice = choose_forward(sequences, device, std::span(rows), suits);
+  const auto choice = choose_for(cache, device, std::span(rows), suits);
   const auto planned = [&](const Problem& p) {
     ForwardPlan plan = plan_tiles(p, choice.row->variant, choice.estimate, device);
     plan.shared_memory = ForwardMemorySm90::of(plan.variant, widens).bytes;
@@ -95,7 +127,7 @@ Found over_pages(const KvcacheProblem& cache, const DeviceInfo& device) {
 
 Found over_rows(const KvcacheProblem& cache, const DeviceInfo& device) {
   const Problem sequences = as_ragged(cache);
-  const auto choice = choose_forward(sequences, device, forward_rows(), kEveryRow);
+  const auto choice = choose_for(cache, device, forward_rows(), kEveryRow);
   if (choice.row->variant.arch != Arch::kSm90) return {};
   Found found{plan_tiles(sequences, choice.row->variant, choice.estimate, device), prefill_kernel()};
   found.forward->run = choice.row->run;
@@ -183,6 +215,13 @@ bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   auto [forward, run] = cache.has_table || widens ? over_pages(cache, device) : over_rows(cache, device);
   if (!forward) return widens && select_widened(plan, device);
   complete(plan, *std::move(forward), run, widens ? kWidening : kPrefill);
+  if (is_mixed(cache)) {
+    KvcachePlan few = select_few(cache, few_queries(plan.problem), device);
+    plan.rotated_at = few.rotated_at;
+    plan.prefill_at = few.workspace_bytes;
+    plan.workspace_bytes = PrefillWorkspace::of(plan.prefill_at, plan.problem, *plan.prefill).bytes;
+    plan.few = std::make_shared<const KvcachePlan>(std::move(few));
+  }
   return true;
 }
 

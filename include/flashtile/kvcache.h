@@ -110,7 +110,15 @@ struct KvcachePlan : Plan {
   // are widened first; else null. That cache lies in the workspace at an offset of so many bytes.
   std::shared_ptr<const KvcachePlan> widened;
   std::int64_t widened_at = 0;
+  // In a mixed batch, whose sequences have many or few queries as only the GPU knows, `prefill` attends for those of
+  // many, and afterwards this plan for the others, whose `most_queries` says how many those have at the most; else it
+  // is null. Both have the same workspace.
+  std::shared_ptr<const KvcachePlan> few;
+  int most_queries = 1 << 30;
   KvcacheKernel run = nullptr;
+
+  /// Returns whether it is such a plan for sequences of few queries. Another one has appended and rotated before.
+  bool comes_second() const { return most_queries < 1 << 30; }
 };
 
 /// The warps of a CUDA kernel over a cache form groups: those of a group share a tile of keys, and a thread block has

@@ -14,6 +14,7 @@ struct PrefillWorkspace {
   std::int64_t begins_q = 0;  // (B + 1), int32: where the sequences begin among all rows of q
   std::int64_t begins_k = 0;  // (B + 1), int32: and among all keys, where each sequence counts with its whole capacity
   std::int64_t used_k = 0;    // (B), int32: rows of the cache that count
+  std::int64_t used_q = 0;    // (B), int32: queries that count, in a mixed batch
   std::int64_t lse = 0;       // (H_q, B · S_q), float32: as the forward kernel writes it
   std::int64_t forward = 0;   // the forward kernel's own workspace
   std::int64_t bytes = 0;
@@ -31,6 +32,7 @@ struct PrefillWorkspace {
     take(workspace.begins_q, tables);
     take(workspace.begins_k, tables);
     take(workspace.used_k, tables);
+    take(workspace.used_q, tables);
     take(workspace.lse, has_lse ? std::int64_t{4} * problem.batch * problem.seqlen_q * problem.heads_q : 0);
     take(workspace.forward, forward.workspace_bytes);
     workspace.bytes = before;

@@ -159,6 +159,49 @@ TEST(SelectKvcache, ManyRowsGoThroughTheForwardKernelOnHopper) {
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_k = 1 << 28; }).prefill);
 }
 
+/// In a mixed batch Hopper's forward goes over the chunks, and a kernel over a cache over the other sequences, in the
+/// same workspace. The plan goes by shapes alone.
+TEST(SelectKvcache, AMixedBatchHasTwoKernelsOnHopper) {
+  const auto plan = [](int batch, int queries, int group, const std::function<void(KvcacheProblem&)>& change) {
+    KvcacheProblem cache = in_pages(decode(kH100, batch, 8, group, 8192), 16);
+    cache.problem.ragged = true;
+    cache.problem.seqlen_q = queries;
+    change(cache);
+    return select_kvcache(cache, kH100);
+  };
+  const auto nothing = [](KvcacheProblem&) {};
+  for (const int rotary_dim : {0, 64}) {
+    for (const bool has_table : {true, false}) {
+      const KvcachePlan found = plan(129, 512 + 128, 4, [&](KvcacheProblem& cache) {
+        cache.rotary_dim = rotary_dim;
+        cache.has_table = has_table;
+      });
+      ASSERT_TRUE(found.prefill && found.few);
+      const KvcachePlan& few = *found.few;
+      EXPECT_EQ(found.prefill->splits, 1);
+      EXPECT_EQ(few.most_queries, 7);  // 31 rows
+      EXPECT_EQ(few.variant.arch, Arch::kSm80);
+      EXPECT_LE(few.tiles, 8 * 129 * ((7 * 4 + few.variant.tile_m - 1) / few.variant.tile_m));
+      EXPECT_EQ(few.problem, found.problem);
+      EXPECT_EQ(found.rotated_at, few.rotated_at);
+      EXPECT_EQ(found.prefill_at, few.workspace_bytes);
+      const PrefillWorkspace at = PrefillWorkspace::of(found.prefill_at, found.problem, *found.prefill);
+      EXPECT_GE(at.used_q - at.used_k, 129 * 4);
+      EXPECT_GE(found.workspace_bytes, at.forward + found.prefill->workspace_bytes);
+      EXPECT_NE(to_string(found).find("sequences of up to 7 queries go through sm80"), std::string::npos);
+    }
+  }
+  EXPECT_TRUE(plan(129, 512 + 128, 1, nothing).few) << "though the mean has few rows";
+  EXPECT_FALSE(plan(129, 129 * 512, 4, nothing).few) << "each may be a chunk";
+  EXPECT_FALSE(plan(129, 129 + 100, 4, nothing).few) << "none can be a chunk";
+  EXPECT_FALSE(plan(1, 400, 4, nothing).few);
+  EXPECT_FALSE(plan(129, 640, 71, nothing).few) << "a token is many rows";
+  EXPECT_FALSE(plan(129, 640, 4, [](KvcacheProblem& cache) { cache.narrow = DType::kE4M3; }).few);
+  EXPECT_FALSE(plan(129, 640, 4, [](KvcacheProblem& cache) { cache.num_splits = 2; }).few);
+  EXPECT_FALSE(plan(129, 640, 4, [](KvcacheProblem& cache) { cache.batch_invariant = true; }).few);
+  EXPECT_FALSE(plan(129, 640, 4, [](KvcacheProblem& cache) { cache.in_line = false; }).few);
+}
+
 /// Few rows of 8 bits go through the forward kernel that widens them, which needs no memory for that. For many a kernel
 /// ahead widens them once, as it does where rows have descales of their own, or where a box of TMA has too few of a
 /// page. One tile of rows, and what the forward kernel does not serve, is left to Ampere's kernel.

@@ -221,6 +221,21 @@ TEST(SplitKeys, OfRowsThatDoNotCountAreOneItem) {
   EXPECT_EQ((schedule.items_of<16, 64>(0)), 15);
 }
 
+TEST(SplitKeys, SequencesOfMoreQueriesAreAnotherKernels) {
+  std::mt19937 random(4);
+  for (int run = 0; run < 300; ++run) {
+    const Case c = random_case(random, false);
+    SplitKeys schedule = c.schedule();
+    std::vector<int> all;
+    for (int b = 0; b < schedule.queries.entries(); ++b) all.push_back(schedule.items_of<16, 64>(b));
+    schedule.most_queries = below(random, 50);
+    for (int b = 0; b < schedule.queries.entries(); ++b) {
+      const bool more = schedule.queries.at(b).used > schedule.most_queries;
+      ASSERT_EQ((schedule.items_of<16, 64>(b)), more ? 0 : all[static_cast<std::size_t>(b)]);
+    }
+  }
+}
+
 /// Expects that all that a row's result depends on is the same, apart from keys and values.
 void expect_same(const SplitKeys::Tile& a, const SplitKeys::Tile& b) {
   EXPECT_EQ(a.lengths, b.lengths);

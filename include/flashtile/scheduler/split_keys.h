@@ -31,6 +31,7 @@ struct SplitKeys {
   int keys_of_split = 0;  // a multiple of kItem; 0 if the caller gives no length
   int num_splits = 0;     // 0 if the caller gives no number
   bool apart = false;
+  int most_queries = 1 << 30;  // sequences of more are left to another kernel
 
   struct Tile {
     Lengths lengths;
@@ -42,6 +43,7 @@ struct SplitKeys {
 
   template <int kM>
   FLASHTILE_HOST_DEVICE int tiles_of(Span span) const {
+    if (span.used > most_queries) return 0;
     return (span.size * packing.heads.value + kM - 1) / kM;
   }
 
