@@ -358,8 +358,8 @@ def _cases():
         add("prefill_ragged", dtype=dtype, new=0, **heads, **layout)
         add("prefill_ragged_full", dtype=dtype, causal=False, head_dim=128, **heads, **layout)
         # Chunks, and tokens or a few drafts, between which seven queries of four heads are the bound.
-        lengths = (1, 300, 0, 7, 8, 1, 130, 2)[i:] + (1, 300, 0, 7, 8, 1, 130, 2)[:i]
-        heads = dict(heads_q=8, heads_k=2, lengths_q=lengths, held=(90, 400, 3, 0, 1300, 600, 0, 77))
+        lengths = (1, 200, 0, 7, 8, 1, 130, 2)[i:] + (1, 200, 0, 7, 8, 1, 130, 2)[:i]
+        heads = dict(heads_q=8, heads_k=2, lengths_q=lengths, held=(90, 300, 3, 0, 500, 200, 0, 77))
         add("mixed", dtype=dtype, head_dim=(64, 128, 256, 96)[i], tail=(0, 30)[i % 2], **heads, **layout)
         options_of_mixed = options | dict(sinks=0.0, rotary=32, new=0)
         add("mixed_append", dtype=dtype, head_dim=(128, 64)[i % 2], **options_of_mixed, **heads, **layout)
