@@ -280,7 +280,7 @@ def test_batch_invariant_mode():
 
         free = plan()
         with flashtile.batch_invariant_mode():
-            assert "keys each" in plan() and "keys each" not in free
+            assert "batch-invariant" in plan() and "batch-invariant" not in free
 
 
 def rows(length, keys, heads=4, heads_k=2, batch=3, seed=3):
