@@ -17,6 +17,7 @@ from test_properties import random_problems
 from traced import compiled
 
 import flashtile
+from flashtile import _capability
 from flashtile.masks import ColumnMask
 
 LEAST, MOST = -(2**31), 2**31 - 1
@@ -197,10 +198,16 @@ each_fixed = pytest.mark.parametrize("fixed", FIXED, ids=str)
 @each_fixed
 @each_law
 def test_a_mask_that_hides_nothing_is_none(case, device, fixed):
+    """To the bit, but in batch-invariant calls on Hopper, which have a kernel of their own there that takes no mask."""
     given = case.arguments(device) | fixed
     nothing = ColumnMask(torch.zeros_like(given["mask"].ranges), case.seqlen_q)
-    expected = results({name: x for name, x in given.items() if name != "mask"})
-    assert_same(results(given | dict(mask=nothing)), expected)
+    with_mask, without = given | dict(mask=nothing), {name: x for name, x in given.items() if name != "mask"}
+    if device == "cuda" and "batch_invariant" in fixed and _capability.of_device() == 90:
+        assert_close(results(with_mask), results(without))
+        with _capability.limited(80):
+            assert_same(results(with_mask), results(without))
+    else:
+        assert_same(results(with_mask), results(without))
 
 
 @each_fixed
