@@ -63,6 +63,7 @@ def main():
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(f"step {step}  loss {loss:.5f}", flush=True)
     if dist.is_initialized():
+        dist.barrier()  # gloo may abort a rank that still talks to one that has left
         dist.destroy_process_group()
 
 
