@@ -18,8 +18,6 @@ constexpr const char* kInvariant = "batch-invariant, on Hopper: the forward kern
 constexpr const char* kOfCopy =
     "batch-invariant, on Hopper: copied, then the forward kernel with fixed parts of the keys";
 
-constexpr int kRowsOfBox = 16;  // TMA loads so many rows of a page, or multiples of them
-
 bool is_on_hopper(const Problem& p, const DeviceInfo& device) {
   return p.device.type == DeviceType::kCuda && device.compute_capability == 90;
 }
@@ -110,8 +108,7 @@ bool select_invariant(KvcachePlan& plan, const DeviceInfo& device) {
   if (keys == 0 || cache.queries() == 0) return false;  // no row sees a key
   countable("q", cache.queries(), "rows");
   countable("k_cache", std::max(keys, std::int64_t{cache.pages} * cache.page_size), "rows");
-  const int box = rows_of_box(cache, row_over_cache(as_estimated(cache), device).variant);
-  if (cache.in_line && box % kRowsOfBox == 0) {
+  if (cache.in_line && has_boxes(cache, row_over_cache(as_estimated(cache), device).variant)) {
     select_as_it_lies(plan, device, false);
     return true;
   }

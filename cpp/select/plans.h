@@ -15,6 +15,10 @@ ForwardPlan plan_tiles(const Problem& problem, const Variant& v, const Estimate&
 /// returns true.
 bool select_prefill(KvcachePlan& plan, const DeviceInfo& device);
 
+/// Returns whether TMA can load tiles of the row `v` from the cache's pages: so many rows of a page, or multiples of
+/// them, at a time.
+bool has_boxes(const KvcacheProblem& cache, const Variant& v);
+
 /// Plans a batch-invariant call over a cache on Hopper, and returns true, if a row of the table serves it.
 bool select_invariant(KvcachePlan& plan, const DeviceInfo& device);
 ForwardPlan select_invariant(const Problem& problem, const DeviceInfo& device);

@@ -39,10 +39,11 @@ constexpr int kRowsOfWideningWide = 640;     // above D128
 
 }  // namespace h200
 
-constexpr int kFewestRows = 32;  // sequences of fewer rows are left to the kernels over a cache,
-constexpr int kRowsOfBox = 16;   // and so are pages of which TMA cannot load so many rows, or multiples of them
+constexpr int kFewestRows = 32;  // sequences of fewer rows are left to the kernels over a cache
 
-constexpr int kOfChunk = 512;  // queries that a chunk of a prompt is taken to have
+// These are estimates, which held in eight mixed batches on an H200 (docs/performance.md): the queries that a chunk of
+// a prompt is taken to have, and the fewest beside a token of each sequence that are worth a kernel of their own.
+constexpr int kOfChunk = 512, kOfAllChunks = 256;
 
 /// Returns how many queries a sequence may have that is left to the kernels over a cache.
 int few_queries(const Problem& p) {
@@ -54,7 +55,6 @@ int few_queries(const Problem& p) {
 /// chunk, tokens hide behind the others; where there are few queries beside one of each sequence, no chunk is among
 /// them.
 bool is_mixed(const KvcacheProblem& cache) {
-  constexpr int kOfAllChunks = 256;
   const Problem& p = cache.problem;
   return p.ragged && p.batch > 1 && few_queries(p) > 0 && !is_fp8(cache.stored()) &&
          p.seqlen_q - p.batch >= kOfAllChunks && p.seqlen_q / p.batch < kOfChunk / 2;
@@ -105,7 +105,7 @@ std::vector<KvcacheRow> rows_for(const KvcacheProblem& cache) {
 Found over_pages(const KvcacheProblem& cache, const DeviceInfo& device) {
   const bool widens = is_fp8(cache.stored());
   const auto suits = [&](const KvcacheRow& row) {
-    return row.variant.arch == Arch::kSm90 && rows_of_box(cache, row.variant) % kRowsOfBox == 0;
+    return row.variant.arch == Arch::kSm90 && has_boxes(cache, row.variant);
   };
   const std::vector<KvcacheRow> rows = rows_for(cache);
   if (gpu_arch(std::span(rows), device, cache.problem, suits) != Arch::kSm90) return {};
@@ -149,6 +149,11 @@ bool pays_to_widen(const KvcacheProblem& cache) {
 }
 
 }  // namespace
+
+bool has_boxes(const KvcacheProblem& cache, const Variant& v) {
+  constexpr int kRowsOfBox = 16;
+  return rows_of_box(cache, v) % kRowsOfBox == 0;
+}
 
 Problem as_ragged(const KvcacheProblem& cache) {
   Problem sequences = cache.problem;

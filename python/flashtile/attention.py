@@ -155,8 +155,8 @@ def attention(
         batch_invariant: whether a row's out and lse must have the bits that :func:`attention_kvcache` gives it with
             batch_invariant, whatever else is in the batch, and gradients of q, k and v, which are deterministic then,
             the same alone and beside others. By default what :func:`batch_invariant_mode` says. On the CPU it always
-            holds, without dropout. On CUDA backward knows no more of the softmax than lse then; a forward takes up to
-            1.2 times as long on Hopper, and with many rows many times as long on other GPUs, and with a mask.
+            holds, without dropout. On CUDA backward knows no more of the softmax than lse then. A forward of many rows
+            takes many times as long on GPUs other than Hopper, and with a mask: see docs/contract.md.
         q_descale: of q, k and v of dtype float8_e4m3fn, which need not all have one: what their numbers have to be
             multiplied with, float32, of any strides, at least 0: (B, H_q) or (B, H_k) for each head, or (B, H_q or H_k,
             ceil(S_q / block)) for each block of 64 or 128 of its rows. See docs/fp8.md, and

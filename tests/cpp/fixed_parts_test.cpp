@@ -43,7 +43,7 @@ void check_shares(std::mt19937& random) {
     const Range rows{first, std::min(first + 64, lengths.q)};
     const VisibleKeys<kN> all = keys_of<kN>(mask, rows, lengths);
     FixedParts parts;
-    parts.keys = (1024 + kN - 1) / kN * kN;
+    parts.keys = keys_of_part({.tile_n = kN});
     parts.of_share = 1 + below(4);
     std::vector<std::pair<int, bool>> found;
     for (int share = 0; share * parts.of_share * parts.keys < lengths.k; ++share) {
