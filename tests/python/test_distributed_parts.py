@@ -188,6 +188,24 @@ def test_gradients_of_a_ring_are_of_keys_that_were_seen():
     assert of_keys == [[], [WINDOW] * 2, [WINDOW] * 4]
 
 
+def test_gradients_of_gathered_keys_are_of_what_calls_see():
+    """Two calls over all keys of a causal sequence, of which the rows of one see fewer: so fewer gradients travel."""
+    runs_of = Layout.zigzag(ROWS * RANKS, RANKS).runs
+    for owner in range(RANKS):
+        group = Recorded(owner)
+        leaves = [torch.randn(1, ROWS, heads, 16, dtype=BF16, requires_grad=True) for heads in (8, 1, 1)]
+        share = share_of(group, leaves, "zigzag", "all_gather", None, dict(causal=True))
+        Attend.apply(*leaves, None, share)[0].sum().backward()
+        (route,) = (route for route in group.routes if route.channel == "gathered gradients")
+        seen = [
+            sum(max(min(end, stop) - begin, 0) for begin, end in runs_of[owner])
+            for reader in range(RANKS)
+            for _, stop in runs_of[reader]
+            if reader != owner
+        ]
+        assert sum(shape[1] for shape, _ in route.tensors[owner]) == 2 * sum(seen)  # of dk and of dv
+
+
 def test_neighbours_are_one_call():
     """Chunks that each see keys of their own; of several entries each chunk has a call."""
     for rank, batch in itertools.product(range(RANKS), (1, 2)):

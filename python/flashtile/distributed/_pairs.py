@@ -162,8 +162,9 @@ def calls_of(
 ) -> list[Call]:
     """The calls whose results together are those of the rows over these keys. Rows and keys of a rank lie one behind
     the other. Of a batch with one entry, rows that each see keys of their own are the sequences of one call: it fills
-    the GPU better than one for each would, and what it writes lies where it belongs. Where a rank's own keys are among
-    them, the first call has all rows and keys, also those that see nothing: to its results those of others are added.
+    the GPU better than one for each would, and what it writes lies where it belongs. The first call over a rank's own
+    keys has all rows and keys, also those that see nothing: to its results those of others are added. Over keys that
+    were gathered only a call without others has all, as the gradients of all keys of a call travel.
     """
     if rows == keys and band.shift == 0 and band.follows_order() and places == Places.ANY:
         sequences = list(_in_order(rows, documents, band))
@@ -173,17 +174,19 @@ def calls_of(
             sequences = _merged(sequences)
     if entries > 1 or places == Places.ALL:
         return [Call((sequence,)) for sequence in sequences]
-    ends = (rows_of(rows), rows_of(keys)) if common(rows, keys) else None
-    return _packed(sequences, places != Places.ANY, ends)
+    calls = _packed(sequences, places != Places.ANY)
+    if calls and (rows == keys or (len(calls) == 1 and common(rows, keys))):
+        calls[0] = Call(tuple(_without_gaps(calls[0].sequences, (rows_of(rows), rows_of(keys)))))
+    return calls
 
 
-def visible(call: Call) -> int:
-    """How many pairs of a row and a key a call computes."""
+def visible(call: Call, margin: int = 0) -> int:
+    """How many pairs of a row and a key a call's rows see, or would if its windows went so much further."""
     total = 0
     for sequence in call.sequences:
         rows, keys = (end - begin for begin, end in (sequence.rows, sequence.keys))
         left, right = (FAR if side is None else side for side in sequence.window or (None, None))
-        total += _visible(rows, keys, left - (keys - rows), right + keys - rows)
+        total += _visible(rows, keys, left + margin - (keys - rows), right + margin + keys - rows)
     return total
 
 
@@ -280,10 +283,9 @@ def _merged(sequences: list[Part]) -> list[Part]:
     return sequences
 
 
-def _packed(sequences: list[Part], tell_apart: bool, ends: tuple[int, int] | None) -> list[Call]:
+def _packed(sequences: list[Part], tell_apart: bool) -> list[Call]:
     """As few calls as may be, each of a ragged batch, of sequences that share neither rows nor keys, with others in
-    between that have no rows or no keys, in the first call up to the `ends` of rows and keys. All of a call have the
-    same window, and if `tell_apart` the same `ahead`."""
+    between that have no rows or no keys. All of a call have the same window, and if `tell_apart` the same `ahead`."""
     calls: list[Call] = []
     rest = sorted(sequences, key=lambda x: (x.rows, x.keys))
     while rest:
@@ -293,7 +295,7 @@ def _packed(sequences: list[Part], tell_apart: bool, ends: tuple[int, int] | Non
         for x in rest:
             after = not taken or (x.rows[0] >= taken[-1].rows[1] and x.keys[0] >= taken[-1].keys[1])
             (taken if _kind(x, tell_apart) == kind and after else left).append(x)
-        calls.append(Call(tuple(_without_gaps(taken, ends if not calls else None))))
+        calls.append(Call(tuple(_without_gaps(taken))))
         rest = left
     return calls
 
@@ -302,7 +304,8 @@ def _kind(x: Part, tell_apart: bool) -> tuple[object, int]:
     return x.window, x.ahead if tell_apart else 0
 
 
-def _without_gaps(sequences: list[Part], ends: tuple[int, int] | None) -> Iterator[Part]:
+def _without_gaps(sequences: Sequence[Part], ends: tuple[int, int] | None = None) -> Iterator[Part]:
+    """With others in between, and up to the `ends` of rows and keys, that have no rows or no keys."""
     begins = [(x.rows[0], x.keys[0]) for x in sequences[1:]]
     for x, following in itertools.zip_longest(sequences, [*begins, *([ends] if ends else [])]):
         yield x

@@ -56,7 +56,7 @@ class Rows:
             out, state = self.total
         elif self.waiting and self.waiting[0][:2] == (0, self.shape[1]):
             (_, _, out, state), *others = self.waiting
-            for begin, end, parts in _meeting(others):
+            for begin, end, parts in meeting(others):
                 _C.merge(out[:, begin:end], state[..., begin:end], _counted_from(begin, parts), self.unit, True)
         else:
             out, state = self._merged(self.q.dtype)
@@ -98,7 +98,7 @@ class Sums:
     def parts(self) -> list[Part]:
         """What was added, as it travels: see `kinds_of`."""
         found: list[Part] = []
-        for begin, end, parts in _meeting(self.waiting):
+        for begin, end, parts in meeting(self.waiting):
             apart = _travel_apart([x.dtype for _, _, x, _ in parts])
             found += parts if apart else [(begin, end, self._sum(begin, end, parts, torch.float32), None)]
         return found
@@ -114,7 +114,7 @@ class Sums:
             total = self.like.new_empty(batch, end - begin, *sizes, dtype=dtype)
             _sum_up(total, _counted_from(begin, others), False)
             return total
-        for first, last, met in _meeting(others):
+        for first, last, met in meeting(others):
             if not _is_rounded_once(met, dtype):
                 met = [(first, last, self._sum(first, last, met, torch.float32), None)]
             _sum_up(whole[2][:, first - begin : last - begin], _counted_from(first, met), True)
@@ -125,7 +125,7 @@ def kinds_of(parts: Sequence[Kind]) -> list[Kind]:
     """What `Sums.parts` makes of parts like these: one sum in float32 of those that share rows, but for two of 16 bits,
     whose sum would be no smaller and would have to be made."""
     found: list[Kind] = []
-    for begin, end, met in _meeting(parts):
+    for begin, end, met in meeting(parts):
         found += met if _travel_apart([dtype for _, _, dtype in met]) else [(begin, end, torch.float32)]
     return found
 
@@ -134,7 +134,7 @@ def _travel_apart(dtypes: Sequence[torch.dtype]) -> bool:
     return len(dtypes) == 1 or (len(dtypes) == 2 and torch.float32 not in dtypes)
 
 
-def _meeting(parts: Sequence[Any]) -> list[tuple[int, int, list[Any]]]:
+def meeting(parts: Sequence[Any]) -> list[tuple[int, int, list[Any]]]:
     """Parts in groups that share no rows, each with its rows [begin, end), in ascending order."""
     groups: list[tuple[int, int, list[Any]]] = []
     for part in sorted(parts, key=lambda x: x[:2]):
