@@ -33,6 +33,7 @@ class Case:
     mask: str = ""
     sinks: bool = False
     alibi: bool = False
+    lse: bool = True  # whether it is asked for
     dtype: torch.dtype = torch.float32
     heads_q: int = 4
     heads_k: int = 2
@@ -50,6 +51,7 @@ DROPPED = dict(dropout_p=0.3, seed=3)
 CHUNKS = ("zigzag", "contiguous")  # of rows that are a multiple of 16, where there are 64 for each rank
 CASES = [
     Case("causal", CAUSAL, head_dim_v=24),
+    Case("causal without lse", CAUSAL, lse=False),
     Case("full"),
     Case("window", dict(causal=True, window=(9, None))),
     Case("both sides", dict(window=(5, 3))),
@@ -77,6 +79,7 @@ CASES = [
     Case("ragged alibi", CAUSAL, ragged=True, alibi=True),
     Case("ragged mask", CAUSAL, ragged=True, mask="ragged"),
     Case("ragged sinks", CAUSAL, ragged=True, sinks=True, dtype=torch.bfloat16),
+    Case("ragged sinks without lse", CAUSAL, ragged=True, sinks=True, lse=False),
     Case("ragged dropout", dict(causal=True, **DROPPED), ragged=True, methods=("ulysses",)),
     Case("dropout", dict(causal=True, **DROPPED), rows=-64, layouts=CHUNKS),
     Case("dropout full", DROPPED, rows=-64, layouts=CHUNKS),
@@ -101,7 +104,7 @@ class Checked:
         self.k = normal(batch, self.keys, case.heads_k, case.head_dim)
         self.v = normal(batch, self.keys, case.heads_k, case.head_dim_v)
         self.dout = normal(batch, self.rows, case.heads_q, case.head_dim_v)
-        self.dlse = normal(batch, case.heads_q, self.rows).float()
+        self.dlse = normal(batch, case.heads_q, self.rows).float() * case.lse
         self.options = dict(case.options)
         if case.alibi:
             shape = (batch, case.heads_q) if batch == 1 and not case.ragged else (case.heads_q,)
@@ -163,18 +166,21 @@ class Checked:
         leaves = [
             distributed.shard(x, 1, layout=layout).contiguous().requires_grad_() for x in (self.q, self.k, self.v)
         ]
-        options = dict(self.options, layout=layout, method=method, mask=self.mask, return_lse=True)
+        options = dict(self.options, layout=layout, method=method, mask=self.mask, return_lse=self.case.lse)
         if method == "ulysses_ring":
             options["ulysses_degree"] = 2
         if self.sinks is not None:
             leaves.append(self.sinks.clone().requires_grad_())
             options["sinks"] = leaves[3]
+        tensors, attention = leaves[:3], distributed.attention
         if self.case.ragged:
-            tables = dict(cu_seqlens_q=self.begins, cu_seqlens_k=self.begins)
-            out, lse = distributed.attention_varlen(*(x[0] for x in leaves[:3]), **tables, **options)
-            out, lse = out[None], lse[None]
-        else:
-            out, lse = distributed.attention(*leaves[:3], **options)
+            tensors, attention = [x[0] for x in tensors], distributed.attention_varlen
+            options |= dict(cu_seqlens_q=self.begins, cu_seqlens_k=self.begins)
+        found = attention(*tensors, **options)
+        found = [x[None] if self.case.ragged else x for x in (found if self.case.lse else [found])]
+        if not self.case.lse:  # then it is right, and adds nothing to the loss
+            found.append(distributed.shard(self.exact[1], 2, layout=layout))
+        out, lse = found
         seen = lse > -torch.inf
         dout, dlse = distributed.shard(self.dout, 1, layout=layout), distributed.shard(self.dlse, 2, layout=layout)
         loss = (out.float() * dout.float()).sum() + (torch.where(seen, lse, 0) * dlse).sum()

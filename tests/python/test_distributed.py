@@ -102,6 +102,7 @@ def check(rank, port):
     refused(rank, attention, "causal is True on rank 1, expected False, as on rank 0", q, q, q, causal=odd)
     refused(rank, attention, "head dimension is (1, 2, 24) on rank 1", q, q, torch.randn(1, 8, 2, 24 if odd else 16))
     refused(rank, attention, "softcap is 2.0 on rank 1", q, q, q, softcap=2.0 if odd else 0.0)
+    refused(rank, attention, "return_lse is True on rank 1", q, q, q, return_lse=odd)
     wanted = "the gradients wanted of q, k, v, sinks is [True, False, False, False] on rank 1"
     refused(rank, attention, wanted, q.clone().requires_grad_(odd), q, q)
     rows = q[:, : 5 if odd else 8]

@@ -15,18 +15,18 @@ from ._pairs import Band, Places, calls_of, gathered_keys, visible
 from ._rows import Kind, kinds_of, meeting
 from .layout import Layout, Run, Runs, common, of_sets, places_in, rows_of, union, without
 
-# Of H200s that are busy all the time, in FLOP/s, by the largest head dimension: forward and backward. They, and what
-# copy engines of two H200s carry, were fitted to benchmarks/results/h200x2-distributed-2026-11-28b.json.
+# Of H200s that are busy all the time, in FLOP/s, by the largest head dimension: forward and backward. These, and what
+# copy engines of two of them carry, agree with benchmarks/results/h200x2-distributed-2026-11-28b.json.
 _RATES = ((64, 565e12, 535e12), (128, 720e12, 580e12), (256, 705e12, 465e12))
 NVLINK, NETWORK = 375e9, 50e9  # bytes a second that a rank sends, and receives meanwhile
 _HEADS = 190e9  # at most, of heads: they do not lie one behind the other, so kernels send them and copy what arrives
 _MEMORY = 3.5e12  # bytes a second of device memory that copies and sums get
 _MESSAGE = 20e-6  # seconds until a message is on its way
 _LAUNCH = 10e-6  # seconds that a kernel takes beside its work
-_EDGE = 128  # keys further than a row sees, at each end, are computed: half of what a tile has of rows and of keys
-_PASSES = 5  # over a result's bytes by a backward's other kernels: delta of dout and out, dQ rounded from float32
-_MULTIPROCESSORS, _BLOCK = 132, 128  # a thread block of a backward takes so many keys,
-_MANY_WAVES = 16  # and up to so many waves of them are divided where they would end apart (cpp/select/key_blocks.cpp)
+_EDGE = 128  # keys further than it sees are computed for a row, at each end: half a tile's rows and half its keys
+_PASSES = 5  # over dQ's bytes in a backward's other kernels: out and dout are read, sums of float32, and dQ written
+_MULTIPROCESSORS, _BLOCK = 132, 128  # a thread block of a backward takes so many keys; up to so many waves of them
+_MANY_WAVES = 16  # are divided where they would not end together (cpp/select/key_blocks.cpp)
 _EXACT_RANKS = 64  # up to which each rank's part in each step is counted
 
 
@@ -90,7 +90,7 @@ def taken(shape: Shape, degree: int, inner: str, bandwidth: float, backward: boo
     # Queries and outputs, keys and values leave once, or in backward their gradients.
     heads = costs.rows * shape.heads_q + costs.keys * shape.heads_k
     exchanged = heads * shape.batch * (shape.head_dim + shape.head_dim_v) * shape.bytes / degree * (1 - 1 / degree)
-    messages = 5 if backward else 3  # dout and dlse, dq, dk and dv; q, k and v together, out and lse
+    messages = 4 if backward else 2  # dout, dq, dk and dv; q, k and v together, out
     seconds = exchanged / min(_HEADS, bandwidth) + messages * _MESSAGE
     return Taken(found.seconds + seconds, found.computing, found.sent + exchanged)
 

@@ -49,8 +49,8 @@ class Rows:
         state = torch.stack([reference, log2_sum])[:, None, :, None].expand(2, batch, heads, rows)
         self.add(0, rows, self.q.new_zeros(head_dim_v).expand(batch, rows, heads, head_dim_v), state)
 
-    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(out, lse, state), in which rows that saw nothing are 0 and -inf."""
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """(out, state), in which rows that saw nothing are 0 and -inf."""
         if self.total is not None:
             self._fold()
             out, state = self.total
@@ -60,7 +60,10 @@ class Rows:
                 _C.merge(out[:, begin:end], state[..., begin:end], _counted_from(begin, parts), self.unit, True)
         else:
             out, state = self._merged(self.q.dtype)
-        return out.to(self.q.dtype), torch.add(state[1] * math.log(2), state[0], alpha=self.unit), state
+        return out.to(self.q.dtype), state
+
+    def lse_of(self, state: Tensor) -> Tensor:
+        return torch.add(state[1] * math.log(2), state[0], alpha=self.unit)
 
     def _fold(self) -> None:
         if self.total is None:

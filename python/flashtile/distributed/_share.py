@@ -33,6 +33,7 @@ class Share:
     heads_k: int
     degree: int
     inner: str
+    returns_lse: bool
 
     @property
     def neighbours(self) -> range:
@@ -79,10 +80,12 @@ class Share:
 
 
 class Attend(torch.autograd.Function):
-    """(out, lse) of a rank's rows, of tensors (B, S_local, H, D)."""
+    """(out, lse, or None where nobody asked for it) of a rank's rows, of tensors (B, S_local, H, D)."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, share: Share) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, share: Share
+    ) -> tuple[Tensor, Tensor | None]:
         queries, keys = share.of_neighbours(share.queries), share.of_neighbours(share.keys)
         ulysses, heads = share.ulysses, share.heads
         if share.degree > 1:
@@ -92,12 +95,16 @@ class Attend(torch.autograd.Function):
         total = share.attends.forward(q, k, v)
         if of_heads is not None:
             total.add_sinks(of_heads, share.rows_that_count())
-        out, lse, state = total.finish()
+        out, state = total.finish()
+        lse = total.lse_of(state) if share.returns_lse or of_heads is not None else None
         ctx.share, ctx.sinks_dtype = share, None if sinks is None else sinks.dtype
         ctx.save_for_backward(q, k, v, out, lse, state, of_heads)
         ctx.set_materialize_grads(False)
         if share.degree > 1:
             out = ulysses.to_rows(out, queries, heads.queries, share.heads_q)
+        if lse is None or not share.returns_lse:
+            return out, None
+        if share.degree > 1:
             lse = ulysses.to_rows(_rows_first(lse), queries, heads.queries, share.heads_q)[..., 0].transpose(1, 2)
         return out, lse.contiguous()
 
@@ -113,9 +120,10 @@ class Attend(torch.autograd.Function):
             rows, all_heads = rows_of(queries[share.place]), share.heads_q
             dout = q.new_zeros(q.shape[0], rows, all_heads, v.shape[-1]) if dout is None else dout
             (dout,) = ulysses.to_heads([dout.to(q.dtype)], [queries], [heads.queries])
-            dlse = lse.new_zeros(q.shape[0], all_heads, rows) if dlse is None else dlse
-            (dlse,) = ulysses.to_heads([_rows_first(dlse)], [queries], [heads.queries])
-            dlse = dlse[..., 0].transpose(1, 2).contiguous()
+            if share.returns_lse:
+                dlse = lse.new_zeros(q.shape[0], all_heads, rows) if dlse is None else dlse
+                (dlse,) = ulysses.to_heads([_rows_first(dlse)], [queries], [heads.queries])
+                dlse = dlse[..., 0].transpose(1, 2).contiguous()
         if dout is None:
             dout = torch.zeros_like(out)
         needed = ctx.needs_input_grad

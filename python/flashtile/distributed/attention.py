@@ -31,7 +31,7 @@ _FUNCTION = "distributed.attention"
 _RAGGED = "distributed.attention_varlen"
 _OPTIONS: dict[str, Any] = dict(
     causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None, sinks=None, dropout_p=0.0, seed=None,
-    deterministic=None,
+    deterministic=None, return_lse=False,
 )  # fmt: skip
 _DROPOUT_P = list(_OPTIONS).index("dropout_p")
 
@@ -120,18 +120,18 @@ def attention(
     """
     options: dict[str, Any] = dict(
         causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-        dropout_p=dropout_p, seed=seed, deterministic=deterministic,
+        dropout_p=dropout_p, seed=seed, deterministic=deterministic, return_lse=return_lse,
     )  # fmt: skip
     if is_dtensor(q):
-        parallel: dict[str, Any] = dict(method=method, ulysses_degree=ulysses_degree, mask=mask, return_lse=return_lse)
+        parallel: dict[str, Any] = dict(method=method, ulysses_degree=ulysses_degree, mask=mask)
 
         def call(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Any:
             return attention(q, k, v, group=group, layout="contiguous", **parallel, **options)
 
         return with_local(_FUNCTION, q, k, v, 1, call)
     if group_size(group) == 1:
-        return local_attention(q, k, v, mask=mask, return_lse=return_lse, **options)
-    return _attend(_FUNCTION, q, k, v, Group(group), layout, method, ulysses_degree, mask, None, options, return_lse)
+        return local_attention(q, k, v, mask=mask, **options)
+    return _attend(_FUNCTION, q, k, v, Group(group), layout, method, ulysses_degree, mask, None, options)
 
 
 def attention_varlen(
@@ -192,10 +192,10 @@ def attention_varlen(
     """
     options: dict[str, Any] = dict(
         causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-        dropout_p=dropout_p, seed=seed, deterministic=deterministic,
+        dropout_p=dropout_p, seed=seed, deterministic=deterministic, return_lse=return_lse,
     )  # fmt: skip
     if is_dtensor(q):
-        parallel: dict[str, Any] = dict(method=method, ulysses_degree=ulysses_degree, mask=mask, return_lse=return_lse)
+        parallel: dict[str, Any] = dict(method=method, ulysses_degree=ulysses_degree, mask=mask)
         parallel |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
 
         def call(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Any:
@@ -205,9 +205,9 @@ def attention_varlen(
     if group_size(group) == 1:
         begins = _table(cu_seqlens_q, q), _table(cu_seqlens_k, q)
         options |= dict(cu_seqlens_q=begins[0], cu_seqlens_k=begins[1])
-        return local_attention_varlen(q, k, v, mask=mask, return_lse=return_lse, **options)
+        return local_attention_varlen(q, k, v, mask=mask, **options)
     documents = cu_seqlens_q, cu_seqlens_k
-    return _attend(_RAGGED, q, k, v, Group(group), layout, method, ulysses_degree, mask, documents, options, return_lse)
+    return _attend(_RAGGED, q, k, v, Group(group), layout, method, ulysses_degree, mask, documents, options)
 
 
 def explain(
@@ -277,12 +277,13 @@ def group_size(group: Any) -> int:
     return dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
 
 
-def _attend(function, q, k, v, group, layout, method, degree, mask, documents, options, return_lse):
+def _attend(function, q, k, v, group, layout, method, degree, mask, documents, options):
     share, tensors, sinks, _ = _prepared(function, q, k, v, group, layout, method, degree, mask, documents, options)
     out, lse = Attend.apply(*tensors, sinks, share)
     if documents is not None:
-        out, lse = out.squeeze(0), lse.squeeze(0)  # whose gradients need no copies, as those of out[0] would
-    return (out, lse) if return_lse else out
+        # Whose gradients need no copies, as those of out[0] would.
+        out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)
+    return out if lse is None else (out, lse)
 
 
 _prepared_before: dict[Any, tuple[Share, Shape]] = {}
@@ -355,17 +356,19 @@ def _prepare(function, q, k, v, group, layout, method, degree, mask, documents, 
 def _share(function, group, tensors, queries, keys, mask, documents, options, method, degree):
     q, k, v = tensors  # (B, S_local, H, D)
     band = Band.of(options["causal"], options["window"], keys.length - queries.length if documents is None else 0)
-    local_options = attention_options(**{**options, "causal": False, "sinks": None, "window": None})
+    local_options = {**options, "causal": False, "sinks": None, "window": None}
+    returns_lse = local_options.pop("return_lse")
     sharers = max(q.shape[2] // max(k.shape[2], 1), 1)
     ranges = None if mask is None else mask.ranges
-    local = Local((), band, documents, local_options, ranges, sharers=sharers, entries=q.shape[0])
+    local = Local((), band, documents, attention_options(**local_options), ranges, sharers=sharers, entries=q.shape[0])
     differentiable = torch.is_grad_enabled() and any(
         x.requires_grad for x in (*tensors, options["sinks"]) if x is not None
     )
     sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.element_size()
     shape = Shape(queries, keys, band, documents, local.places(), *sizes, differentiable)
     choice = choose(function, shape, method, degree)
-    return Share(group, queries, keys, local, q.shape[2], k.shape[2], choice.degree, choice.inner), shape
+    share = Share(group, queries, keys, local, q.shape[2], k.shape[2], choice.degree, choice.inner, returns_lse)
+    return share, shape
 
 
 def share_of(group, tensors, layout, method, documents=None, options=None):
