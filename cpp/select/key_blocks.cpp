@@ -166,9 +166,11 @@ class Dealing {
 /// Returns how many persistent thread blocks usually take the blocks of keys, in `parts` parts each, or 0 where each
 /// part has a thread block of its own. Two passes, or Hopper's one pass over ragged sequences, take one wave of them.
 /// So does one pass over dense sequences where a block meets so few queries that its prologue and epilogue matter, or
-/// where rounds are full without a mask, so that no thread block has a block less than others.
-/// Under a mask such a wave is made of whole heads, so that rounds in alternate directions give each thread block equal
-/// work; it is not taken where it would leave too many multiprocessors idle.
+/// where rounds are full without a mask, so that no thread block has a block less than others: unless heads are so long
+/// that their queries do not stay in the L2 cache. There persistent thread blocks drift apart, and each loads them
+/// anew, while those of a new wave begin together. Under a mask such a wave is made of whole heads, so that rounds in
+/// alternate directions give each thread block equal work; it is not taken where it would leave too many
+/// multiprocessors idle.
 ///
 /// Where dQ is summed in a fixed order, each thread block takes the next block of keys that nobody has taken, so that a
 /// block only ever waits for one that already runs. That pays only in short heads, of which more can share the L2 cache
@@ -180,7 +182,9 @@ int persistent_blocks(const Problem& p, const Variant& v, const DeviceInfo& devi
   if (p.ragged || !v.may_loop() || queries == 0) return 0;
   const int blocks = key_blocks(p, v);
   const double rounds = 1.0 * p.batch * p.heads_k * blocks * parts / wave;
-  const bool full = p.band == Band::full() && !p.deterministic && rounds > h200::kFullRounds * std::ceil(rounds);
+  const bool stays = query_bytes_of_head(p, v) <= static_cast<double>(device.l2_bytes);
+  const bool full =
+      p.band == Band::full() && !p.deterministic && stays && rounds > h200::kFullRounds * std::ceil(rounds);
   if (queries > h200::kFewQueries && !full) return 0;
   if (p.deterministic && std::int64_t{blocks} * v.head_dim * v.head_dim > h200::kShortHead) return 0;
   if (p.deterministic || p.band == Band::full()) return wave;

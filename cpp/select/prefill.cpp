@@ -26,20 +26,27 @@ constexpr std::int64_t kRoomForWidened = std::int64_t{2} << 30;  // bytes of all
 /// These were read off a few shapes on H200s (docs/performance.md).
 namespace h200 {
 
-// 8-bit numbers are widened for more rows than one tile of Ampere's kernel has, which reads them as they are: with one
-// tile that took 1.4 times as long as a cache of 16 bits, and with 32 tiles 4 times as long.
-constexpr int kRowsOfOneTile = 64;
-
-// The forward kernel that widens them itself does so for each tile of rows, and takes longer than that for 16 bits: 1.4
-// times as long at D256, 1.1 times at D128. A kernel ahead widens them once for all rows, and pays from so many rows of
-// a KV head on that see a key. Of float16 queries keys take a fourth of the instructions.
+// The forward kernel that widens 8-bit numbers does so for each tile of rows, and takes longer than that for 16
+// bits: 1.4 times as long at D256, 1.1 times at D128. A kernel ahead widens them once for all rows, and pays from so
+// many rows of a KV head on that see a key. Of float16 queries keys take a fourth of the instructions.
 constexpr int kRowsOfWidening = 1536;
 constexpr int kRowsOfWideningHalves = 8192;  // at D128, of float16
 constexpr int kRowsOfWideningWide = 640;     // above D128
 
+// Where the forward kernel does not serve 8-bit numbers, no kernel ahead widens them for so few rows: one tile of
+// Ampere's kernel, which reads them as they are.
+constexpr int kRowsOfOneTile = 64;
+
+// Above kFewRows the forward kernel took 0.4 to 0.9 of the time of Ampere's tiles of 64 rows, over 8-bit numbers 0.25
+// to 0.9. But few tiles, which take 8 to 20 µs, took up to 1.13 times as long with narrow heads, and up to 1.4 times
+// where ragged queries need a kernel ahead, unless rows were so many.
+constexpr int kNarrowHead = 64, kFewTiles = 16;
+constexpr int kNarrowRaggedHead = 128, kFewRaggedTiles = 128;
+constexpr int kRowsOfFewTiles = 32;
+
 }  // namespace h200
 
-constexpr int kFewestRows = 32;  // sequences of fewer rows are left to the kernels over a cache
+constexpr int kFewRows = 16;  // sequences of no more rows are left to the kernels over a cache: one of their tiles
 
 // These are estimates, which held in eight mixed batches on an H200 (docs/performance.md): the queries that a chunk of
 // a prompt is taken to have, and the fewest beside a token of each sequence that are worth a kernel of their own.
@@ -47,7 +54,7 @@ constexpr int kOfChunk = 512, kOfAllChunks = 256;
 
 /// Returns how many queries a sequence may have that is left to the kernels over a cache.
 int few_queries(const Problem& p) {
-  return (kFewestRows - 1) / std::max(p.group(), 1);
+  return kFewRows / std::max(p.group(), 1);
 }
 
 /// Returns whether ragged queries are taken to be a mixed batch, as serving has it: some chunks of prompts, and a token
@@ -60,15 +67,28 @@ bool is_mixed(const KvcacheProblem& cache) {
          p.seqlen_q - p.batch >= kOfAllChunks && p.seqlen_q / p.batch < kOfChunk / 2;
 }
 
-/// Returns whether the forward kernel can go over the cache, and has enough rows to do. It splits keys as it likes, has
-/// no column mask of some keys alone, and an int has to count all rows of the cache, and those of q.
+/// Returns whether all heads that a tile packs have one column mask, if there is one.
+bool packs_share_masks(const Problem& p) {
+  return !p.column_masked() || p.heads_q / p.masks_of_entry % std::max(p.group(), 1) == 0;
+}
+
+/// Returns whether sequences have so many rows that the forward kernel is faster than a kernel over a cache.
+bool has_many_rows(const Problem& p) {
+  const std::int64_t tiles = std::int64_t{p.batch} * p.heads_k;
+  const bool few_tiles = p.wider_head_dim() <= (p.ragged ? h200::kNarrowRaggedHead : h200::kNarrowHead) &&
+                         tiles < (p.ragged ? h200::kFewRaggedTiles : h200::kFewTiles);
+  return rows_of_sequence(p.dense()) >= (few_tiles ? h200::kRowsOfFewTiles : kFewRows + 1);
+}
+
+/// Returns whether the forward kernel can go over the cache, and has enough rows to do. It splits keys as it likes,
+/// asks one column mask for a tile, and an int has to count all rows of the cache, and those of q.
 bool may_prefill(const KvcacheProblem& cache, const DeviceInfo& device) {
   const Problem& p = cache.problem;
-  if (device.compute_capability != 90 || !cache.in_line || cache.num_splits > 0 || p.column_masked()) return false;
+  if (device.compute_capability != 90 || !cache.in_line || cache.num_splits > 0 || !packs_share_masks(p)) return false;
   const std::int64_t keys = std::int64_t{p.batch} * p.seqlen_k;
   const std::int64_t rows_of_cache = std::int64_t{cache.pages} * cache.page_size;
   return keys > 0 && std::max({keys, rows_of_cache, cache.queries()}) < Band::kUnbounded &&
-         (rows_of_sequence(p.dense()) >= kFewestRows || is_mixed(cache));
+         (has_many_rows(p) || is_mixed(cache));
 }
 
 /// This holds the plan of a forward over a cache, if Hopper has a row that serves, and the function that launches it.
@@ -102,13 +122,20 @@ std::vector<KvcacheRow> rows_for(const KvcacheProblem& cache) {
   return rows;
 }
 
+/// Returns the problem as the forward kernel is planned. A column mask of the last keys is asked in the few blocks that
+/// have one of them, and changes nothing else.
+Problem without_mask(Problem p) {
+  p.masks_of_entry = p.masked_entries = 0;
+  return p;
+}
+
 Found over_pages(const KvcacheProblem& cache, const DeviceInfo& device) {
   const bool widens = is_fp8(cache.stored());
   const auto suits = [&](const KvcacheRow& row) {
     return row.variant.arch == Arch::kSm90 && has_boxes(cache, row.variant);
   };
   const std::vector<KvcacheRow> rows = rows_for(cache);
-  if (gpu_arch(std::span(rows), device, cache.problem, suits) != Arch::kSm90) return {};
+  if (gpu_arch(std::span(rows), device, without_mask(cache.problem), suits) != Arch::kSm90) return {};
   const Problem sequences = as_ragged(cache);
   const auto choice = choose_for(cache, device, std::span(rows), suits);
   const auto planned = [&](const Problem& p) {
@@ -119,7 +146,7 @@ Found over_pages(const KvcacheProblem& cache, const DeviceInfo& device) {
   // Where no tile waits for another, none has to be handed out by the lengths that the GPU finds: that would take a
   // kernel ahead, and a part of this one's time.
   if (!cache.problem.ragged) {
-    if (ForwardPlan dense = planned(cache.problem); dense.tiles <= device.multiprocessors)
+    if (ForwardPlan dense = planned(without_mask(cache.problem)); dense.tiles <= device.multiprocessors)
       return {std::move(dense), choice.row->run};
   }
   return {planned(sequences), choice.row->run};
@@ -132,6 +159,15 @@ Found over_rows(const KvcacheProblem& cache, const DeviceInfo& device) {
   Found found{plan_tiles(sequences, choice.row->variant, choice.estimate, device), prefill_kernel()};
   found.forward->run = choice.row->run;
   return found;
+}
+
+/// Chooses between the two. A contiguous cache, too, has pages, which are its sequences: as such it is gone over where
+/// a column mask is asked, or where that makes a dense batch of it.
+Found over_cache(const KvcacheProblem& cache, const DeviceInfo& device) {
+  Found found = over_pages(cache, device);
+  const bool dense = found.forward && !found.forward->problem.ragged;
+  if (cache.has_table || is_fp8(cache.stored()) || cache.problem.column_masked() || dense) return found;
+  return over_rows(cache, device);
 }
 
 bool select_widened(KvcachePlan& plan, const DeviceInfo& device) {
@@ -156,7 +192,7 @@ bool has_boxes(const KvcacheProblem& cache, const Variant& v) {
 }
 
 Problem as_ragged(const KvcacheProblem& cache) {
-  Problem sequences = cache.problem;
+  Problem sequences = without_mask(cache.problem);
   sequences.ragged = true;
   sequences.seqlen_q = static_cast<int>(cache.queries());
   sequences.seqlen_k = cache.problem.batch * cache.problem.seqlen_k;
@@ -210,15 +246,14 @@ bool select_over_copy(KvcachePlan& plan, const DeviceInfo& device, bool (*select
 
 bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   const KvcacheProblem& cache = plan.cache;
-  const bool widens = is_fp8(cache.stored());
-  if (widens && rows_of_sequence(plan.problem.dense()) <= h200::kRowsOfOneTile) return false;
   if (!may_prefill(cache, device)) return false;
-  if (widens && (cache.descales_of_rows || pays_to_widen(cache))) {
-    if (select_widened(plan, device)) return true;
-    if (cache.descales_of_rows) return false;
-  }
-  auto [forward, run] = cache.has_table || widens ? over_pages(cache, device) : over_rows(cache, device);
-  if (!forward) return widens && select_widened(plan, device);
+  const bool widens = is_fp8(cache.stored());
+  const bool may_widen_ahead = widens && rows_of_sequence(plan.problem.dense()) > h200::kRowsOfOneTile;
+  if (may_widen_ahead && (cache.descales_of_rows || pays_to_widen(cache)) && select_widened(plan, device)) return true;
+  // The kernels that widen know one descale for a head, and no column mask.
+  if (widens && (cache.descales_of_rows || plan.problem.column_masked())) return false;
+  auto [forward, run] = over_cache(cache, device);
+  if (!forward) return may_widen_ahead && select_widened(plan, device);
   complete(plan, *std::move(forward), run, widens ? kWidening : kPrefill);
   if (is_mixed(cache)) {
     KvcachePlan few = select_few(cache, few_queries(plan.problem), device);

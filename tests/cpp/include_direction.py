@@ -40,7 +40,7 @@ FILES = {
     "mask": [{"band", "walk"}, {"mask", "columns"}],
     "mainloop/forward_sm90": [
         {"storage"},
-        {"fragments", "descaled_weights", "long_sums", "pure_scores"},
+        {"fragments", "descaled_weights", "last_hidden", "long_sums", "pure_scores"},
         {"scheduler", "producer", "transposer", "widener", "consumer"},
     ],
     "mainloop/backward_one_pass_sm90": [{"storage"}, {"scheduler"}, {"producer", "consumer", "writer"}],

@@ -125,6 +125,10 @@ TEST(SelectBackward, KeyBlocksOfOneWaveTakeTurnsUnderAMask) {
   EXPECT_EQ(plan(0, Band::full(), 1, true).grid, 0);
   EXPECT_EQ(plan(27 * 128, Band::causal()).grid, plan(27 * 128, Band::causal()).tiles);  // 4 heads would leave 24 idle
   EXPECT_EQ(plan(0, Band::full()).grid, 0);
+  // Full rounds of blocks are taken by a wave, unless a head's queries are more than the L2 cache keeps.
+  const int full_round = 33 * 128;
+  EXPECT_EQ(plan(8 * full_round, Band::full()).grid, device.multiprocessors);
+  EXPECT_EQ(plan(16 * full_round, Band::full()).grid, plan(16 * full_round, Band::full()).tiles);
 }
 
 TEST(SelectBackward, DeterministicKeyBlocksOfAHeadAreFewAtATime) {

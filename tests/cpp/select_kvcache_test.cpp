@@ -52,6 +52,7 @@ TEST(SelectKvcache, EveryRowOfPagesIsReached) {
       for (const int seqlen_q : {16, 100, 500, 2048}) {
         KvcacheProblem cache = in_pages(decode(kH100, 4, 8, 4, 4096), 16);
         cache.problem.seqlen_q = seqlen_q;
+        cache.problem.sinks = row.variant.knows(Features::kSinks);
         const bool widens = is_fp8(row.variant.dtype);
         (widens ? cache.narrow : cache.problem.dtype) = row.variant.dtype;
         cache.problem.head_dim = cache.problem.head_dim_v = head_dim;
@@ -82,32 +83,50 @@ TEST(SelectKvcache, BoxesLieWithinPages) {
   KvcacheProblem sinks = in_pages(decode(kH100, 4, 8, 4, 4096), 64);
   sinks.problem.seqlen_q = 500;
   sinks.problem.sinks = true;
-  EXPECT_FALSE(select_kvcache(sinks, kH100).prefill);
-  sinks.has_table = false;
-  EXPECT_TRUE(select_kvcache(sinks, kH100).prefill);
+  for (const int head_dim : {40, 64, 96, 128, 192, 256}) {
+    sinks.problem.head_dim = sinks.problem.head_dim_v = head_dim;
+    EXPECT_TRUE(select_kvcache(sinks, kH100).prefill) << head_dim;
+  }
 }
 
-/// Hopper's forward kernel has no column mask of the last keys alone; the kernels over a cache have one, of any number
-/// of rows, and otherwise plan what they plan without.
-TEST(SelectKvcache, ColumnMasksAreLeftToTheKernelsOverACache) {
+/// A column mask of the last keys changes nothing of a plan, on Ampere and, where sequences have many rows, on Hopper.
+/// There a contiguous cache then has a page for each sequence, and heads of a group that have masks of their own are
+/// left to the kernels over a cache, as are 8-bit numbers that are not widened ahead.
+TEST(SelectKvcache, ColumnMasksAskForNoOtherPlan) {
+  const auto masked = [](KvcacheProblem cache, int masks) {
+    cache.problem.masks_of_entry = masks;
+    cache.problem.masked_entries = 1;
+    cache.masked_keys = cache.problem.seqlen_q;
+    return cache;
+  };
+  const auto expect_same = [](const KvcachePlan& found, const KvcachePlan& expected, int queries) {
+    EXPECT_EQ(name_of(found.variant), name_of(expected.variant));
+    EXPECT_EQ(found.prefill == nullptr, expected.prefill == nullptr);
+    EXPECT_EQ(found.grid, expected.grid);
+    EXPECT_EQ(found.workspace_bytes, expected.workspace_bytes);
+    EXPECT_NE(to_string(found).find("the last " + std::to_string(queries) + " keys"), std::string::npos);
+  };
   for (const DeviceInfo& device : {kH100, kA100, kSmall}) {
     for (const bool paged : {false, true}) {
       for (const int queries : {1, 8, 64, 5000}) {
         KvcacheProblem cache = decode(device, 4, 8, 4, 4096);
+        cache.in_line = true;
         if (paged) cache = in_pages(cache, 64);
         cache.problem.seqlen_q = queries;
-        KvcacheProblem masked = cache;
-        masked.in_line = true;
-        masked.problem.masks_of_entry = masked.problem.masked_entries = 1;
-        masked.masked_keys = queries;
-        cache.in_line = false;  // so that it is left to these kernels, too
-        const KvcachePlan found = select_kvcache(masked, device), expected = select_kvcache(cache, device);
-        EXPECT_EQ(found.prefill, nullptr);
-        EXPECT_EQ(name_of(found.variant), name_of(expected.variant));
-        EXPECT_EQ(found.variant.arch, Arch::kSm80);
-        EXPECT_EQ(found.grid, expected.grid);
-        EXPECT_EQ(found.workspace_bytes, expected.workspace_bytes);
-        EXPECT_NE(to_string(found).find("the last " + std::to_string(queries) + " keys"), std::string::npos);
+        KvcacheProblem over_pages = cache;
+        over_pages.has_table = true;
+        for (const int masks : {1, 8})
+          expect_same(select_kvcache(masked(cache, masks), device), select_kvcache(over_pages, device), queries);
+        cache.in_line = false;  // so that it is left to the kernels over a cache
+        for (const int masks : {1, 32})
+          expect_same(select_kvcache(masked(cache, masks), device), select_kvcache(cache, device), queries);
+        cache.in_line = true;
+        KvcacheProblem elsewhere = cache;
+        elsewhere.in_line = false;
+        expect_same(select_kvcache(masked(cache, 32), device), select_kvcache(elsewhere, device), queries);
+        cache.narrow = elsewhere.narrow = DType::kE4M3;
+        if (queries < 5000)
+          expect_same(select_kvcache(masked(cache, 1), device), select_kvcache(elsewhere, device), queries);
       }
     }
   }
@@ -148,7 +167,22 @@ TEST(SelectKvcache, ManyRowsGoThroughTheForwardKernelOnHopper) {
   EXPECT_FALSE(plan(kA100, nothing).prefill);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.in_line = false; }).prefill);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.num_splits = 2; }).prefill);
-  EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_q = 7; }).prefill);  // that makes 28 rows
+  EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_q = 4; }).prefill);  // that makes 16 rows
+  EXPECT_TRUE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_q = 5; }).prefill);
+  const auto narrow = [](KvcacheProblem& cache) {
+    cache.problem.seqlen_q = 7, cache.problem.head_dim = cache.problem.head_dim_v = 64;
+  };
+  EXPECT_TRUE(plan(kH100, narrow).prefill);
+  for (const int batch : {4, 16}) {  // ragged sequences have to be more, or longer
+    const auto ragged = [&](KvcacheProblem& cache) {
+      cache.problem.ragged = true;
+      cache.problem.batch = batch;
+      cache.problem.seqlen_q = 7 * batch;
+    };
+    EXPECT_EQ(plan(kH100, ragged).prefill != nullptr, batch == 16);
+    EXPECT_TRUE(plan(kH100, [&](KvcacheProblem& cache) { ragged(cache), cache.problem.seqlen_q += batch; }).prefill);
+  }
+  EXPECT_FALSE(plan(kH100, [&](KvcacheProblem& cache) { narrow(cache), cache.problem.batch = 1; }).prefill);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.batch = 0; }).prefill);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_k = 0; }).prefill);
   // With few tiles and many keys, only splits of the keys fill the GPU.
@@ -179,16 +213,16 @@ TEST(SelectKvcache, AMixedBatchHasTwoKernelsOnHopper) {
       ASSERT_TRUE(found.prefill && found.few);
       const KvcachePlan& few = *found.few;
       EXPECT_EQ(found.prefill->splits, 1);
-      EXPECT_EQ(few.most_queries, 7);  // 31 rows
+      EXPECT_EQ(few.most_queries, 4);  // 16 rows
       EXPECT_EQ(few.variant.arch, Arch::kSm80);
-      EXPECT_LE(few.tiles, 8 * 129 * ((7 * 4 + few.variant.tile_m - 1) / few.variant.tile_m));
+      EXPECT_LE(few.tiles, 8 * 129 * ((4 * 4 + few.variant.tile_m - 1) / few.variant.tile_m));
       EXPECT_EQ(few.problem, found.problem);
       EXPECT_EQ(found.rotated_at, few.rotated_at);
       EXPECT_EQ(found.prefill_at, few.workspace_bytes);
       const PrefillWorkspace at = PrefillWorkspace::of(found.prefill_at, found.problem, *found.prefill);
       EXPECT_GE(at.used_q - at.used_k, 129 * 4);
       EXPECT_GE(found.workspace_bytes, at.forward + found.prefill->workspace_bytes);
-      EXPECT_NE(to_string(found).find("sequences of up to 7 queries go through sm80"), std::string::npos);
+      EXPECT_NE(to_string(found).find("sequences of up to 4 queries go through sm80"), std::string::npos);
     }
   }
   EXPECT_TRUE(plan(129, 512 + 128, 1, nothing).few) << "though the mean has few rows";
@@ -204,7 +238,8 @@ TEST(SelectKvcache, AMixedBatchHasTwoKernelsOnHopper) {
 
 /// Few rows of 8 bits go through the forward kernel that widens them, which needs no memory for that. For many a kernel
 /// ahead widens them once, as it does where rows have descales of their own, or where a box of TMA has too few of a
-/// page. One tile of rows, and what the forward kernel does not serve, is left to Ampere's kernel.
+/// page, unless there is but one tile of rows: that is left to Ampere's kernel, as what the forward kernel does not
+/// serve.
 TEST(SelectKvcache, ManyRowsOf8BitsAreWidenedOnHopper) {
   const auto plan = [](const DeviceInfo& device, int seqlen_q, int capacity, auto&& change) {
     KvcacheProblem cache = in_pages(decode(device, 4, 8, 4, capacity), 16);
@@ -237,7 +272,10 @@ TEST(SelectKvcache, ManyRowsOf8BitsAreWidenedOnHopper) {
   expect_meanwhile(plan(kH100, 256, 8192, [](KvcacheProblem& cache) { cache.has_table = false; }));
   const auto of_one_page = [](KvcacheProblem& cache) { cache.of_sequence = 1, cache.page_size = 8191; };
   expect_meanwhile(plan(kH100, 256, 8191, of_one_page));
-  expect_ampere(plan(kH100, 16, 8192, nothing));  // one tile
+  expect_meanwhile(plan(kH100, 5, 8192, nothing));  // 20 rows
+  expect_ampere(plan(kH100, 4, 8192, nothing));
+  expect_ampere(plan(kH100, 16, 8192, [](KvcacheProblem& cache) { cache.descales_of_rows = true; }));  // one tile
+  expect_ampere(plan(kH100, 16, 8192, [](KvcacheProblem& cache) { cache.page_size = 8; }));
   expect_ampere(plan(kA100, 512, 8192, nothing));
   expect_ampere(plan(kH100, 512, 8192, [](KvcacheProblem& cache) { cache.in_line = false; }));
   expect_ampere(plan(kH100, 512, 1 << 17, [](KvcacheProblem& cache) { cache.descales_of_rows = true; }));
@@ -258,20 +296,25 @@ TEST(SelectKvcache, ManyRowsOf8BitsAreWidenedOnHopper) {
   expect_ahead(plan(kH100, 256, 8192, [](KvcacheProblem& cache) { cache.problem.sinks = true; }));
 }
 
+/// A contiguous cache, too, which has a page for each sequence then.
 TEST(SelectKvcache, FewTilesOverPagesAreADenseBatch) {
-  const auto plan = [](int batch, int seqlen_q, bool ragged) {
-    KvcacheProblem cache = in_pages(decode(kH100, batch, 8, 4, 4096), 16);
+  const auto plan = [](int batch, int seqlen_q, bool ragged, bool paged = true) {
+    KvcacheProblem cache = decode(kH100, batch, 8, 4, 4096);
+    cache.in_line = true;
+    if (paged) cache = in_pages(cache, 16);
     cache.problem.seqlen_q = seqlen_q;
     cache.problem.ragged = ragged;
     return select_kvcache(cache, kH100);
   };
-  const KvcachePlan few = plan(2, 40, false);
-  ASSERT_TRUE(few.prefill);
-  EXPECT_FALSE(few.prefill->problem.ragged);
-  EXPECT_GT(few.prefill->splits, 1);
-  EXPECT_LE(few.prefill->tiles, kH100.multiprocessors);
-  const PrefillWorkspace at = PrefillWorkspace::of(few.prefill_at, few.problem, *few.prefill);
-  EXPECT_EQ(at.forward, at.begins_q) << "there are no tables, and no lse of its own";
+  for (const bool paged : {true, false}) {
+    const KvcachePlan few = plan(2, 40, false, paged);
+    ASSERT_TRUE(few.prefill);
+    EXPECT_FALSE(few.prefill->problem.ragged);
+    EXPECT_GT(few.prefill->splits, 1);
+    EXPECT_LE(few.prefill->tiles, kH100.multiprocessors);
+    const PrefillWorkspace at = PrefillWorkspace::of(few.prefill_at, few.problem, *few.prefill);
+    EXPECT_EQ(at.forward, at.begins_q) << "there are no tables, and no lse of its own";
+  }
 
   const KvcachePlan many = plan(8, 1000, false), uneven = plan(2, 40, true);
   ASSERT_TRUE(many.prefill && uneven.prefill);

@@ -19,6 +19,9 @@ void attend_to_pages(const KvcachePlan& plan, const KvcacheTensors& cached, cons
     const WidenedForwardParamsSm90 widened{params, CacheDescales::of(cached.k_descale),
                                            CacheDescales::of(cached.v_descale)};
     launch_forward_sm90<Row, kKeys>(forward, widened, stream);
+  } else if (plan.problem.column_masked()) {
+    launch_forward_sm90<Row, kKeys | Keys::kLastMasked>(
+        forward, LastMasked<PagedForwardParamsSm90>{params, plan.cache.masked(cached)}, stream);
   } else {
     launch_forward_sm90<Row, kKeys>(forward, params, stream);
   }

@@ -25,8 +25,8 @@ MIXED_BATCHES = ((4, 512, 8192, 64), (2, 2048, 8192, 128), (1, 512, 8192, 128), 
 MIXED_HEADS = ((32, 8, 128), (16, 16, 128))  # H_q, H_k, D
 FEWEST_HELD, MOST_HELD = 4096, 16384
 TREE_LAYOUTS = (("fan_out_tree", 0), ("fan_out_tree", 16), ("random_tree", 16))  # kinds, page sizes
-TREE_SIZES = tuple(itertools.product((8, 16, 64), (1, 16, 64), (2048, 8192)))  # S_q, B, S_k
-TREE_HEADS = (32, 8, 128)  # H_q, H_k, D
+TREE_SIZES = tuple(itertools.product((6, 16, 64), (1, 16, 64), (2048, 8192)))  # S_q, B, S_k
+TREE_HEADS = ((32, 8, 64), (32, 8, 128))  # H_q, H_k, D
 MASK_TOKENS = 32768
 MASK_HEADS = ((32, 8, 64), (16, 16, 128), (8, 8, 256))  # H_q, H_k, D
 LONG_MASKS = ("causal", "causal_document", "document", "share_question")
@@ -255,11 +255,15 @@ def _serving(dtype: str, device_type: str) -> list[Case]:
 
 
 def _trees(dtype: str, part: int) -> list[Case]:
-    heads, kv_heads, head_dim = TREE_HEADS
-    sizes_of_heads = heads // part, kv_heads // part, head_dim
     return [
-        Case.tree(kind, batch, drafts, seqlen // part, *sizes_of_heads, dtype=dtype, page_size=page_size)
-        for (kind, page_size), (drafts, batch, seqlen) in itertools.product(TREE_LAYOUTS, TREE_SIZES)
+        Case.tree(
+            *(kind, batch, drafts, seqlen // part, heads // part, kv_heads // part, head_dim),
+            dtype=dtype,
+            page_size=page_size,
+        )
+        for (heads, kv_heads, head_dim), (kind, page_size), (drafts, batch, seqlen) in itertools.product(
+            TREE_HEADS, TREE_LAYOUTS, TREE_SIZES
+        )
     ]
 
 

@@ -6,6 +6,7 @@
 #include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/forward_sm90/descaled_weights.h"
 #include "flashtile/mainloop/forward_sm90/fragments.h"
+#include "flashtile/mainloop/forward_sm90/last_hidden.h"
 #include "flashtile/mainloop/forward_sm90/long_sums.h"
 #include "flashtile/mainloop/forward_sm90/pure_scores.h"
 #include "flashtile/mainloop/forward_sm90/storage.h"
@@ -355,13 +356,16 @@ class ForwardConsumerSm90 {
       const bool ends = first_column + kN > work().keys.lengths.k;  // keys behind the last one are hidden, too
       if (edge && (banded || ends)) [[unlikely]]
         score_tile.mask(scores, tScS, first_column);
+    } else if constexpr (Mainloop::kLastMasked) {
+      if (edge) hidden.hide(scores);
     } else {
       if (edge) score_tile.mask(scores, tScS, first_column);
     }
   }
 
-  /// Learns, under a column mask, which block a step visits, and at an edge what is hidden of it; and the descales of
-  /// the block. It comes before the step waits for its scores, so that the matmul hides its time.
+  /// Learns what is hidden of a block at an edge under a column mask, and which block a step visits, if that mask is
+  /// one of all keys; and the descales of the block. It comes before the step waits for its scores, so that the matmul
+  /// hides its time.
   template <bool kMayBeEdge>
   CUTE_DEVICE void look_at(int step) {
     if constexpr (Mainloop::kScaled) {
@@ -370,15 +374,24 @@ class ForwardConsumerSm90 {
         descaled.begin(work().more.q_descales[warpgroup], of_block, softmax, params.forward.scores.map.unit_log2, maps);
       descaled.take(of_block, maps);
     }
+    if constexpr (Mainloop::kLastMasked) {
+      if (kMayBeEdge && walk.is_edge(work().keys.visited(step)))
+        hidden.find(work().more, params.forward.scores, work().sequence.lengths(), Mainloop::key_of_step(work(), step),
+                    first_row_of_warp());
+    }
     if constexpr (Mainloop::kMasked) {
       first_key = shared.first_key[k_at.stage];
       if (!kMayBeEdge || !walk.is_edge(step)) return;
-      const int row = work().tile.m_block * kM + cute::get<0>(tScS(0, 0)) - thread % 32 / 4;
       shared.columns_barriers.wait_full(columns_at);
-      hidden.find(shared.columns[columns_at.stage], kN, row);
+      hidden.find(shared.columns[columns_at.stage], kN, first_row_of_warp());
       shared.columns_barriers.release_by_warp(columns_at);
       columns_at.advance();
     }
+  }
+
+  /// Returns the first row of the thread's warp, counted among those of the head.
+  CUTE_DEVICE int first_row_of_warp() const {
+    return work().tile.m_block * kM + cute::get<0>(tScS(0, 0)) - thread % 32 / 4;
   }
 
   CUTE_DEVICE ScoreTile<HeadPacking> score_tile() const {
@@ -482,7 +495,9 @@ class ForwardConsumerSm90 {
   int first_key = 0;
   typename Ring<Mainloop::kColumnStages>::Cursor columns_at{};
   const bool banded = Mainloop::kMasked && !params.forward.scores.mask.shows_all();
-  [[no_unique_address]] std::conditional_t<Mainloop::kMasked, HiddenBits<kN>, NothingHidden> hidden;
+  [[no_unique_address]] std::conditional_t<Mainloop::kMasked, HiddenBits<kN>,
+                                           std::conditional_t<Mainloop::kLastMasked, LastHidden<kN>, NothingHidden>>
+      hidden;
   [[no_unique_address]] std::conditional_t<Mainloop::kScaled, DescaledWeights<Mainloop>, NotDescaled> descaled;
   [[no_unique_address]] std::conditional_t<Mainloop::kScaled, LongSums<Mainloop>, NoLongSums> long_sums;
   ScaleOut opening = ScaleOut::Zero;  // the first P·V of a tile, or of a fixed part, overwrites what the last one left

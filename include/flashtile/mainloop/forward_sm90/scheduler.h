@@ -88,6 +88,14 @@ struct ForwardSchedulerSm90 {
     } else {
       work.keys = VisibleKeys<kN>(forward.scores.mask, queries, work.sequence.lengths());
     }
+    if constexpr (Mainloop::kLastMasked) {
+      LastColumns const& masked = params.masked;
+      const int mask = masked.ranges.mask_of(work.tile.head), first = masked.first(k.used);
+      work.more = {masked.of_mask(work.tile.batch, mask, k.used), first};
+      const int unmasked = max(first - work.keys.first, 0) / kN;  // blocks before that of the first of the last keys
+      work.keys.interior.end = min(work.keys.interior.end, max(unmasked, work.keys.interior.begin));
+      forget();
+    }
     if constexpr (Mainloop::kSplits) {
       forget();
       if constexpr (Mainloop::kFixedParts)

@@ -52,6 +52,18 @@ struct WidenedForwardParamsSm90 : PagedForwardParamsSm90 {
   CacheDescales k_descales, v_descales;
 };
 
+/// These are what LastColumns have for a tile.
+struct ColumnsOfTile {
+  const HiddenRows* columns;  // of the last keys of the sequence,
+  int first_key;              // from this one on
+};
+
+/// The last keys of each sequence have a column mask, as trees of drafts over a cache do.
+template <class Params>
+struct LastMasked : Params {
+  LastColumns masked;
+};
+
 /// A batch-invariant call sums up parts of the keys.
 template <class Params>
 struct InFixedParts : Params {
@@ -68,9 +80,12 @@ enum class Keys : std::uint8_t {
   kE4M3 = 8,    // they have 8 bits in memory, and queries 16: see KeyWidenerSm90
   kE5M2 = 16,
   kFixedParts = 32,  // the call is batch-invariant: see FixedParts
+  kLastMasked = 64,  // a column mask hides some of the last ones: see LastColumns
   kInFixedPartsOfPages = kFixedParts | kInPages,
   kFixedPartsOfPagesSplit = kInFixedPartsOfPages | kSplit,
   kInPagesSplit = kInPages | kSplit,
+  kLastMaskedOfPages = kLastMasked | kInPages,
+  kLastMaskedOfPagesSplit = kLastMaskedOfPages | kSplit,
   kE4M3InPages = kInPages | kE4M3,
   kE4M3InPagesSplit = kE4M3InPages | kSplit,
   kE5M2InPages = kInPages | kE5M2,
@@ -95,12 +110,14 @@ struct ForwardMainloopSm90 {
   static constexpr bool kWidens = are(kKeys, Keys::kE4M3) || are(kKeys, Keys::kE5M2);
   static constexpr bool kScaled = kV.fp8();
   static constexpr bool kFixedParts = are(kKeys, Keys::kFixedParts);
+  static constexpr bool kLastMasked = are(kKeys, Keys::kLastMasked);
   static_assert(kOverPages || !kWidens);
   using UsualParams =
       std::conditional_t<kScaled, ScaledForwardParamsSm90,
                          std::conditional_t<kWidens, WidenedForwardParamsSm90,
                                             std::conditional_t<kOverPages, PagedForwardParamsSm90, ForwardParamsSm90>>>;
-  using Params = std::conditional_t<kFixedParts, InFixedParts<UsualParams>, UsualParams>;
+  using Params = std::conditional_t<kFixedParts, InFixedParts<UsualParams>,
+                                    std::conditional_t<kLastMasked, LastMasked<UsualParams>, UsualParams>>;
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
@@ -222,10 +239,10 @@ struct ForwardMainloopSm90 {
       float of_scores, of_output, of_k, of_v;
     };
     struct Plain {};
+    using More = std::conditional_t<kScaled, ByDescales, std::conditional_t<kWidens, ByFactors, Plain>>;
     // There is no further member that may be empty: behind several of them nvcc 13.0 laid out code for the GPU
     // otherwise than sizeof and offsetof say.
-    [[no_unique_address]] std::conditional_t<
-        kMasked, ByColumns, std::conditional_t<kScaled, ByDescales, std::conditional_t<kWidens, ByFactors, Plain>>>
+    [[no_unique_address]] std::conditional_t<kMasked, ByColumns, std::conditional_t<kLastMasked, ColumnsOfTile, More>>
         more;
   };
   /// These are the descales of the rows of a block, of which kRowsOfDescale share one.
