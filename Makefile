@@ -85,7 +85,8 @@ hub: $(VENV)/hub
 	PATH=$(abspath $(BIN)):$$PATH cmake -G Ninja -S . -B build/hub -D FLASHTILE_HUB=ON -D FLASHTILE_RELEASE=ON \
 	  -D FLASHTILE_CUDA=$(RELEASE_CUDA) -D FLASHTILE_STRICT=$(STRICT) -D Python_EXECUTABLE=$(abspath $(BIN))/python
 	$(BIN)/cmake --build build/hub --target _C
-	$(BIN)/python tests/release/try_hub.py $$($(BIN)/python hub/pack.py build/hub dist/hub)
+	$(BIN)/python hub/pack.py build/hub dist/hub
+	$(BIN)/python tests/release/try_hub.py dist/hub
 
 sdist: $(VENV)/ready
 	rm -f dist/*.tar.gz

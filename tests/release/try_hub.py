@@ -1,6 +1,6 @@
 """Loads what `make hub` packed as Hugging Face's `kernels` does, without a network, and has transformers use it.
 
-    python try_hub.py REPOSITORY/build/VARIANT    fails where it does not load, asks for more, or computes otherwise
+    python try_hub.py REPOSITORY    fails where a folder of it does not load, asks for more, or computes otherwise
 
 Where transformers wants another version of `kernels` it is not tried, which is said.
 """
@@ -13,7 +13,7 @@ import kernels
 import torch
 from attend import check
 
-FOLDER = Path(sys.argv[1]).resolve()
+REPOSITORY = Path(sys.argv[1]).resolve()
 NAME = "flashtile/flashtile"
 
 
@@ -22,18 +22,25 @@ def operators() -> set[str]:
     return {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()}
 
 
-def load():
+def load(folder: Path):
     """The kernel, which must bring no other package and one namespace of operators, not that of the package."""
     before, namespaces = set(sys.modules), operators()
-    kernel = kernels.get_local_kernel(FOLDER)
+    kernel = kernels.get_local_kernel(folder)
     files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in set(sys.modules) - before}
     packages = {name.partition(".")[0] for name, file in files.items() if "site-packages" in file}
     assert packages <= {"torch"}, packages
     (namespace,) = operators() - namespaces
     assert namespace != "flashtile" and kernel.__name__ == f"_{namespace}"
-    if "-cpu-" in FOLDER.name:  # of the repository's variants this is the one for the CPU
-        assert kernels.get_local_kernel(FOLDER.parents[1], backend="cpu") is kernel
     return kernel
+
+
+def check_choice(cpu, for_cuda: list) -> None:
+    """From the repository `kernels` takes the one for the CPU, or one for PyTorch's CUDA, where there are any."""
+    assert kernels.get_local_kernel(REPOSITORY, backend="cpu") is cpu
+    if torch.version.cuda is None:
+        assert kernels.get_local_kernel(REPOSITORY) is cpu
+    elif for_cuda:
+        assert kernels.get_local_kernel(REPOSITORY) in for_cuda
 
 
 def check_transformers(kernel) -> None:
@@ -66,11 +73,14 @@ def check_transformers(kernel) -> None:
 
 
 def main() -> None:
-    os.environ["LOCAL_KERNELS"] = f"{NAME}={FOLDER}"  # for transformers
-    kernel = load()
-    check(kernel.attention)
-    check_transformers(kernel)
-    print(f"{FOLDER}: right, by kernels {kernels.__version__}")
+    loaded = {folder: load(folder) for folder in sorted((REPOSITORY / "build").iterdir())}
+    for kernel in loaded.values():
+        check(kernel.attention)
+    (cpu,) = (folder for folder in loaded if "-cpu-" in folder.name)
+    check_choice(loaded[cpu], [kernel for folder, kernel in loaded.items() if folder != cpu])
+    os.environ["LOCAL_KERNELS"] = f"{NAME}={cpu}"  # for transformers
+    check_transformers(loaded[cpu])
+    print(*(folder.name for folder in loaded), f"are right, by kernels {kernels.__version__}", sep="\n")
 
 
 if __name__ == "__main__":
