@@ -1,5 +1,5 @@
 // This file makes the plan for many query rows over a cache on Hopper, where the forward kernel goes over it as over
-// ragged sequences, or, with few tiles in pages, as over a dense batch.
+// ragged sequences, or, with few tiles, as over a dense batch.
 #include <algorithm>
 #include <memory>
 #include <optional>
@@ -23,6 +23,8 @@ constexpr const char* kWidened = "many rows over 8-bit numbers, on Hopper: widen
 
 constexpr std::int64_t kRoomForWidened = std::int64_t{2} << 30;  // bytes of all rows that are widened, at the most
 
+constexpr int kFewRows = 16;  // sequences of no more rows are left to the kernels over a cache: one of their tiles
+
 /// These were read off a few shapes on H200s (docs/performance.md).
 namespace h200 {
 
@@ -38,15 +40,13 @@ constexpr int kRowsOfWideningWide = 640;     // above D128
 constexpr int kRowsOfOneTile = 64;
 
 // Above kFewRows the forward kernel took 0.4 to 0.9 of the time of Ampere's tiles of 64 rows, over 8-bit numbers 0.25
-// to 0.9. But few tiles, which take 8 to 20 µs, took up to 1.13 times as long with narrow heads, and up to 1.4 times
-// where ragged queries need a kernel ahead, unless rows were so many.
+// to 0.9. But few tiles of narrow heads, which take 8 to 20 µs, took up to 1.13 times as long, and up to 1.4 times
+// where queries are ragged, which need a kernel ahead: they are left to Ampere's below kRowsOfFewTiles.
 constexpr int kNarrowHead = 64, kFewTiles = 16;
 constexpr int kNarrowRaggedHead = 128, kFewRaggedTiles = 128;
 constexpr int kRowsOfFewTiles = 32;
 
 }  // namespace h200
-
-constexpr int kFewRows = 16;  // sequences of no more rows are left to the kernels over a cache: one of their tiles
 
 // These are estimates, which held in eight mixed batches on an H200 (docs/performance.md): the queries that a chunk of
 // a prompt is taken to have, and the fewest beside a token of each sequence that are worth a kernel of their own.
@@ -161,8 +161,9 @@ Found over_rows(const KvcacheProblem& cache, const DeviceInfo& device) {
   return found;
 }
 
-/// Chooses between the two. A contiguous cache, too, has pages, which are its sequences: as such it is gone over where
-/// a column mask is asked, or where that makes a dense batch of it.
+/// Goes over pages where there is a table, where numbers are widened, or under a column mask, as only those kernels
+/// look pages up, widen, and ask masks of the last keys; and where that makes a dense batch. A contiguous cache has a
+/// page for each sequence then. Any other goes through the usual kernel, over rows.
 Found over_cache(const KvcacheProblem& cache, const DeviceInfo& device) {
   Found found = over_pages(cache, device);
   const bool dense = found.forward && !found.forward->problem.ragged;
@@ -248,10 +249,10 @@ bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   const KvcacheProblem& cache = plan.cache;
   if (!may_prefill(cache, device)) return false;
   const bool widens = is_fp8(cache.stored());
+  if (widens && plan.problem.column_masked()) return false;  // which no kernel that widens asks or hands on
   const bool may_widen_ahead = widens && rows_of_sequence(plan.problem.dense()) > h200::kRowsOfOneTile;
   if (may_widen_ahead && (cache.descales_of_rows || pays_to_widen(cache)) && select_widened(plan, device)) return true;
-  // The kernels that widen know one descale for a head, and no column mask.
-  if (widens && (cache.descales_of_rows || plan.problem.column_masked())) return false;
+  if (cache.descales_of_rows) return false;  // the forward kernel that widens knows one for a head
   auto [forward, run] = over_cache(cache, device);
   if (!forward) return may_widen_ahead && select_widened(plan, device);
   complete(plan, *std::move(forward), run, widens ? kWidening : kPrefill);

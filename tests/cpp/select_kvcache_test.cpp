@@ -91,7 +91,7 @@ TEST(SelectKvcache, BoxesLieWithinPages) {
 
 /// A column mask of the last keys changes nothing of a plan, on Ampere and, where sequences have many rows, on Hopper.
 /// There a contiguous cache then has a page for each sequence, and heads of a group that have masks of their own are
-/// left to the kernels over a cache, as are 8-bit numbers that are not widened ahead.
+/// left to the kernels over a cache, as are 8-bit numbers.
 TEST(SelectKvcache, ColumnMasksAskForNoOtherPlan) {
   const auto masked = [](KvcacheProblem cache, int masks) {
     cache.problem.masks_of_entry = masks;
@@ -117,16 +117,16 @@ TEST(SelectKvcache, ColumnMasksAskForNoOtherPlan) {
         over_pages.has_table = true;
         for (const int masks : {1, 8})
           expect_same(select_kvcache(masked(cache, masks), device), select_kvcache(over_pages, device), queries);
-        cache.in_line = false;  // so that it is left to the kernels over a cache
+        KvcacheProblem left = cache;  // to the kernels over a cache
+        left.in_line = false;
         for (const int masks : {1, 32})
-          expect_same(select_kvcache(masked(cache, masks), device), select_kvcache(cache, device), queries);
-        cache.in_line = true;
-        KvcacheProblem elsewhere = cache;
-        elsewhere.in_line = false;
-        expect_same(select_kvcache(masked(cache, 32), device), select_kvcache(elsewhere, device), queries);
-        cache.narrow = elsewhere.narrow = DType::kE4M3;
-        if (queries < 5000)
-          expect_same(select_kvcache(masked(cache, 1), device), select_kvcache(elsewhere, device), queries);
+          expect_same(select_kvcache(masked(left, masks), device), select_kvcache(left, device), queries);
+        expect_same(select_kvcache(masked(cache, 32), device), select_kvcache(left, device), queries);
+        cache.narrow = left.narrow = DType::kE4M3;
+        for (const bool of_rows : {false, true}) {
+          cache.descales_of_rows = left.descales_of_rows = of_rows;
+          expect_same(select_kvcache(masked(cache, 1), device), select_kvcache(left, device), queries);
+        }
       }
     }
   }
@@ -225,6 +225,13 @@ TEST(SelectKvcache, AMixedBatchHasTwoKernelsOnHopper) {
       EXPECT_NE(to_string(found).find("sequences of up to 4 queries go through sm80"), std::string::npos);
     }
   }
+  const KvcachePlan masked = plan(129, 512 + 128, 4, [](KvcacheProblem& cache) {
+    cache.problem.masks_of_entry = cache.problem.masked_entries = 1;
+    cache.masked_keys = 7;
+  });
+  ASSERT_TRUE(masked.prefill && masked.few);
+  EXPECT_EQ(masked.few->cache.masked_keys, 7) << "both kernels ask the mask";
+  EXPECT_TRUE(masked.problem.column_masked() && masked.few->problem.column_masked());
   EXPECT_TRUE(plan(129, 512 + 128, 1, nothing).few) << "though the mean has few rows";
   EXPECT_FALSE(plan(129, 129 * 512, 4, nothing).few) << "each may be a chunk";
   EXPECT_FALSE(plan(129, 129 + 100, 4, nothing).few) << "none can be a chunk";

@@ -115,12 +115,27 @@ def _cases():
         heads = dict(heads_q=8, heads_k=4, masks=4, each=True, dtype=(F16, BF16)[dim // 32 % 2], head_dim=dim)
         add("many", held=tuple(range(40, 900, 40)), seqlen_q=70, columns=70, page_size=16, **heads)
         add("few_long", held=(2500, 1024, 31), seqlen_q=24, columns=30, trees=True, **heads)
+    far = (  # whose blocks without an edge lie before those of the mask, or between them and a window's end
+        dict(window=(600, None)),
+        dict(window=(700, 9), causal=False),
+        dict(softcap=9.0),
+        dict(alibi="per head"),
+        dict(sinks=0.0, window=(2, None)),
+    )
+    for i, chosen in enumerate(far):
+        heads = dict(heads_q=8, heads_k=4, masks=4, each=True, dtype=(F16, BF16)[i % 2], head_dim=(64, 128)[i % 2])
+        for held in ((2500, 1024, 31), tuple(range(40, 900, 40))):  # with split keys, and without
+            add("far_" + "_".join(chosen), held=held, seqlen_q=70, columns=150, page_size=16, **heads, **chosen)
     padded = dict(leftpad=(50, 37, 0, 130), seqlen_q=7, new=7)
     add("padded", columns=12, **padded)
     add("padded", columns=90, each=True, page_size=48, **padded)
     ragged = dict(lengths_q=(1, 0, 70, 17, 5), held=(90, 40, 0, 130, 600), new=0, tail=3)
     for i, dtype in enumerate(DTYPES):
         add("ragged", columns=(17, 70, 40)[i], each=i != 1, page_size=pages[i], trees=i == 0, dtype=dtype, **ragged)
+    mixed = dict(lengths_q=(1, 300, 2, 0, 40), held=(900, 500, 30, 0, 70), new=0, tail=3)  # two kernels on Hopper
+    for i, dtype in enumerate((F16, BF16)):
+        sizes = dict(columns=(17, 330)[i], masks=1 + i, page_size=(16, None)[i], head_dim=(64, 128)[i])
+        add("mixed", each=i == 0, dtype=dtype, **sizes, **mixed)
     options = (
         dict(causal=False),
         dict(causal=False, window=(30, 4)),
@@ -415,12 +430,14 @@ def test_explained():
     assert "column mask" not in flashtile.explain(**given)
 
 
+@pytest.mark.parametrize("stored", [BF16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("gpu", ["A100", "H100"])
 @pytest.mark.parametrize("queries", [1, 8, 64, 512])
-def test_every_gpu_plans_what_it_plans_without_a_mask(gpu, queries):
-    """But for heads of a group that have a mask each, which Hopper's forward kernel does not pack."""
+def test_every_gpu_plans_what_it_plans_without_a_mask(gpu, queries, stored):
+    """But where heads of a group have a mask each, which Hopper's forward kernel does not pack, and over 8-bit numbers:
+    those are left to the kernels over a cache."""
     q = torch.empty(2, queries, 8, 128, dtype=BF16, device="meta")
-    cache = torch.empty(2, 4096, 2, 128, dtype=BF16, device="meta")
+    cache = torch.empty(2, 4096, 2, 128, dtype=BF16, device="meta").to(stored)
     lengths = torch.empty(2, dtype=torch.int32, device="meta")
 
     def explained(**mask):
@@ -430,5 +447,6 @@ def test_every_gpu_plans_what_it_plans_without_a_mask(gpu, queries):
     for masks in (1, 2, 8):
         mask = ColumnMask(torch.empty(1, masks, queries, 4, dtype=torch.int32, device="meta"), queries)
         plan = explained(mask=mask)
-        assert ("kernel    sm90_" in plan) == (gpu == "H100" and queries >= 8 and masks < 8)
+        assert ("kernel    sm90_" in plan) == (gpu == "H100" and queries >= 8 and masks < 8 and stored is BF16)
+        assert "widened" not in plan
         assert f"column mask (1, {masks})" in plan
