@@ -34,6 +34,12 @@ def counted(case, size, differentiable=True, bandwidth=NVLINK):
     return {x.name: x for x in reversed(choices(shape, bandwidth)) if not x.refused}
 
 
+def test_a_batch_of_no_entries_is_counted():
+    layout = Layout.zigzag(64, 4)
+    shape = Shape(layout, layout, Band.of(True, None), None, Places.ANY, 0, 4, 2, 16, 16, 2, True)
+    assert not any(x.sent for x in choices(shape, NVLINK))
+
+
 def test_the_page_has_what_is_counted():
     page = (ROOT / "docs" / "distributed.md").read_text()
     table = page[page.index("| ranks | NVLink: ring |") :].split("\n\n")[0].splitlines()[2:]

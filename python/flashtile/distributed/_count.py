@@ -25,8 +25,8 @@ _MESSAGE = 20e-6  # seconds until a message is on its way
 _LAUNCH = 10e-6  # seconds that a kernel takes beside its work
 _EDGE = 128  # keys further than it sees are computed for a row, at each end: half a tile's rows and half its keys
 _PASSES = 5  # over dQ's bytes in a backward's other kernels: out and dout are read, sums of float32, and dQ written
-_MULTIPROCESSORS, _BLOCK = 132, 128  # a thread block of a backward takes so many keys; up to so many waves of them
-_MANY_WAVES = 16  # are divided where they would not end together (cpp/select/key_blocks.cpp)
+_MULTIPROCESSORS, _BLOCK = 132, 128  # each has one thread block of a backward at a time, which takes so many keys
+_MANY_WAVES = 16  # up to so many, blocks are divided where they would not end together (kDealtWaves)
 _EXACT_RANKS = 64  # up to which each rank's part in each step is counted
 
 
@@ -75,10 +75,10 @@ class _Member(NamedTuple):
     rows: int
     keys: int
     steps: tuple[tuple[_Call, ...], ...]  # the calls over each block that comes round a ring, its own first
-    begins_with_own: bool  # where keys are gathered
-    gathered: tuple[_Call, ...]
-    own: Runs  # which of them are its own, counted among these, and which are others'
-    others: Runs
+    begins_with_own: bool  # whether, where keys are gathered, the first call is over its own
+    gathered: tuple[_Call, ...]  # the calls over gathered keys
+    own: Runs  # which of the gathered keys are its own, counted among them,
+    others: Runs  # and which are others'
 
 
 def taken(shape: Shape, degree: int, inner: str, bandwidth: float, backward: bool) -> Taken:
@@ -132,7 +132,7 @@ class _Costs:
         rates = next(x[1:] for x in _RATES if max(shape.head_dim, shape.head_dim_v) <= x[0])
         self.bandwidth, self.backward = bandwidth, backward
         self.rows, self.keys = (max(map(rows_of, layout.runs)) for layout in shape.of_sets(degree))
-        self.rate = rates[backward] / (2 * products * most_q)  # pairs a second
+        self.rate = rates[backward] / (2 * products * max(most_q, 1))  # pairs a second
         self.of_row = most_q * (shape.head_dim if backward else shape.head_dim_v) * shape.bytes  # of a result
         self.of_key = most_k * width * shape.bytes  # of a key and its value, or their gradients
         self.blocks = most_k / _BLOCK  # of keys, for each key
@@ -194,7 +194,8 @@ def _round_a_ring(members: Sequence[_Member], costs: _Costs) -> Taken:
             seconds = costs.compute(calls, come[i])
             if costs.backward and step and calls:
                 of_block[:] = kinds_of([*costs.kinds(call.keys for call in calls), *of_block])
-                summed = [kind for kind in of_block if kind[2] != costs.dtype]  # they are read, added to and written
+                # A sum in float32 is read and written, and what is added has half its bytes.
+                summed = [kind for kind in of_block if kind[2] != costs.dtype]
                 seconds += 2 * len(summed) * _LAUNCH + 2.5 * costs.rows_of(summed) * costs.of_key / _MEMORY
             computing[i] += seconds
             ends.append(times[i] + seconds)
