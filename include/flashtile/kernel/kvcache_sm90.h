@@ -1,5 +1,6 @@
-// Many queries over a cache in pages take Hopper's forward kernel, whose producer looks up where each page lies.
-// Numbers of 8 bits are widened there, in pages or not: a cache without a table is one of a page for each sequence.
+// Many queries over a cache take Hopper's forward kernel, whose producer looks up where each page lies: where there is
+// a table, a column mask of the last keys, few tiles, or numbers of 8 bits, which are widened there. A cache without a
+// table is one of a page for each sequence.
 #pragma once
 
 #include "flashtile/kernel/forward_sm90.h"

@@ -357,15 +357,14 @@ class ForwardConsumerSm90 {
       if (edge && (banded || ends)) [[unlikely]]
         score_tile.mask(scores, tScS, first_column);
     } else if constexpr (Mainloop::kLastMasked) {
-      if (edge) hidden.hide(scores);
+      if (edge) hidden.hide(scores);  // also what the band hides, and keys behind the last one: see LastHidden
     } else {
       if (edge) score_tile.mask(scores, tScS, first_column);
     }
   }
 
-  /// Learns what is hidden of a block at an edge under a column mask, and which block a step visits, if that mask is
-  /// one of all keys; and the descales of the block. It comes before the step waits for its scores, so that the matmul
-  /// hides its time.
+  /// Finds what a column mask hides of a block at an edge, and under a mask of all keys which block the step visits;
+  /// and the descales of the block. It comes before the step waits for its scores, so that the matmul hides its time.
   template <bool kMayBeEdge>
   CUTE_DEVICE void look_at(int step) {
     if constexpr (Mainloop::kScaled) {
@@ -490,8 +489,9 @@ class ForwardConsumerSm90 {
   OnlineSoftmax<2> softmax{params.forward.scores.map.unit_log2};
   float added[2];  // sums of the block's weights in this thread's columns
   BlockWalk walk;  // over the key blocks of the current tile, or over its steps
-  // These are under a column mask: the first key of the current block, what is hidden of it at an edge, and whether the
-  // band, too, hides something.
+  // These are under a column mask of all keys: the first key of the current block, and whether the band, too, hides
+  // something. Of both kinds of masks, `hidden` is what they hide of the block at an edge, of that of the last keys
+  // together with the band.
   int first_key = 0;
   typename Ring<Mainloop::kColumnStages>::Cursor columns_at{};
   const bool banded = Mainloop::kMasked && !params.forward.scores.mask.shows_all();

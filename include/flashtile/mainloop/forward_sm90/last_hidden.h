@@ -7,10 +7,10 @@
 
 namespace flashtile {
 
-/// LastHidden is what a mask hides of the 16 rows of a warp in a block of kColumns keys at an edge, the band and the
-/// LastColumns. A lane asks two neighbouring keys of every 64, of which its word has a bit for each row; where bits are
-/// needed, lanes look at each other's words. That takes more shuffles than HiddenBits, and neither shared memory nor a
-/// role that loads columns there: few blocks of a tile are at an edge.
+/// LastHidden finds which keys of an edge block are hidden from the 16 rows of a warp, by the band and by a column mask
+/// of the last keys (LastColumns), and sets their scores to −inf. Lane l looks up keys 2 · l and 2 · l + 1 of every 64
+/// and keeps a word for them: bit r says that row r does not see the first, bit 16 + r the second. A thread has scores
+/// of other keys, so hide() reads the words of the lanes that looked these up, by shuffles.
 template <int kColumns>
 struct LastHidden {
   static constexpr int kRows = HeadPacking::kRows, kAtOnce = 64, kChunks = (kColumns + kAtOnce - 1) / kAtOnce;
@@ -21,7 +21,9 @@ struct LastHidden {
                         int first_row) {
     constexpr std::uint32_t kAll = (1u << kRows) - 1;
     const int first_query = params.packing.queries_of(first_row);
-    const auto from = [&](int query) {  // bits of the rows from those of a query on; a shift by 32 or more leaves none
+    // A query has `heads` rows, so its first one is bit queries · heads. Bits of idle rows mean nothing, and a shift by
+    // 32 or more leaves none.
+    const auto from = [&](int query) {  // bits of the rows from those of a query on
       const int queries = min(max(query, first_query) - first_query, kRows);
       return __funnelshift_lc(0u, ~0u, queries * params.packing.heads);
     };

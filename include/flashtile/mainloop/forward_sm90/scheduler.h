@@ -92,7 +92,8 @@ struct ForwardSchedulerSm90 {
       LastColumns const& masked = params.masked;
       const int mask = masked.ranges.mask_of(work.tile.head), first = masked.first(k.used);
       work.more = {masked.of_mask(work.tile.batch, mask, k.used), first};
-      const int unmasked = max(first - work.keys.first, 0) / kN;  // blocks before that of the first of the last keys
+      // Blocks are at an edge from that on which has the first key with a column: so many whole ones come before it.
+      const int unmasked = max(first - work.keys.first, 0) / kN;
       work.keys.interior.end = min(work.keys.interior.end, max(unmasked, work.keys.interior.begin));
       forget();
     }

@@ -52,7 +52,7 @@ struct WidenedForwardParamsSm90 : PagedForwardParamsSm90 {
   CacheDescales k_descales, v_descales;
 };
 
-/// These are what LastColumns have for a tile.
+/// This is the column mask of the last keys as a tile asks it: see LastColumns in mask/columns.h.
 struct ColumnsOfTile {
   const HiddenRows* columns;  // of the last keys of the sequence,
   int first_key;              // from this one on
@@ -112,6 +112,7 @@ struct ForwardMainloopSm90 {
   static constexpr bool kFixedParts = are(kKeys, Keys::kFixedParts);
   static constexpr bool kLastMasked = are(kKeys, Keys::kLastMasked);
   static_assert(kOverPages || !kWidens);
+  static_assert(!kLastMasked || (kOverPages && !kMasked && !kWidens && !kFixedParts));
   using UsualParams =
       std::conditional_t<kScaled, ScaledForwardParamsSm90,
                          std::conditional_t<kWidens, WidenedForwardParamsSm90,
