@@ -103,7 +103,7 @@ def _members(shape: Shape, degree: int) -> tuple[_Member, ...]:
 
     def calls(rows: Runs, block: Runs) -> tuple[_Call, ...]:
         return tuple(
-            _Call(visible(call, _EDGE), call.rows, call.keys, call.window is None and not call.is_ragged)
+            _Call(visible(call, _EDGE), call.rows, call.keys, call.window is None and call.is_dense)
             for call in calls_of(rows, block, band, documents, places, shape.batch)
         )
 

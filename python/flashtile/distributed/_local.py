@@ -68,8 +68,8 @@ class Local:
         """Adds the results over a block of keys and values, which lie at `keys` in the whole sequence."""
         for call, given, options in self._calls(q, block, keys):
             out, _, state = forward_with_state(*given, options)
-            if call.is_ragged:
-                out, state = out[None], state[:, None]
+            if len(call.sequences) > 1:
+                out, state = _together(out), _states_together(state, call)
             total.add(*call.rows, out, state)
 
     def add_gradients(self, found: tuple[Sums, Sums, Sums], saved: Saved, q: Tensor, block: Block, keys: Runs) -> None:
@@ -78,12 +78,13 @@ class Local:
             rows = slice(*call.rows)
             dout, out, state = saved.dout[:, rows], saved.out[:, rows], saved.state[..., rows]
             dlse = None if saved.dlse is None else saved.dlse[..., rows]
-            if call.is_ragged:
-                dout, out, state, dlse = dout[0], out[0], state[:, 0], None if dlse is None else dlse[0]
+            if len(call.sequences) > 1:
+                dout, out, state = _apart(dout, call), _apart(out, call), _states_apart(state, call)
+                dlse = None if dlse is None else _states_apart(dlse, call)
             results = gradients((*saved.needed, False), dout, dlse, *given, out, state.contiguous(), options)
             for total, result, at in zip(found, results, (call.rows, call.keys, call.keys), strict=False):
                 if result is not None:
-                    total.add(*at, result if result.dim() == 4 else result[None])
+                    total.add(*at, _together(result) if len(call.sequences) > 1 else result)
 
     def _calls(
         self, q: Tensor, block: Block, keys: Runs
@@ -97,12 +98,16 @@ class Local:
                 of_documents = [max(x.document, 0) for x in call.sequences]
                 options = replaced(options, ALIBI_SLOPES, slopes[of_documents])
             if self.ranges is not None:
-                options = replaced(options, MASK, self._ranges_of(call, keys))
+                ranges = self._ranges_of(call, keys)
+                if len(call.sequences) > 1 and call.is_dense:
+                    ranges = ranges.unflatten(2, (len(call.sequences), -1))[0].transpose(0, 1).contiguous()
+                options = replaced(options, MASK, ranges)
             rows, columns = slice(*call.rows), slice(*call.keys)
             given = q[:, rows], block[0][:, columns], block[1][:, columns]
-            if call.is_ragged:
-                given = given[0][0], given[1][0], given[2][0]
-                options = replaced(options, SEQUENCES, _tables(call, q.device))
+            if len(call.sequences) > 1:
+                given = _apart(given[0], call), _apart(given[1], call), _apart(given[2], call)
+                if not call.is_dense:
+                    options = replaced(options, SEQUENCES, _tables(call, q.device))
             if places != Places.ANY:
                 batch = 0 if self.documents is None else max(first.document, 0)
                 options = (*options, (batch, self.first_head, *first.place, first.ahead))
@@ -121,6 +126,27 @@ class Local:
                 before += (part - (begin - first)).clamp(0, end - begin)
             moved.append(before)
         return torch.cat(moved, 2) if len(moved) > 1 else moved[0]
+
+
+def _apart(x: Tensor, call: Call) -> Tensor:
+    """The rows (1, T, H, D) of several sequences as kernels take them: (B, S, H, D), or ragged (T, H, D)."""
+    return x[0].unflatten(0, (len(call.sequences), -1)) if call.is_dense else x[0]
+
+
+def _together(x: Tensor) -> Tensor:
+    """The same the other way."""
+    return x.flatten(0, x.dim() - 3)[None]
+
+
+def _states_apart(x: Tensor, call: Call) -> Tensor:
+    """Numbers of rows, (…, 1, H, T), as kernels take them: (…, B, H, S), or (…, H, T)."""
+    x = x.squeeze(-3)
+    return x.unflatten(-1, (len(call.sequences), -1)).movedim(-2, -3).contiguous() if call.is_dense else x
+
+
+def _states_together(x: Tensor, call: Call) -> Tensor:
+    """The same the other way."""
+    return (x.movedim(-3, -2).flatten(-2) if call.is_dense else x).unsqueeze(-3)
 
 
 def _tables(call: Call, device: torch.device) -> tuple[Tensor, Tensor, None, None]:

@@ -75,8 +75,9 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the local kernels. With several sequences it is one of a ragged batch, whose sequences lie one behind
-    the other; some may have no rows, or no keys. `window` is that of all of them."""
+    """One call of the local kernels. With several sequences it is one of a batch, whose sequences lie one behind the
+    other: of a dense one, if they are equally long, or of a ragged one; some may have no rows, or no keys. `window` is
+    that of all of them."""
 
     sequences: tuple[Part, ...]
 
@@ -93,8 +94,9 @@ class Call:
         return self.sequences[0].window
 
     @property
-    def is_ragged(self) -> bool:
-        return len(self.sequences) > 1
+    def is_dense(self) -> bool:
+        """Whether its sequences are equally long, so that they are the entries of a dense batch."""
+        return len({(x.rows[1] - x.rows[0], x.keys[1] - x.keys[0]) for x in self.sequences}) == 1
 
 
 def pieces_of(runs: Runs, documents: Sequence[int] | None) -> list[Piece]:
