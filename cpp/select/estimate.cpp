@@ -108,12 +108,16 @@ double time_of_tiles(const Variant& v, const Problem& p, HeadPacking packing, in
   return time_of_rounds(tiles, device.multiprocessors, time_of_query(first), time_of_query(p.seqlen_q - 1), mean);
 }
 
-/// Returns the packing that leaves fewest tiles, and of several the widest. Packs that share heads compute some twice,
-/// so they have to leave fewer tiles than others. Where scores are mapped there are none: whether a block is mapped and
-/// weighed in one pass depends on all rows of a warp, and with it a row's last bits, so that two packs which share a
-/// head might store different ones. It packs none where int cannot count the rows of so long a sequence, nor where
-/// heads have ALiBi slopes, since a tile has one slope, nor of e4m3 numbers, which have descales, nor with dropout,
-/// whose random words are indexed by the rows of a head.
+/// Returns the time, in keys of a 128-row tile, of the kernel that joins the results over splits of keys.
+double time_of_joining(const Variant& v, const Problem& p, int splits) {
+  const double rows = 1.0 * splits * p.seqlen_q * p.batch * p.heads_q;
+  const double bytes = 2 * rows * 4 * (p.head_dim_v + 2);  // written, then read
+  const double of_key = 2 * 128 * (v.head_dim + v.head_dim_v) / counted::kFlops;
+  return (h100::kLaunch + h100::kPart * splits + bytes / counted::kBytes) / of_key;
+}
+
+}  // namespace
+
 HeadPacking packing_of_fewest_tiles(const Variant& v, const Problem& p) {
   HeadPacking found;
   if (p.seqlen_q >= 1 << 25 || p.alibi || p.dropout.active() || p.column_masked() || p.fp8) return found;
@@ -130,16 +134,6 @@ HeadPacking packing_of_fewest_tiles(const Variant& v, const Problem& p) {
   }
   return found;
 }
-
-/// Returns the time, in keys of a 128-row tile, of the kernel that joins the results over splits of keys.
-double time_of_joining(const Variant& v, const Problem& p, int splits) {
-  const double rows = 1.0 * splits * p.seqlen_q * p.batch * p.heads_q;
-  const double bytes = 2 * rows * 4 * (p.head_dim_v + 2);  // written, then read
-  const double of_key = 2 * 128 * (v.head_dim + v.head_dim_v) / counted::kFlops;
-  return (h100::kLaunch + h100::kPart * splits + bytes / counted::kBytes) / of_key;
-}
-
-}  // namespace
 
 Estimate estimate_forward(const Variant& v, const Problem& p, const DeviceInfo& device) {
   if (v.arch != Arch::kSm90) return {};

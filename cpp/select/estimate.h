@@ -23,6 +23,14 @@ struct Estimate {
   int splits = 1;       // and among how many thread blocks the keys of a tile are divided
 };
 
+/// Returns the packing that leaves fewest tiles, and of several the widest. Packs that share heads compute some twice,
+/// so they have to leave fewer tiles than others. Where scores are mapped there are none: whether a block is mapped and
+/// weighed in one pass depends on all rows of a warp, and with it a row's last bits, so that two packs which share a
+/// head might store different ones. It packs none where int cannot count the rows of so long a sequence, nor where
+/// heads have ALiBi slopes, since a tile has one slope, nor of e4m3 numbers, which have descales, nor with dropout,
+/// whose random words are indexed by the rows of a head.
+HeadPacking packing_of_fewest_tiles(const Variant& v, const Problem& p);
+
 /// Estimates the time of a forward, in keys of a 128-row tile in the steady state.
 Estimate estimate_forward(const Variant& v, const Problem& p, const DeviceInfo& device);
 

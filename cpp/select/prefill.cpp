@@ -98,16 +98,19 @@ struct Found {
 };
 
 /// Chooses a row for the sequences of a call: of a mixed batch for its chunks, whose keys are not split, since a tile
-/// of another sequence would leave as many parts.
+/// of another sequence would leave as many parts. Its heads are packed for sequences of the mean length: of such short
+/// ones a tile of one head would have few rows, and a chunk has as many tiles with either packing.
 template <class Row, class Suits>
 Choice<Row> choose_for(const KvcacheProblem& cache, const DeviceInfo& device, std::span<const Row> rows,
                        const Suits& suits) {
   Problem sequences = as_ragged(cache);
+  const Problem of_mean_length = sequences.dense();
   if (!is_mixed(cache)) return choose_forward(sequences, device, rows, suits);
   sequences.batch = std::clamp(sequences.seqlen_q / kOfChunk, 1, sequences.batch);
   sequences.seqlen_k = sequences.batch * cache.problem.seqlen_k;
   Choice<Row> choice = choose_forward(sequences, device, rows, suits);
   if (choice.estimate.splits > 1) choice.estimate = estimate_forward(choice.row->variant, sequences.dense(), device);
+  choice.estimate.packing = packing_of_fewest_tiles(choice.row->variant, of_mean_length);
   return choice;
 }
 
