@@ -205,6 +205,14 @@ void check_lse(const char* function, const char* name, const TensorView& lse, co
   operand.has_dtype(DType::kFloat32).is_on(p.device).is_contiguous();
 }
 
+void check_max_logits(const char* function, const TensorView& max_logits, const Problem& p) {
+  Operand{function, "max_logits", "(B, H_q)", max_logits}
+      .has_shape({p.batch, p.heads_q})
+      .has_dtype(DType::kFloat32)
+      .is_on(p.device)
+      .is_contiguous();
+}
+
 void check_state(const char* function, const TensorView& state, const Problem& p) {
   const Operand operand{function, "state", names_of(p).state, state};
   p.ragged ? operand.has_shape({2, p.heads_q, p.seqlen_q}) : operand.has_shape({2, p.batch, p.heads_q, p.seqlen_q});
@@ -281,9 +289,11 @@ Problem check_forward(const char* function, const ForwardTensors& t, const Optio
   if (t.out.given()) check_out(function, "out", t.out, t.q, problem);
   if (t.lse.given()) check_lse(function, "lse", t.lse, problem);
   if (t.state.given()) check_state(function, t.state, problem);
+  if (t.max_logits.given()) check_max_logits(function, t.max_logits, problem);
   check_options(function, options, problem);
   problem.alibi = t.alibi_slopes.given();
   problem.sinks = t.sinks.given();
+  problem.max_logits = t.max_logits.given();
   check_whole_rows(q);  // last, as such a call is computed in another way if it is legal
   check_whole_rows(v);
   return problem;

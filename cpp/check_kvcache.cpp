@@ -354,10 +354,12 @@ KvcacheProblem check_kvcache(const char* function, const KvcacheTensors& t, cons
   if (t.mask.given()) check_mask_of_last_keys({function, "mask", "(1 or B, 1 or H_k or H_q, N, 4)", t.mask}, cache);
   if (t.out.given()) check_out(function, "out", t.out, t.q, p);
   if (t.lse.given()) check_lse(function, "lse", t.lse, p);
+  if (t.max_logits.given()) check_max_logits(function, t.max_logits, p);
 
   check_options(function, options.attention, p);
   p.alibi = t.alibi_slopes.given();
   p.sinks = t.sinks.given();
+  p.max_logits = t.max_logits.given();
   cache.rotary_interleaved = options.rotary_interleaved;
   if (options.num_splits < 0)
     refuse<InvalidArgument>(function, "num_splits", "is " + std::to_string(options.num_splits), "at least 0");

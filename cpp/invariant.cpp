@@ -33,6 +33,7 @@ KvcacheTensors as_cache(const ForwardTensors& t, const TensorView& keys_end) {
   cache.alibi_slopes = t.alibi_slopes;
   cache.sinks = t.sinks;
   cache.mask = t.mask;
+  cache.max_logits = t.max_logits;
   if (!t.cu_seqlens_k.given()) return cache;
   cache.cu_seqlens_q = t.cu_seqlens_q;
   cache.k_cache = t.k.with_batch();

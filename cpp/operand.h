@@ -126,6 +126,7 @@ void check_mask(const char* function, const TensorView& mask, Problem& p);
 void check_columns(const Operand& mask, bool may_have_entries, Size columns, Problem& p);
 void check_per_head(const char* function, const char* name, const TensorView& values, const Problem& p);
 void check_lse(const char* function, const char* name, const TensorView& lse, const Problem& p);
+void check_max_logits(const char* function, const TensorView& max_logits, const Problem& p);
 void check_state(const char* function, const TensorView& state, const Problem& p);
 void check_out(const char* function, const char* name, const TensorView& out, const TensorView& q, const Problem& p);
 /// Checks that results can be written to the memory of `out`, if it is given. It is never copied, as what is `read` may

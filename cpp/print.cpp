@@ -44,7 +44,8 @@ std::string features_suffix(const Variant& v) {
   constexpr std::pair<Features, const char*> kWords[] = {{Features::kDropout, "_dropout"},
                                                          {Features::kSinks, "_sinks"},
                                                          {Features::kOrderedDq, "_ordered"},
-                                                         {Features::kSoftcap, "_softcap"}};
+                                                         {Features::kSoftcap, "_softcap"},
+                                                         {Features::kMaxLogits, "_max_logits"}};
   std::string suffix;
   for (const auto& [feature, word] : kWords)
     if (v.arch != Arch::kCpu && v.knows(feature)) suffix += word;

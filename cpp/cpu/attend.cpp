@@ -1,5 +1,7 @@
 #include "attend.h"
 
+#include <atomic>
+
 #include "flashtile/row_results.h"
 
 namespace flashtile::cpu {
@@ -37,6 +39,14 @@ class Rows {
     results_.store(at, finished, unit);
   }
 
+  /// Makes the largest logit of the row's head at least `logit`, beside other threads.
+  void raise(int row, float logit) const {
+    if (!results_.largest.wanted()) return;
+    const std::atomic_ref largest(*results_.largest.at(item_.batch, heads_.head(row)));
+    float found = largest.load(std::memory_order_relaxed);
+    while (logit > found && !largest.compare_exchange_weak(found, logit, std::memory_order_relaxed)) continue;
+  }
+
  private:
   RowResults results_;
   const Item& item_;
@@ -67,6 +77,7 @@ void normalise(const Problem& problem, const ForwardTensors& t, const Item& item
     const RowTotal total = state.total(sinks != nullptr ? sinks[heads.head(row)] : -kInfinity, unit);
     buffers.rescale[i] = total.normaliser;
     if (results.wanted()) results.store(row, total.finished(), unit);
+    results.raise(row, state.reference * unit);  // which here is the largest score
   }
 }
 

@@ -106,6 +106,7 @@ class Call {
                      .sinks = t_.sinks,
                      .out = t_.out,
                      .lse = t_.lse,
+                     .max_logits = t_.max_logits,
                      .cu_seqlens_q = t_.cu_seqlens_q};
     t.seqused_k.data = counting;
     return t;

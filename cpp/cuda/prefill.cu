@@ -89,6 +89,7 @@ void prefill(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, Str
                          .sinks = t.sinks,
                          .out = t.out,
                          .lse = t.lse,
+                         .max_logits = t.max_logits,
                          .cu_seqlens_q = {},
                          .cu_seqlens_k = {},
                          .seqused_q = {},

@@ -113,6 +113,7 @@ void copy_and_attend(const KvcachePlan& plan, const KvcacheTensors& t, void* mem
                       .cache_seqlens = {.data = at(places.held), .dtype = DType::kInt32, .device = p.device, .rank = 1},
                       .out = t.out,
                       .lse = t.lse,
+                      .max_logits = t.max_logits,
                       .cu_seqlens_q = t.cu_seqlens_q,
                       .alibi_slopes = t.alibi_slopes,
                       .sinks = t.sinks};

@@ -64,7 +64,8 @@ Features features_of(const Problem& p, Kind kind, const Variant& v) {
          when(p.deterministic && backward && on_ampere, Features::kOrderedDq) |
          when(p.softcap > 0 && backward && v.one_pass(), Features::kSoftcap) |
          when(p.column_masked() && !takes_columns, Features::kColumnMask) |
-         when(p.softcap > 0 && on_hopper && is_unusual_softcap(p, backward), Features::kUnusualSoftcap);
+         when(p.softcap > 0 && on_hopper && is_unusual_softcap(p, backward), Features::kUnusualSoftcap) |
+         when(p.max_logits && on_hopper && !backward, Features::kMaxLogits);
 }
 
 int shared_memory_of(Kind kind, const Variant& v) {

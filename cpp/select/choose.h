@@ -65,12 +65,14 @@ template <class Row>
                     ", expected at most " + std::to_string(widest) + " (less where shared memory is short)");
 }
 
-/// Returns whether a row is of a problem's dtype, wide enough for it and knows the features that it asks for.
+/// Returns whether a row is of a problem's dtype, wide enough for it and knows the features that it asks for. One that
+/// finds the largest logits writes them.
 template <class Row>
 bool serves(const Row& row, const Problem& p) {
   const Variant& v = row.variant;
   return v.dtype == p.dtype && v.head_dim >= p.head_dim && v.head_dim_v >= p.head_dim_v &&
-         v.knows(features_of(p, Row::kKind, v));
+         v.knows(features_of(p, Row::kKind, v)) &&
+         (p.max_logits || v.arch != Arch::kSm90 || !v.knows(Features::kMaxLogits));
 }
 
 /// Returns the architecture whose kernels a GPU runs. Hopper has its own for head dimensions up to the widest of

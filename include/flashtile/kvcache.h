@@ -30,7 +30,7 @@ struct KvcacheOptions {
   }
 };
 
-/// These are the tensors of a call. All of the second part, and lse, are optional.
+/// These are the tensors of a call. All of the second part, lse and max_logits are optional.
 struct KvcacheTensors {
   TensorView q;              // (B, S_q, H_q, D), or of a ragged batch (T_q, H_q, D)
   TensorView k_cache;        // (B_cache, S_cache, H_k, D), or with a block table (pages, page_size, H_k, D)
@@ -38,6 +38,7 @@ struct KvcacheTensors {
   TensorView cache_seqlens;  // (B), int32, contiguous: rows that the cache holds of each sequence before k_new is added
   TensorView out;            // (B, S_q, H_q, D_v), or (T_q, H_q, D_v)
   TensorView lse;            // (B, H_q, S_q), or (H_q, T_q), float32, contiguous
+  TensorView max_logits;     // (B, H_q), float32, contiguous, −inf at first: the largest score of each head
 
   TensorView k_new;            // (B, S_new, H_k, D), or ragged (T_q, H_k, D): rows that are written to the cache first
   TensorView v_new;            // (B, S_new, H_k, D_v), or (T_q, H_k, D_v)

@@ -24,11 +24,12 @@ struct Partials {
 };
 
 struct KvcacheParams {
-  const void* q;       // (B, S_q, H_q, D)
-  const void* k;       // (page, row, H_k, D)
-  const void* v;       // (page, row, H_k, D_v)
-  void* out;           // (B, S_q, H_q, D_v)
-  float* lse;          // (B, H_q, S_q) contiguous, or null
+  const void* q;  // (B, S_q, H_q, D)
+  const void* k;  // (page, row, H_k, D)
+  const void* v;  // (page, row, H_k, D_v)
+  void* out;      // (B, S_q, H_q, D_v)
+  float* lse;     // (B, H_q, S_q) contiguous, or null
+  LargestScores largest;
   const float* sinks;  // one per query head, or null
   Strides q_strides, k_strides, v_strides, out_strides;
   RowStrides lse_strides;
@@ -54,6 +55,7 @@ struct KvcacheParams {
         .v = t.v_cache.data,
         .out = t.out.data,
         .lse = t.lse.given() ? static_cast<float*>(t.lse.data) : nullptr,
+        .largest = LargestScores::of(t.max_logits),
         .sinks = t.sinks.given() ? static_cast<const float*>(t.sinks.data) : nullptr,
         .q_strides = Strides::of(t.q),
         .k_strides = Strides::of(t.k_cache),

@@ -52,8 +52,8 @@ struct Options {
   }
 };
 
-/// These are the tensors of a forward call. `lse`, `state`, `alibi_slopes`, `sinks`, `mask` and all of the second part
-/// are optional.
+/// These are the tensors of a forward call. `lse`, `state`, `max_logits`, `alibi_slopes`, `sinks`, `mask` and all of
+/// the second part are optional.
 ///
 /// With `cu_seqlens_q` and `cu_seqlens_k` the batch is ragged: its B sequences, of different lengths, are concatenated
 /// in q, k, v and out, which have T_q or T_k rows and no batch dimension. lse is then (H_q, T_q), and state (2, H_q,
@@ -68,6 +68,7 @@ struct ForwardTensors {
   TensorView out;           // (B, S_q, H_q, D_v)
   TensorView lse;           // (B, H_q, S_q), float32, contiguous
   TensorView state;         // (2, B, H_q, S_q), float32, contiguous: what a backward needs of each row, see FinishedRow
+  TensorView max_logits;    // (B, H_q), float32, contiguous, −inf at first: the largest score of each head
 
   TensorView cu_seqlens_q;  // (B + 1), int32, contiguous: where sequences begin, and where the last one ends
   TensorView cu_seqlens_k;  // (B + 1), int32, contiguous
@@ -118,6 +119,7 @@ struct Problem {
   float softcap = 0;  // 0: none
   bool alibi = false;
   bool sinks = false;
+  bool max_logits = false;  // whether the largest logit of each head is wanted
   Dropout dropout;
   bool deterministic = false;  // whether a backward gives the same bits in every run
   // Whether q, k and v are e4m3 numbers, and weights are rounded to such; on a CPU q, k and v are float32, which have

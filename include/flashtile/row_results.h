@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "flashtile/largest_scores.h"
 #include "flashtile/macros.h"
 #include "flashtile/math/state.h"
 #include "flashtile/problem.h"
@@ -29,10 +30,11 @@ struct RowResults {
   float* state;  // (2, B, H_q, S_q) contiguous: reference and log2_sum of FinishedRow; or null
   std::int64_t count;
   RowStrides strides;
+  LargestScores largest;
 
   static RowResults of(const Problem& p, const ForwardTensors& t) {
     const auto floats = [](const TensorView& x) { return x.given() ? static_cast<float*>(x.data) : nullptr; };
-    return {floats(t.lse), floats(t.state), p.query_rows(), RowStrides::of(p)};
+    return {floats(t.lse), floats(t.state), p.query_rows(), RowStrides::of(p), LargestScores::of(t.max_logits)};
   }
 
   FLASHTILE_HOST_DEVICE bool wanted() const { return lse != nullptr || state != nullptr; }

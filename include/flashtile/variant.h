@@ -22,7 +22,8 @@ enum class Features : std::uint8_t {
   kSoftcap = 8,          // in Hopper's backward of one pass: the derivative of softcap
   kUnusualSoftcap = 16,  // known to no row on Hopper, whose tanh is too coarse for it: see choose.cpp
   kColumnMask = 32,      // a column mask, but in rows that may take one anyway: see Variant::may_mask()
-  kEvery = 63,
+  kMaxLogits = 64,       // in Hopper's forward: the largest logit of each head; every kernel for Ampere finds it
+  kEvery = 127,
 };
 
 constexpr Features operator|(Features a, Features b) {
@@ -145,6 +146,7 @@ inline constexpr DType e4m3 = DType::kE4M3;
 inline constexpr DType e5m2 = DType::kE5M2;
 inline constexpr Features plain = Features::kNone;
 inline constexpr Features sinks = Features::kSinks;
+inline constexpr Features sinks_max_logits = Features::kSinks | Features::kMaxLogits;
 inline constexpr Features dropout = Features::kDropout;
 inline constexpr Features dropout_sinks = Features::kDropout | Features::kSinks;
 inline constexpr Features dropout_ordered = Features::kDropout | Features::kOrderedDq;

@@ -153,6 +153,14 @@ TEST(CheckKvcache, EveryKindOfCallIsLegal) {
             "accepted");
 }
 
+TEST(CheckKvcache, MaxLogits) {
+  EXPECT_EQ(check([](Call& c) { c.tensors.max_logits = tensor({2, 8}, DType::kFloat32); }), "accepted");
+  EXPECT_EQ(check([](Call& c) { c.make_ragged(), c.tensors.max_logits = tensor({2, 8}, DType::kFloat32); }),
+            "accepted");
+  EXPECT_EQ(check([](Call& c) { c.tensors.max_logits = tensor({8, 2}, DType::kFloat32); }),
+            "attention_kvcache: max_logits has shape (8, 2), expected (2, 8) = (B, H_q)");
+}
+
 TEST(CheckKvcache, ACacheWithoutPagesHasRoomForNothing) {
   KvcacheProblem p;
   ASSERT_EQ(check(

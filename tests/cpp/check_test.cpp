@@ -428,6 +428,21 @@ TEST(Check, OutAndLse) {
             "InvalidArgument: attention: lse has strides (720, 1, 8), expected a contiguous tensor");
 }
 
+TEST(Check, MaxLogits) {
+  const auto with = [](TensorView max_logits, Device device = {}) {
+    return forward([&](Call& c) { c.forward.max_logits = max_logits; }, device);
+  };
+  EXPECT_EQ(with(tensor({2, 8}, DType::kFloat32)), "accepted");
+  EXPECT_EQ(with(tensor({2, 4}, DType::kFloat32)),
+            "InvalidArgument: attention: max_logits has shape (2, 4), expected (2, 8) = (B, H_q)");
+  EXPECT_EQ(with(tensor({2, 8})), "InvalidType: attention: max_logits has dtype float16, expected float32");
+  EXPECT_EQ(with(tensor({2, 8}, DType::kFloat32), kGpu),
+            "InvalidArgument: attention: max_logits is on cpu, expected cuda:0, as q");
+  TensorView strided = tensor({2, 8}, DType::kFloat32);
+  strided.strides = {1, 2};
+  EXPECT_EQ(with(strided), "InvalidArgument: attention: max_logits has strides (1, 2), expected a contiguous tensor");
+}
+
 TEST(Check, GradientsLookLikeTheirTensors) {
   EXPECT_EQ(backward([](Call& c) { c.tensors.dq.shape[1] = 91; }),
             "InvalidArgument: attention: dq has shape (2, 91, 8, 64), expected (2, 90, 8, 64) = (B, S_q, H_q, D)");

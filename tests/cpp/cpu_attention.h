@@ -128,6 +128,7 @@ struct Attention {
         dv(v),
         lse(static_cast<std::size_t>(p.ragged ? 1 : p.batch) * p.heads_q * p.seqlen_q, 7.0f),
         dlse(lse),
+        largest(static_cast<std::size_t>(p.batch) * p.heads_q),
         slopes(static_cast<std::size_t>(p.heads_q)),
         sinks(slopes),
         dsinks(p.heads_q, 7.0f) {
@@ -142,6 +143,7 @@ struct Attention {
     const Problem& p = problem;
     ForwardTensors t{.q = q.view(), .k = k.view(), .v = v.view(), .out = out.view()};
     t.lse = flat_view(lse, {p.batch, p.heads_q, p.seqlen_q});
+    t.max_logits = flat_view(largest, {p.batch, p.heads_q});
     if (p.alibi) t.alibi_slopes = flat_view(slopes, {p.heads_q});
     if (p.alibi && slopes_per_batch) t.alibi_slopes = flat_view(slopes, {p.batch, p.heads_q});
     if (p.sinks) t.sinks = flat_view(sinks, {p.heads_q});
@@ -166,6 +168,7 @@ struct Attention {
     const bool may_pack = !problem.alibi && !problem.dropout.active() && !problem.column_masked();
     plan.packed_heads = may_pack ? std::min(most_packed, problem.group()) : 1;
     std::vector<std::byte> workspace(cpu::forward_workspace_bytes(plan), kUndefined);
+    std::ranges::fill(largest, -kInfinity);
     cpu::run_forward(plan, forward_tensors(), workspace.data(), nullptr);
   }
 
@@ -194,7 +197,7 @@ struct Attention {
 
   Problem problem;
   Tensor q, k, v, dout, out, dq, dk, dv;
-  std::vector<float> lse, dlse, slopes, sinks, dsinks;
+  std::vector<float> lse, dlse, largest, slopes, sinks, dsinks;
   bool slopes_per_batch = false;
   int tile = 32;                                        // rows and keys of a tile
   int most_packed = 1000;                               // limit of the heads that the forward packs, where it may
@@ -207,7 +210,7 @@ struct Attention {
 
 /// This is the result in double precision, laid out as (B, S, H, D) without gaps.
 struct Expected {
-  std::vector<double> out, lse, dq, dk, dv, dsinks;
+  std::vector<double> out, lse, largest, dq, dk, dv, dsinks;
 };
 
 inline double dot(const Tensor& a, int i, int head_a, const Tensor& b, int j, int head_b, int batch) {
@@ -234,6 +237,8 @@ inline void expect_row(const Attention& a, int b, int h, int i, Expected& e) {
     logit[j] = s - (p.alibi ? a.slopes[h] * std::abs(distance) : 0.0);
     top = std::max(top, logit[j]);
   }
+  double& largest = e.largest[static_cast<std::size_t>(b) * p.heads_q + h];
+  largest = std::max(largest, top);
   if (p.sinks) top = std::max(top, double{a.sinks[h]});
   for (const double s : logit) sum += s == kMinusInfinity ? 0 : std::exp(s - top);
   if (p.sinks) sum += std::exp(a.sinks[h] - top);
@@ -278,6 +283,7 @@ inline Expected expect(const Attention& a) {
   Expected e;
   e.out.resize(rows_q * p.head_dim_v);
   e.lse.resize(rows_q);
+  e.largest.resize(a.largest.size(), kMinusInfinity);
   e.dq.resize(rows_q * p.head_dim);
   e.dk.resize(rows_k * p.head_dim);
   e.dv.resize(rows_k * p.head_dim_v);
@@ -339,6 +345,16 @@ void on_every_kernel(const Body& body) {
   }
 }
 
+inline void compare(const std::vector<float>& found, const std::vector<double>& expected) {
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    if (expected[i] == kMinusInfinity) {
+      ASSERT_EQ(found[i], -kInfinity);
+    } else {
+      ASSERT_NEAR(found[i], expected[i], 1e-5 * (1 + std::abs(expected[i])));
+    }
+  }
+}
+
 inline void compare(const Attention& a, const Expected& e) {
   // The tolerance is half an ulp of the output, and for bfloat16 that of the probabilities, which are rounded before a
   // matmul.
@@ -351,13 +367,8 @@ inline void compare(const Attention& a, const Expected& e) {
   for (int h = 0; a.problem.sinks && h < a.problem.heads_q; ++h) {
     ASSERT_NEAR(a.dsinks[h], e.dsinks[h], tolerance * std::max(1.0, std::abs(e.dsinks[h]))) << "dsinks[" << h << "]";
   }
-  for (std::size_t i = 0; i < e.lse.size(); ++i) {
-    if (e.lse[i] == kMinusInfinity) {
-      ASSERT_EQ(a.lse[i], -kInfinity);
-    } else {
-      ASSERT_NEAR(a.lse[i], e.lse[i], 1e-5 * (1 + std::abs(e.lse[i])));
-    }
-  }
+  compare(a.lse, e.lse);
+  compare(a.largest, e.largest);
 }
 
 inline void expect_close(const Problem& p, int tile = 32) {

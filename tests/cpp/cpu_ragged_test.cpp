@@ -104,6 +104,10 @@ void expect_each_alone(Attention& a, int threads) {
     expect_rows("dq", a.dq, rows.q, one.dq, b);
     expect_rows("dk", a.dk, rows.k, one.dk, b);
     expect_rows("dv", a.dv, rows.k, one.dv, b);
+    for (int h = 0; h < a.problem.heads_q; ++h) {
+      const std::size_t head = static_cast<std::size_t>(b) * a.problem.heads_q + h;
+      ASSERT_EQ(forward.largest[head], one.largest[head]) << "largest[" << b << ", " << h << "]";
+    }
     for (int h = 0; h < a.problem.heads_q; ++h)
       for (int i = 0; i < rows.q.size; ++i)
         ASSERT_EQ(forward.lse[a.lse_at(0, h, rows.q.first + i)],

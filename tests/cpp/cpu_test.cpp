@@ -118,6 +118,7 @@ TEST(Cpu, ThreadsChangeNothing) {
       many.run(5);
       EXPECT_EQ(one.out.bytes(), many.out.bytes());
       EXPECT_EQ(one.lse, many.lse);
+      EXPECT_EQ(one.largest, many.largest);
       EXPECT_EQ(one.dq.bytes(), many.dq.bytes());
       EXPECT_EQ(one.dk.bytes(), many.dk.bytes());
       EXPECT_EQ(one.dv.bytes(), many.dv.bytes());
@@ -143,6 +144,7 @@ TEST(Cpu, PackedHeadsChangeNothing) {
           a.run_forward(2);
           ASSERT_EQ(a.out.bytes(), apart.out.bytes()) << packed << " heads of " << seqlen_q << " queries";
           ASSERT_EQ(a.lse, apart.lse) << packed << " heads of " << seqlen_q << " queries";
+          ASSERT_EQ(a.largest, apart.largest) << packed << " heads of " << seqlen_q << " queries";
         }
       }
   });

@@ -41,7 +41,9 @@ void for_each_supported(Visit&& visit) {
             visit(problem, device);
             problem.sinks = true;
             visit(problem, device);
-            problem.sinks = false;
+            problem.max_logits = true;
+            visit(problem, device);
+            problem.sinks = problem.max_logits = false;
             problem.deterministic = true;
             visit(problem, device);
             problem.dropout = Dropout::of(0.1, 7);
@@ -56,6 +58,8 @@ TEST(Registry, EverySupportedProblemHasARowThatFits) {
     ASSERT_GE(plan.variant.head_dim, problem.head_dim);
     ASSERT_GE(plan.variant.head_dim_v, problem.head_dim_v);
     ASSERT_LE(plan.shared_memory, device.max_shared_memory) << to_string(plan);
+    ASSERT_TRUE(device.compute_capability != 90 || plan.variant.arch != Arch::kSm90 ||
+                plan.variant.knows(Features::kMaxLogits) == problem.max_logits);
     ASSERT_GE(plan.grid, 1);
     ASSERT_STRNE(plan.why, "");
     const BackwardPlan backward = select_backward(problem, device);
@@ -73,7 +77,8 @@ TEST(Registry, EveryRowIsReached) {
   for_each_supported([&](const Problem& problem, const DeviceInfo& device) {
     reached.insert("forward " + name_of(select_forward(problem, device).variant));
     reached.insert("backward " + name_of(select_backward(problem, device).variant));
-    if (device.compute_capability == 90 && problem.dtype == DType::kBFloat16 && !problem.dropout.active())
+    const bool in_8_bits = problem.dtype == DType::kBFloat16 && !problem.dropout.active() && !problem.max_logits;
+    if (device.compute_capability == 90 && in_8_bits)
       reached.insert("forward " + name_of(select_forward(of_fp8(problem), device).variant));
   });
   for (const ForwardRow& row : forward_rows())
@@ -260,7 +265,12 @@ TEST(Select, ProblemsThatAskForLittleGetTheFasterRows) {
     EXPECT_EQ(backward(), hopper ? table::plain : table::dropout_ordered);
     problem.sinks = true;
     EXPECT_EQ(forward(), hopper ? table::sinks : table::dropout_sinks);
+    problem.max_logits = true;
+    EXPECT_EQ(forward(), hopper ? table::sinks_max_logits : table::dropout_sinks);
+    EXPECT_EQ(backward(), hopper ? table::plain : table::dropout_ordered);
     problem.sinks = false;
+    EXPECT_EQ(forward(), hopper ? table::sinks_max_logits : table::plain);
+    problem.max_logits = false;
     problem.deterministic = false;
     problem.softcap = 10;
     EXPECT_EQ(forward(), table::plain);

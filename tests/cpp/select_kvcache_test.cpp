@@ -225,6 +225,10 @@ TEST(SelectKvcache, AMixedBatchHasTwoKernelsOnHopper) {
       EXPECT_NE(to_string(found).find("sequences of up to 4 queries go through sm80"), std::string::npos);
     }
   }
+  for (const auto& [batch, queries] : {std::pair(64, 8), {16, 32}, {8, 64}, {64, 32}}) {
+    const KvcachePlan drafts = plan(batch, batch * queries, 4, nothing);
+    EXPECT_EQ(drafts.packed_heads, 4) << "tiles of one head would be empty for the most part";
+  }
   const KvcachePlan masked = plan(129, 512 + 128, 4, [](KvcacheProblem& cache) {
     cache.problem.masks_of_entry = cache.problem.masked_entries = 1;
     cache.masked_keys = 7;

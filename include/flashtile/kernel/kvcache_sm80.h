@@ -86,6 +86,7 @@ struct KvcacheKernelSm80 {
       clear(out);
       if (visible.blocks > 0) Few{mainloop()}.run(out, softmax);
       softmax.finish_sums();
+      raise_largest(s, softmax, thread < 4, [&](int r) { return 2 * thread + r; });
       __syncthreads();  // no thread still reads keys or queries, which the results replace
       Few::for_pairs(out, [&](int query, int column, float x, float y) {
         *reinterpret_cast<float2*>(&shared.exchange.out[group * kM + query][column]) = {x, y};
@@ -104,6 +105,7 @@ struct KvcacheKernelSm80 {
     Tensor cO = make_identity_tensor(Shape<Int<kM>, Int<kHeadDim>>{});
     Tensor tOcO = rows_and_columns(typename Mainloop::TiledMma{}.get_slice(thread).partition_C(cO));  // (row, column)
     Tensor rows_of_o = rows_and_columns(tOrO);
+    raise_largest(s, softmax, thread % 4 == 0, [&](int r) { return get<0>(tOcO(r, 0)); });
     __syncthreads();  // no thread still reads keys or queries, which the results replace
     Exchange& exchange = shared.exchange;
     CUTE_UNROLL
@@ -124,6 +126,22 @@ struct KvcacheKernelSm80 {
       if (threadIdx.x % 4 == 0) exchange.state[row] = softmax.row[r];
     }
     __syncthreads();  // all threads wait for the groups' results
+  }
+
+  /// Raises the largest logits of heads, if they are wanted, to those of the tile's rows `row_of(r)`, of which the
+  /// thread has the r-th one. Of the threads that share rows, one `leads`.
+  template <class RowOf>
+  CUTE_DEVICE void raise_largest(Segment const& s, typename Mainloop::Softmax const& softmax, bool leads,
+                                 RowOf&& row_of) const {
+    if (!params.largest.wanted()) return;
+    CUTE_UNROLL
+    for (int r = 0; r < Mainloop::Softmax::kRowCount; ++r) {
+      const float logit = softmax.largest_of_row(r) * params.scores.map.unit;
+      const int row = s.m_block * kM + row_of(r);
+      if (!leads || params.scores.packing.query(row) >= s.queries.used) continue;
+      const int head_q = head * params.scores.packing.heads.value + params.scores.packing.head(row);
+      if (logit > params.largest.so_far(s.batch, head_q)) params.largest.raise(s.batch, head_q, logit);
+    }
   }
 
   /// Returns the results of all groups, joined.

@@ -77,8 +77,13 @@ struct OnlineSoftmax {
   float unit_log2;        // log2 units of one unit of scores: see ScoreMap
   float offset[kRows]{};  // for weigh(): what it subtracts where relate() has not seen the scores
   bool steep = false;     // for fit(): whether any row of the warp is steep
+  float limit[kRows];     // for outgrown(): up to these, sums of weights need no further look
+  float largest[kRows];   // the largest score so far: with fit() of the thread, else as begin_largest() has it
 
-  CUTE_DEVICE explicit OnlineSoftmax(float unit_log2) : unit_log2(unit_log2) {}
+  CUTE_DEVICE explicit OnlineSoftmax(float unit_log2) : unit_log2(unit_log2) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) limit[r] = kLimit, largest[r] = -kInfinity;
+  }
 
   /// Takes the row maxima of a tile's first block of scores as references.
   template <class Scores>
@@ -101,6 +106,7 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       top[r] = top_of_row(scores, r);
+      largest[r] = fmaxf(largest[r], top[r]);
       outgrown |= (top[r] - row[r].reference) * unit_log2 > kSlack;
     }
     if (!__any_sync(0xffffffff, outgrown | steep)) [[likely]]
@@ -135,6 +141,69 @@ struct OnlineSoftmax {
     }
     find_offsets();
   }
+
+  // The next ones find the largest score, and look at few scores for that: where the sum of a block's weights is below
+  // the weight of the largest score so far, as it is in most blocks, there is no larger one among them.
+
+  /// Begins, after begin(), with what scores are `known` to be at the least, +inf for a row whose scores do not matter.
+  /// Returns whether the largest one of a row of the warp is more than what was known.
+  CUTE_DEVICE bool begin_largest(float const (&known)[kRows]) {
+    bool more = false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      more |= row[r].reference > known[r];
+      largest[r] = fmaxf(largest[r], fmaxf(known[r], row[r].reference));
+    }
+    return __any_sync(0xffffffff, more);
+  }
+
+  /// Goes by what is `known` from now on.
+  CUTE_DEVICE void know_largest(float const (&known)[kRows]) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) largest[r] = fmaxf(largest[r], known[r]);
+  }
+
+  /// Returns whether, in any thread of the warp, a score is larger than all before.
+  template <class Scores>
+  CUTE_DEVICE bool has_larger(Scores const& scores) const {
+    bool larger = false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) larger |= top_of_row(scores, r) > largest[r];
+    return __any_sync(0xffffffff, larger);
+  }
+
+  /// Raises the largest score of each row to that of `scores`.
+  template <class Scores>
+  CUTE_DEVICE void raise_largest(Scores const& scores) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) largest[r] = fmaxf(largest[r], top_of_sharers(top_of_row(scores, r)));
+  }
+
+  /// Gives all rows of the warp whose scores matter the largest score of these rows.
+  CUTE_DEVICE void share_largest() {
+    float top = -kInfinity;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) top = fmaxf(top, largest[r] < kInfinity ? largest[r] : -kInfinity);
+    CUTE_UNROLL
+    for (int bit = 1; bit < 32; bit *= 2)
+      if (!(int(kSharers) & bit)) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, bit));
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) largest[r] = fmaxf(largest[r], top);
+  }
+
+  /// Sets the limits of sums to the weights of the largest scores, after these or the references have changed. A sum of
+  /// positive numbers is at least each of them, rounded or not. The limits are a little lower than those weights, as
+  /// exp2_approx need not be monotonic.
+  CUTE_DEVICE void find_limits() {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const float weight = exp2_approx(fmaf(largest[r], unit_log2, -offset[r]));
+      limit[r] = fminf(weight * (1 - 0x1p-16f), kLimit);
+    }
+  }
+
+  /// Returns the largest score of a row, in all threads that share it.
+  CUTE_DEVICE float largest_of_row(int r) const { return top_of_sharers(largest[r]); }
 
   /// Subtracts the reference from the scores of steep rows, none of which exceeds it. A score of +inf, which Q·K has
   /// beyond float32's range, counts as the largest one.
@@ -201,10 +270,18 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Returns whether, in any thread of the warp, `outgrown` is given or sums of weights show that a score has outgrown
-  /// the reference. A row without one so far has infinite weights, a steep row infinite ones or NaN. float16 holds
-  /// kLimit; bfloat16 could hold far more, but the rounding of exponents grows with the distance to the reference.
+  /// Returns whether, in any thread of the warp, `outgrown` is given or sums of weights are above their limits: a score
+  /// has outgrown the reference, or after find_limits() may be larger than all before. A row without a reference so far
+  /// has infinite weights, a steep row infinite ones or NaN.
   CUTE_DEVICE bool outgrown(float const (&added)[kRows], bool outgrown = false) const {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) outgrown |= !(added[r] <= limit[r]);
+    return __any_sync(0xffffffff, outgrown);
+  }
+
+  /// Returns whether, in any thread of the warp, sums of weights show that a score has outgrown the reference.
+  CUTE_DEVICE bool outgrown_reference(float const (&added)[kRows]) const {
+    bool outgrown = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) outgrown |= too_large(added[r]);
     return __any_sync(0xffffffff, outgrown);
@@ -225,10 +302,11 @@ struct OnlineSoftmax {
   CUTE_DEVICE float offset_of(int r, bool related) const { return related ? offset_of_related(r) : offset[r]; }
 
  private:
-  CUTE_DEVICE static bool too_large(float sum) {
-    constexpr float kLimit = 0x1p15f;
-    return !(sum <= kLimit);
-  }
+  // float16 holds this; bfloat16 could hold far more, but the rounding of exponents grows with the distance to the
+  // reference.
+  static constexpr float kLimit = 0x1p15f;
+
+  CUTE_DEVICE static bool too_large(float sum) { return !(sum <= kLimit); }
   CUTE_DEVICE float reference_log2(int r) const { return row[r].reference * unit_log2; }
   CUTE_DEVICE bool is_steep(int r) const {
     return fabsf(reference_log2(r)) >= kSteep && row[r].reference != -kInfinity;

@@ -6,6 +6,7 @@
 #include "flashtile/mainloop/dropped.h"
 #include "flashtile/mainloop/forward_sm90/descaled_weights.h"
 #include "flashtile/mainloop/forward_sm90/fragments.h"
+#include "flashtile/mainloop/forward_sm90/largest_logits.h"
 #include "flashtile/mainloop/forward_sm90/last_hidden.h"
 #include "flashtile/mainloop/forward_sm90/long_sums.h"
 #include "flashtile/mainloop/forward_sm90/pure_scores.h"
@@ -71,6 +72,7 @@ class ForwardConsumerSm90 {
       wait_matmul<0>(tSrS);
       while (true) {
         asked = ask(work());
+        if constexpr (Mainloop::kFindsLargest) softmax.largest[0] = softmax.largest[1] = -kInfinity;
         weigh_blocks(end_part);
         const WorkCursor last_at = work_at;
         work_at.advance();
@@ -109,6 +111,7 @@ class ForwardConsumerSm90 {
   /// Waits for the rows of Q. Where they are kept in registers, it gives their stage back to the producer at once.
   CUTE_DEVICE void take_q() {
     using namespace cute;
+    if constexpr (Mainloop::kFindsLargest) known = largest_logits().known();
     auto& barriers = shared.q_barriers[warpgroup];
     barriers.wait_full(q_at);
     if constexpr (kKeepQ) {
@@ -201,7 +204,7 @@ class ForwardConsumerSm90 {
     CUTE_NO_UNROLL
     while (true) {
       if (!formed) form_scores(n_block);
-      if (opening == ScaleOut::Zero) softmax.begin(rows_and_columns(tSrS));
+      if (opening == ScaleOut::Zero) begin();
       if (!weigh<false>()) [[unlikely]]
         weigh_again();
       bool weighed = true;
@@ -269,6 +272,7 @@ class ForwardConsumerSm90 {
     ScoreMap const& map = params.forward.scores.map;
     const int n_block = work().keys.visited(step);
     if (map.capped == map.stretched || drops || walk.is_edge(n_block) || walk.blocks() < kFewBlocks) return step;
+    if (Mainloop::kFindsLargest) return step;  // which looks at scores, not at exponents
     if (map.capped) return map.near > 0 ? walk.interior.end : step;
     if (!Mainloop::kStretchesInOne) return step;
     const int end = behind_origin(n_block) ? walk.interior.end : min((origin_of(0) + 1) / kN, walk.interior.end);
@@ -412,14 +416,29 @@ class ForwardConsumerSm90 {
       descaled.weigh(softmax, tSrS, tOrP, added, false, false);
       return accept(false);
     }
-    if (kFirst) softmax.begin(rows_and_columns(tSrS));
+    if (kFirst) begin();
     softmax.weigh(tSrS, tOrP, added, false);  // without a branch before it, it begins while P·V is waited for
     return accept(false);
   }
 
+  /// Takes references from the scores of a tile's first block, or of a part's.
+  CUTE_DEVICE void begin() {
+    if constexpr (Mainloop::kFindsLargest)
+      largest_logits().begin(rows_and_columns(tSrS), known);
+    else
+      softmax.begin(rows_and_columns(tSrS));
+  }
+
+  CUTE_DEVICE LargestLogits<Mainloop> largest_logits() {
+    return {params.forward, work(), softmax, int(cute::get<0>(tScS(0, 0)))};
+  }
+
   /// Adds up the sums of the block's weights, unless a row has outgrown its reference, or the weights are `wrong`.
   CUTE_DEVICE bool accept(bool wrong) {
-    if (softmax.outgrown(added, wrong)) return false;
+    if (softmax.outgrown(added, wrong)) {
+      if (!Mainloop::kFindsLargest || softmax.outgrown_reference(added)) return false;
+      if constexpr (Mainloop::kFindsLargest) largest_logits().look(rows_and_columns(tSrS));
+    }
     softmax.row[0].sum += added[0];
     softmax.row[1].sum += added[1];
     return true;
@@ -436,6 +455,10 @@ class ForwardConsumerSm90 {
       of_values = descaled.move();
     }
     softmax.raise(scores, added, factor);
+    if constexpr (Mainloop::kFindsLargest) {
+      largest_logits().look(scores);
+      softmax.find_limits();  // from new references
+    }
     if constexpr (Mainloop::kScaled) {
       factor[0] *= of_values, factor[1] *= of_values;
       long_sums.scale(staging(), factor);
@@ -488,6 +511,9 @@ class ForwardConsumerSm90 {
   const bool drops = Mainloop::kKnowsDropout && params.forward.dropout.active();
   OnlineSoftmax<2> softmax{params.forward.scores.map.unit_log2};
   float added[2];  // sums of the block's weights in this thread's columns
+  // What is known of the largest logits comes from memory while the tile before ends.
+  [[no_unique_address]] std::conditional_t<Mainloop::kFindsLargest, typename LargestLogits<Mainloop>::Known,
+                                           NothingKnown> known;
   BlockWalk walk;  // over the key blocks of the current tile, or over its steps
   // These are under a column mask of all keys: the first key of the current block, and whether the band, too, hides
   // something. Of both kinds of masks, `hidden` is what they hide of the block at an edge, of that of the last keys

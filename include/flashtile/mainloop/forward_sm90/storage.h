@@ -124,6 +124,7 @@ struct ForwardMainloopSm90 {
   static constexpr int kHeadDim = kV.head_dim;
   static constexpr Features kFeatures = kV.features;
   static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
+  static constexpr bool kFindsLargest = kV.knows(Features::kMaxLogits) && !kScaled;
   static constexpr int kHeadDimV = kV.head_dim_v;
   static constexpr int kWarpgroups = kM / 64;  // consumer warpgroups
   static constexpr int kBlocksOfPart = keys_of_part(kV) / kN;
