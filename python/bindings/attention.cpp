@@ -63,6 +63,7 @@ Given to_given(const char* function, handle q, handle k, handle v, const nb::tup
   given.tensors.alibi_slopes = optional_view(function, "alibi_slopes", option_of(options, kAlibiSlopes));
   given.tensors.sinks = optional_view(function, "sinks", option_of(options, kSinks));
   given.tensors.mask = optional_view(function, "mask", option_of(options, kMask), kInts);
+  given.tensors.max_logits = optional_view(function, "max_logits", option_of(options, kMaxLogits), kFloat32);
   const handle sequences = option_of(options, kSequences);
   if (!sequences.is_none()) view_sequences(function, sequences, given.tensors);
   const AttentionOptions read = to_options(function, options);

@@ -40,6 +40,7 @@ KvcacheTensors to_tensors(handle q, handle k_cache, handle v_cache, const nb::tu
       .k_cache = tensor_view(kFunction, "k_cache", k_cache),
       .v_cache = tensor_view(kFunction, "v_cache", v_cache),
       .cache_seqlens = tensor_view(kFunction, "cache_seqlens", at(kCacheSeqlens), kInts),
+      .max_logits = optional_view(kFunction, "max_logits", option_of(options, kMaxLogitsOfCache), kFloat32),
       .k_new = optional("k_new", kKNew, kFloats),
       .v_new = optional("v_new", kVNew, kFloats),
       .rotary_cos = optional("rotary_cos", kRotaryCos, kFloats),

@@ -37,11 +37,14 @@ struct AttentionOptions {
 
 /// These are the options' indices in the tuple. It begins with three tensors. The fields of AttentionOptions or
 /// KvcacheOptions follow, and behind them, for attention, a tuple of tables, or None for a dense batch, and one of what
-/// only e4m3 numbers have, or None. A tuple that says where the call lies in a larger one may be last.
+/// only e4m3 numbers have, or None; for a cache, whether lse is wanted; and for both a tensor for the largest logits,
+/// which was filled with −inf, or None. A tuple that says where the call lies in a larger one may be last.
 inline constexpr std::size_t kAlibiSlopes = 0, kSinks = 1, kMask = 2, kFirstValue = 3;
 inline constexpr std::size_t kSequences = kFirstValue + count_of<AttentionOptions>(), kFp8 = kSequences + 1;
-inline constexpr std::size_t kOptionCount = kFp8 + 1, kPlace = kOptionCount;  // the last may be left out
-inline constexpr std::size_t kReturnLse = kFirstValue + count_of<KvcacheOptions>(), kCacheOptionCount = kReturnLse + 1;
+inline constexpr std::size_t kMaxLogits = kFp8 + 1;
+inline constexpr std::size_t kOptionCount = kMaxLogits + 1, kPlace = kOptionCount;  // the last may be left out
+inline constexpr std::size_t kReturnLse = kFirstValue + count_of<KvcacheOptions>();
+inline constexpr std::size_t kMaxLogitsOfCache = kReturnLse + 1, kCacheOptionCount = kMaxLogitsOfCache + 1;
 
 inline nb::handle option_of(const nb::tuple& options, std::size_t place) {
   return PyTuple_GetItem(options.ptr(), static_cast<Py_ssize_t>(place));

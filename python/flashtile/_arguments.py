@@ -57,14 +57,14 @@ def of_cache(function, options):
 def to_attention(*given, fp8=None):
     """The options of `_C.forward`, of an operator's arguments."""
     window, sequences = given[WINDOW : WINDOW + 2], given[DENSE_COUNT:] or None
-    options = (*given[:WINDOW], window, *given[WINDOW + 2 : DENSE_COUNT], sequences, fp8)
+    options = (*given[:WINDOW], window, *given[WINDOW + 2 : DENSE_COUNT], sequences, fp8, None)
     seed = options[SEED]
     return options if seed is None else replaced(options, SEED, operator.index(seed) % 2**64)
 
 
 def to_cache(*given):
     """Those of `_C.kvcache`."""
-    return (*given[:WINDOW], given[WINDOW : WINDOW + 2], *given[WINDOW + 2 :], True)
+    return (*given[:WINDOW], given[WINDOW : WINDOW + 2], *given[WINDOW + 2 :], True, None)
 
 
 def _require_given(function, **operands):

@@ -17,6 +17,7 @@ from ._core import (
     readable,
     readable_options,
     recorded,
+    refuse_flag,
     refuse_gradients_into,
     refuse_nested,
     require_tensors,
@@ -37,7 +38,7 @@ def attend(function, q, k, v, options, return_lse, out=None, is_recorded=False):
     """Out, or with `return_lse` (out, lse), of the options as the caller gave them; messages name `function`, and a
     profiler records a call by that name, once. Where the tensor `out` is given, it is written and returned."""
     if return_lse is not False and return_lse is not True:
-        raise TypeError(f"{function}: return_lse is {_C.described(return_lse)}, expected True or False")
+        refuse_flag(function, "return_lse", return_lse)
     alibi_slopes, sinks, fp8 = options[ALIBI_SLOPES], options[SINKS], options[FP8]
     if forward_ad._current_level >= 0:
         refuse_tangents(function, q=q, k=k, v=v, sinks=sinks, **descales_of(options))
@@ -186,7 +187,7 @@ for _function in (_Attention, _AttentionWithLse):
 
 def _gradients(ctx, dout, dlse, state, options, q, k, v, alibi_slopes, out, sinks=None, mask=None, *sequences):
     needed = (*ctx.needs_input_grad[:3], sinks is not None and ctx.needs_input_grad[4])
-    options = (alibi_slopes, sinks, mask, *options[TENSORS:SEQUENCES], sequences or None, None)
+    options = (alibi_slopes, sinks, mask, *options[TENSORS:SEQUENCES], sequences or None, None, None)
     function = "attention_varlen" if sequences else "attention"
     given = (needed, dout, dlse, q, k, v, out)
     try:

@@ -6,7 +6,7 @@ from torch._C._profiler import _RecordFunctionFast
 
 from . import _C
 from ._invariance import is_batch_invariant
-from ._options import BATCH_INVARIANT, DETERMINISTIC, SINKS, replaced
+from ._options import BATCH_INVARIANT, DETERMINISTIC, SINKS, TENSORS, replaced
 
 is_compiling = torch.compiler.is_dynamo_compiling
 under_functorch = torch._C._are_functorch_transforms_active
@@ -87,8 +87,9 @@ def readable(x, written=()):
 
 
 def readable_options(options):
-    """The same with tensors that a kernel can read, among them those of a tuple."""
-    return tuple(tuple(map(readable, x)) if isinstance(x, tuple) else readable(x) for x in options)
+    """The same with tensors that a kernel can read, among them those of a tuple. What it writes stays where it is."""
+    values = (tuple(map(readable, x)) if isinstance(x, tuple) else x for x in options[TENSORS:])
+    return (*map(readable, options[:TENSORS]), *values)
 
 
 def require_tensors(function, **operands):
@@ -102,12 +103,25 @@ def require_tensors(function, **operands):
             raise TypeError(f"{function}: {name} is not a dense strided tensor (its layout is {x.layout})")
 
 
+def refuse_flag(function, name, flag):
+    raise TypeError(f"{function}: {name} is {_C.described(flag)}, expected True or False")
+
+
 def require_like(function, name, place, like):
     """`place` is a tensor that `like` can be written into as it is."""
     if place.shape != like.shape:
         raise ValueError(f"{function}: {name} has shape {tuple(place.shape)}, expected {tuple(like.shape)}")
     if place.dtype != like.dtype:
         raise TypeError(f"{function}: {name} has dtype {place.dtype}, expected {like.dtype}")
+
+
+def entries_of(q, cu_seqlens_q):
+    """B. Of what is no tensor it is 0, for the module to say so."""
+    return _rows(q) if cu_seqlens_q is None else max(_rows(cu_seqlens_q) - 1, 0)
+
+
+def _rows(x):
+    return x.shape[0] if isinstance(x, Tensor) and x.dim() > 0 else 0
 
 
 def refuse_gradients_into(function, out, *inputs):

@@ -31,6 +31,7 @@ from ._options import (
     DENSE_ARGUMENTS,
     DENSE_COUNT,
     RAGGED_ARGUMENTS,
+    RETURN_LSE,
     SEED_ARGUMENT,
     SINKS,
     replaced,
@@ -221,7 +222,7 @@ def kvcache_operator(k_cache, v_cache, operands, tables, options):
         out, lse = _attention_kvcache(q, k_cache, v_cache, *given)
     else:
         out, lse = _attention_kvcache_append(q, k_cache, v_cache, k_new, v_new, *given)
-    return out, lse if options[-1] else None
+    return out, lse if options[RETURN_LSE] else None
 
 
 # ---- their definitions

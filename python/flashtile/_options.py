@@ -33,6 +33,7 @@ ATTENTION = (
     Option("sequences", "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k"),
     # A tuple; None where none of them is given. Only the operators of e4m3 numbers have these arguments, in front.
     Option("fp8", "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, ScalarType out_dtype"),
+    Option("max_logits", ""),  # (B, H_q), float32, of -inf, which kernels raise; operators have no such argument
 )
 CACHE = (
     *SCORES,
@@ -40,6 +41,7 @@ CACHE = (
     Option("num_splits", "SymInt num_splits", 0),
     Option("batch_invariant", "bool batch_invariant", False),
     Option("return_lse", "", False),  # operators always do
+    Option("max_logits", ""),
 )
 
 
@@ -55,8 +57,8 @@ def _arguments(options):
 # Places in the tuple, where tensors come first.
 ALIBI_SLOPES, SINKS, MASK, WINDOW = _places(SCORES, "alibi_slopes", "sinks", "mask", "window")
 TENSORS = sum(option.arguments.startswith("Tensor?") for option in SCORES)
-DROPOUT_P, SEED, DETERMINISTIC, BATCH_INVARIANT, SEQUENCES, FP8 = _places(
-    ATTENTION, "dropout_p", "seed", "deterministic", "batch_invariant", "sequences", "fp8"
+DROPOUT_P, SEED, DETERMINISTIC, BATCH_INVARIANT, SEQUENCES, FP8, MAX_LOGITS = _places(
+    ATTENTION, "dropout_p", "seed", "deterministic", "batch_invariant", "sequences", "fp8", "max_logits"
 )
 (RETURN_LSE,) = _places(CACHE, "return_lse")
 

@@ -6,6 +6,7 @@ from torch import Tensor, dtype
 
 from ._autograd import attend
 from ._fp8 import fp8_option
+from ._max_logits import attend_with_max_logits
 from ._misnamed import hides_misnamed, refuse_misnamed
 from .masks import ColumnMask, ranges_of
 
@@ -35,6 +36,7 @@ def attention(
     out_dtype: dtype | None = None,
     out: Tensor | None = None,
     return_lse: Literal[False] = False,
+    return_max_logits: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -59,6 +61,7 @@ def attention(
     out_dtype: dtype | None = None,
     out: Tensor | None = None,
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
@@ -83,7 +86,58 @@ def attention(
     out_dtype: dtype | None = None,
     out: Tensor | None = None,
     return_lse: bool,
+    return_max_logits: Literal[False] = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    mask: ColumnMask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: dtype | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    return_max_logits: Literal[True],
+) -> tuple[Tensor, ...]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    mask: ColumnMask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: dtype | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    return_max_logits: bool,
+) -> Tensor | tuple[Tensor, ...]: ...
 @hides_misnamed
 def attention(
     q: Tensor,
@@ -109,7 +163,8 @@ def attention(
     out_dtype: dtype | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, ``softmax(scale · q kᵀ + mask) v``, without storing the scores.
 
     For batch b, query head h and query row i, with KV head g = h // (H_q / H_k), diagonal d = i + S_k - S_q::
@@ -170,11 +225,14 @@ def attention(
             that of q, k and v. Kernels write to it at once; only of e4m3 numbers on the CPU, and where PyTorch traces
             the call, the result is copied there. There is no gradient then.
         return_lse: also return lse.
+        return_max_logits: also return the largest s[j] of each head over the rows of an entry, exactly, for QK-Clip and
+            its kin. Neither sinks nor dropout count. Not of float8_e4m3fn.
 
     Returns:
         out, (B, S_q, H_q, D_v), contiguous, of q's dtype or out_dtype; with ``return_lse`` the pair (out, lse), where
         lse is the natural logarithm, float32, (B, H_q, S_q). Both are differentiable with respect to q, k, v and sinks,
-        once.
+        once. With ``return_max_logits`` the last of the results is the largest scores, float32, (B, H_q), -inf where no
+        row sees a column: (out, max_logits), or (out, lse, max_logits). They carry no gradient.
         Sums and softmax statistics are float32. On CUDA the parts of dq add up in no fixed order unless
         ``deterministic``, so its last bits may differ from run to run (on Hopper, where D or D_v is above 128, only if
         few queries see many keys); everything else repeats to the bit. A row that sees no column has out = 0, lse =
@@ -185,8 +243,8 @@ def attention(
             :func:`scaled_dot_product_attention` takes.
         ValueError: shapes, strides, devices or option values break the rules above.
         NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, dropout with
-            batch_invariant, slopes that require a gradient, out where an input does, nested tensors, forward-mode
-            differentiation).
+            batch_invariant, return_max_logits of float8_e4m3fn, slopes that require a gradient, out where an input
+            does, nested tensors, forward-mode differentiation).
         RuntimeError: the CUDA runtime failed.
 
     Example:
@@ -198,18 +256,23 @@ def attention(
         >>> out, lse = flashtile.attention(q, k, v, window=(64, 0), return_lse=True)
         >>> lse.shape
         torch.Size([2, 8, 100])
+        >>> out, largest = flashtile.attention(q, k, v, causal=True, return_max_logits=True)
+        >>> largest.shape
+        torch.Size([2, 8])
 
     Sources: online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867); tiling and recomputation,
     FlashAttention (Dao et al. 2022, arXiv:2205.14135) and FlashAttention-2 (Dao 2023, arXiv:2307.08691); grouped
     queries, Ainslie et al. 2023 (arXiv:2305.13245); ALiBi, Press et al. 2021 (arXiv:2108.12409); sliding window,
     Longformer (Beltagy et al. 2020, arXiv:2004.05150); softcap, Gemma 2 (2024, arXiv:2408.00118); sinks, gpt-oss
-    (2025, arXiv:2508.10925); dropout's random numbers, Philox 4×32-7 (Salmon et al. 2011,
-    doi:10.1145/2063384.2063405).
+    (2025, arXiv:2508.10925); QK-Clip, Kimi K2 (2025, arXiv:2507.20534); dropout's random numbers, Philox 4×32-7
+    (Salmon et al. 2011, doi:10.1145/2063384.2063405).
     """
     if attn_mask is not ... or is_causal is not ...:
         refuse_misnamed("attention", attn_mask)
     columns = ranges_of("attention", mask, q)
     fp8 = fp8_option(q_descale, k_descale, v_descale, out_dtype)
     scores = (alibi_slopes, sinks, columns, causal, window, scale, softcap)
-    options = (*scores, dropout_p, seed, deterministic, batch_invariant, None, fp8)
+    options = (*scores, dropout_p, seed, deterministic, batch_invariant, None, fp8, None)
+    if return_max_logits is not False:
+        return attend_with_max_logits("attention", q, k, v, options, return_lse, return_max_logits, out)
     return attend("attention", q, k, v, options, return_lse, out)

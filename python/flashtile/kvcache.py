@@ -1,7 +1,7 @@
 """Attention over a cache of keys and values, contiguous or in pages: decoding and prefill."""
 
 import operator
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -9,8 +9,18 @@ from torch.autograd import forward_ad, profiler
 
 from . import _C
 from ._autograd import is_traced, refuse_tangents, takes_operators
-from ._core import as_float32, copied_into, is_compiling, recorded, refuse_gradients_into, refuse_nested
+from ._core import (
+    as_float32,
+    copied_into,
+    entries_of,
+    is_compiling,
+    recorded,
+    refuse_flag,
+    refuse_gradients_into,
+    refuse_nested,
+)
 from ._invariance import is_batch_invariant
+from ._max_logits import keeps_bits, largest_scores_over_cache, new_max_logits
 from ._misnamed import hides_misnamed, refuse_misnamed
 from ._ops import call_kvcache, kvcache_operator
 from .attention import Window
@@ -48,6 +58,7 @@ def attention_kvcache(
     batch_invariant: bool | None = None,
     out: Tensor | None = None,
     return_lse: Literal[False] = False,
+    return_max_logits: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def attention_kvcache(
@@ -78,6 +89,7 @@ def attention_kvcache(
     batch_invariant: bool | None = None,
     out: Tensor | None = None,
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention_kvcache(
@@ -108,7 +120,70 @@ def attention_kvcache(
     batch_invariant: bool | None = None,
     out: Tensor | None = None,
     return_lse: bool,
+    return_max_logits: Literal[False] = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def attention_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | int,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    cu_seqlens_q: Tensor | None = None,
+    causal: bool = True,
+    window: Window = None,
+    mask: ColumnMask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    return_max_logits: Literal[True],
+) -> tuple[Tensor, ...]: ...
+@overload
+def attention_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | int,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    cu_seqlens_q: Tensor | None = None,
+    causal: bool = True,
+    window: Window = None,
+    mask: ColumnMask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    return_max_logits: bool,
+) -> Tensor | tuple[Tensor, ...]: ...
 @hides_misnamed
 def attention_kvcache(
     q: Tensor,
@@ -140,7 +215,8 @@ def attention_kvcache(
     batch_invariant: bool | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention of new queries over a cache of keys and values, which may be given new rows first.
 
     Sequence b has the rows 0, 1, 2, ... of a cache. It holds cache_seqlens[b] of them. If ``k_new`` and ``v_new`` are
@@ -224,12 +300,16 @@ def attention_kvcache(
             memory that is not that of q, caches and new rows. Kernels write to it at once; only where PyTorch traces
             the call, the result is copied there.
         return_lse: also return lse.
+        return_max_logits: also return the largest score of each head over the queries of a sequence, exactly, scaled,
+            after softcap, with ALiBi. Sinks do not count.
 
     Returns:
         out, (B, S_q, H_q, D_v), or (T_q, H_q, D_v), contiguous, of q's dtype; with ``return_lse`` the pair (out, lse),
-        where lse is the natural logarithm, float32, (B, H_q, S_q), or (H_q, T_q). Runs repeat to the bit. A row that
-        sees no column has out = 0, lse = -inf (or the sink). Rows of a ragged q behind the last sequence are not
-        looked at: out = 0, lse = -inf. So it is with cache rows that do not count: they may hold anything.
+        where lse is the natural logarithm, float32, (B, H_q, S_q), or (H_q, T_q). With ``return_max_logits`` the last
+        of the results is the largest scores, float32, (B, H_q), -inf where no query of a sequence sees a key: (out,
+        max_logits), or (out, lse, max_logits). Runs repeat to the bit. A row that sees no column has out = 0, lse =
+        -inf (or the sink). Rows of a ragged q behind the last sequence are not looked at: out = 0, lse = -inf. So it is
+        with cache rows that do not count: they may hold anything.
 
     Raises:
         TypeError: an argument has the wrong type or dtype, such as tables of int64; or it is attn_mask or is_causal,
@@ -293,10 +373,18 @@ def attention_kvcache(
     tables = (cache_seqlens, block_table, cache_batch_idx, leftpad, cu_seqlens_q, k_descale, v_descale)
     columns = ranges_of("attention_kvcache", mask, q)
     scores = (alibi_slopes, sinks, columns, causal, window, scale, softcap)
-    options = (*scores, rotary_interleaved, num_splits, batch_invariant, return_lse)
+    by_operators = is_traced()
+    max_logits: Any = None
+    if return_max_logits is not False:
+        if return_max_logits is not True:
+            refuse_flag("attention_kvcache", "return_max_logits", return_max_logits)
+        by_operators = by_operators or keeps_bits(q, batch_invariant)
+        if not by_operators:
+            max_logits = new_max_logits(q, cu_seqlens_q)
+    options = (*scores, rotary_interleaved, num_splits, batch_invariant, return_lse, max_logits)
     given = (k_cache, v_cache, operands, tables, options)
-    if is_traced():
-        out, lse = copied_into("attention_kvcache", out, kvcache_operator(*given))
+    if by_operators:
+        out, lse, max_logits = _by_operators(*given, out, return_max_logits)
     else:
         try:
             if profiler._is_profiler_enabled:
@@ -308,8 +396,20 @@ def attention_kvcache(
             refuse_nested("attention_kvcache", q=q, k_cache=k_cache, v_cache=v_cache)
             if not takes_operators(q, k_cache, v_cache):
                 raise
-            out, lse = copied_into("attention_kvcache", out, kvcache_operator(*given))
-    return (out, lse) if return_lse else out
+            out, lse, max_logits = _by_operators(*given, out, return_max_logits)
+    if not return_max_logits:
+        return (out, lse) if return_lse else out
+    return (out, lse, max_logits) if return_lse else (out, max_logits)
+
+
+def _by_operators(k_cache, v_cache, operands, tables, options, out, return_max_logits):
+    """(out, lse or None, max_logits or None)."""
+    q, *others = operands
+    if return_max_logits and isinstance(q, Tensor):
+        operands = (q.clone(), *others)  # it may lie in a cache, and is read again when that has been written
+    given = (k_cache, v_cache, operands, tables, options)
+    out, lse = copied_into("attention_kvcache", out, kvcache_operator(*given))
+    return out, lse, largest_scores_over_cache(*given) if return_max_logits else None
 
 
 def _for_all_sequences(length, q, cu_seqlens_q):
@@ -318,8 +418,7 @@ def _for_all_sequences(length, q, cu_seqlens_q):
         length = _checked_length(length)
     if not isinstance(q, Tensor) or q.is_nested or q.layout is not torch.strided:
         return length  # what is wrong with q is said later
-    count = _rows(q) if cu_seqlens_q is None else max(_rows(cu_seqlens_q) - 1, 0)
-    return q.new_full((count,), length, dtype=torch.int32)
+    return q.new_full((entries_of(q, cu_seqlens_q),), length, dtype=torch.int32)
 
 
 def _checked_length(length):
@@ -333,10 +432,6 @@ def _checked_length(length):
         found = _C.described(length)
         raise ValueError(f"attention_kvcache: cache_seqlens is {found}, expected an int from 0 to 2^31 - 1")
     return length
-
-
-def _rows(x):
-    return x.shape[0] if isinstance(x, Tensor) and x.dim() > 0 else 0
 
 
 def _refuse_gradients(floats):

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from . import _C
-from ._autograd import attend
 from ._core import is_compiling, require_tensors
+from ._max_logits import largest_scores
 from ._options import attention_options
 from .attention import Window
 from .masks import ColumnMask, ranges_of
 
-# Scores are multiplied with this. A power of two rounds none of them, and this one leaves room below and above.
-_SHARPNESS = 2.0**64
 
-
-@torch.no_grad()
 def max_logits(
     q: Tensor,
     k: Tensor,
@@ -40,10 +35,11 @@ def max_logits(
 
     Recipes such as QK-Clip scale down the projections of heads in which it exceeds a bound.
 
-    No kernel returns it beside its results: that of a GPU takes scores relative to any number near the largest one of a
-    row, and looks for that only where it must. So this is a call of its own, over scores that are 2^64 times as large,
-    whose softmax has nothing but the largest one in it. It takes as long as a forward, on a GPU longer, where every
-    block of keys moves what such large scores are relative to.
+    Where out is wanted too, ``return_max_logits`` of :func:`attention`, :func:`attention_varlen` and
+    :func:`attention_kvcache` is the better choice: there kernels find it beside their results. This is a call of its
+    own, for those who have no values, or want it only now and then: over scores that are 2^64 times as large, whose
+    softmax has nothing but the largest one in it. It takes as long as a forward, on a GPU longer, where every block of
+    keys moves what such large scores are relative to.
 
     What a forward returns with ``return_lse`` bounds the largest score of a row at no cost: without sinks it is at most
     lse, and at least lse - log(keys that the row sees). As long as ``lse.amax()`` stays below the bound of a recipe, so
@@ -90,24 +86,9 @@ def max_logits(
     is_ragged = any(x is not None for x in sequences)
     if is_ragged:
         require_tensors("max_logits", cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    given: dict[str, object] = dict(causal=causal, window=window, scale=scale, softcap=softcap)
     if not is_compiling():  # before they are multiplied
-        _C.check_options("max_logits", attention_options(**given))
-    given |= dict(
-        mask=ranges_of("max_logits", mask, q, ragged=is_ragged),
-        scale=(q.shape[-1] ** -0.5 if scale is None else scale) * _SHARPNESS,
-        softcap=softcap * _SHARPNESS,
-        alibi_slopes=None if alibi_slopes is None else alibi_slopes * _SHARPNESS,
-        sequences=sequences if is_ragged else None,
-    )
-    # Values may be any: lse is all that counts.
-    _, lse = attend("max_logits", q, k, k[..., :8], attention_options(**given), True)
-    *batch, heads, rows = lse.shape
-    if cu_seqlens_q is not None:
-        # Rows behind the last sequence count as one more.
-        sequence = torch.bucketize(torch.arange(rows, device=q.device), cu_seqlens_q[1:], right=True)
-        largest = lse.new_full((len(cu_seqlens_q), heads), -torch.inf)
-        largest = largest.scatter_reduce(0, sequence[:, None].expand(rows, heads), lse.T, "amax")[:-1]
-    else:
-        largest = lse.amax(dim=-1) if rows > 0 else lse.new_full((*batch, heads), -torch.inf)
-    return largest / _SHARPNESS
+        given = attention_options(causal=causal, window=window, scale=scale, softcap=softcap)
+        _C.check_options("max_logits", given)
+    columns = ranges_of("max_logits", mask, q, ragged=is_ragged)
+    scores = (alibi_slopes, None, columns, causal, window, scale, softcap)
+    return largest_scores("max_logits", q, k, k, scores, sequences if is_ragged else None)

@@ -10,6 +10,7 @@ from . import _C
 from ._autograd import attend
 from ._core import is_compiling
 from ._fp8 import fp8_option
+from ._max_logits import attend_with_max_logits
 from ._misnamed import hides_misnamed, refuse_misnamed
 from .attention import Window
 from .masks import ColumnMask, ranges_of
@@ -46,6 +47,7 @@ def attention_varlen(
     out_dtype: dtype | None = None,
     out: Tensor | None = None,
     return_lse: Literal[False] = False,
+    return_max_logits: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def attention_varlen(
@@ -76,6 +78,7 @@ def attention_varlen(
     out_dtype: dtype | None = None,
     out: Tensor | None = None,
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention_varlen(
@@ -106,7 +109,70 @@ def attention_varlen(
     out_dtype: dtype | None = None,
     out: Tensor | None = None,
     return_lse: bool,
+    return_max_logits: Literal[False] = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    causal: bool = False,
+    window: Window = None,
+    mask: ColumnMask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: dtype | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    return_max_logits: Literal[True],
+) -> tuple[Tensor, ...]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    causal: bool = False,
+    window: Window = None,
+    mask: ColumnMask | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: dtype | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    return_max_logits: bool,
+) -> Tensor | tuple[Tensor, ...]: ...
 @hides_misnamed
 def attention_varlen(
     q: Tensor,
@@ -138,7 +204,8 @@ def attention_varlen(
     out_dtype: dtype | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention of a ragged batch: B sequences of any lengths, one behind the other, without padding.
 
     Sequence b has the rows cu_seqlens_q[b] up to cu_seqlens_q[b + 1] of q, and those of k and v that cu_seqlens_k
@@ -199,10 +266,14 @@ def attention_varlen(
             of q, k and v. Kernels write to it at once; only of e4m3 numbers on the CPU, and where PyTorch traces the
             call, the result is copied there. There is no gradient then.
         return_lse: also return lse.
+        return_max_logits: also return the largest score of each head over the rows of a sequence that count, as in
+            :func:`attention`. Not of float8_e4m3fn.
 
     Returns:
         out, (T_q, H_q, D_v), contiguous, of q's dtype or out_dtype; with ``return_lse`` the pair (out, lse), where lse
         is the natural logarithm, float32, (H_q, T_q). Both are differentiable with respect to q, k, v and sinks, once.
+        With ``return_max_logits`` the last of the results is the largest scores, float32, (B, H_q), -inf where no row
+        of a sequence sees a column: (out, max_logits), or (out, lse, max_logits). They carry no gradient.
         A row that sees no column has out = 0, lse = -inf (or the sink) and gradients 0. Rows that do not count, and
         rows behind the last sequence, are never looked at, whatever they hold: out = 0, lse = -inf, gradients 0.
 
@@ -214,8 +285,8 @@ def attention_varlen(
             captured in a graph: values that break the rules give unspecified results there, but nothing outside the
             tensors is read or written.
         NotImplementedError: legal, but no kernel serves it (float32 on CUDA, a GPU older than sm_80, what
-            batch_invariant goes without, slopes that require a gradient, out where an input does, nested tensors,
-            forward-mode differentiation).
+            batch_invariant goes without, return_max_logits of float8_e4m3fn, slopes that require a gradient, out where
+            an input does, nested tensors, forward-mode differentiation).
         RuntimeError: the CUDA runtime failed.
 
     Example:
@@ -243,7 +314,9 @@ def attention_varlen(
     columns = ranges_of("attention_varlen", mask, q, ragged=True)
     fp8 = fp8_option(q_descale, k_descale, v_descale, out_dtype)
     scores = (alibi_slopes, sinks, columns, causal, window, scale, softcap)
-    options = (*scores, dropout_p, seed, deterministic, batch_invariant, sequences, fp8)
+    options = (*scores, dropout_p, seed, deterministic, batch_invariant, sequences, fp8, None)
+    if return_max_logits is not False:
+        return attend_with_max_logits("attention_varlen", q, k, v, options, return_lse, return_max_logits, out)
     return attend("attention_varlen", q, k, v, options, return_lse, out)
 
 

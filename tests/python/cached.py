@@ -206,25 +206,42 @@ def appended(given):
 
 def attention(given, dtype=torch.float64):
     """(out, lse) of flashtile.attention_kvcache(**given), sequence by sequence; the caches stay as they are."""
+    *rows, heads, _ = given["q"].shape
+    out = torch.zeros(math.prod(rows), heads, given["v_cache"].shape[3], dtype=dtype, device=given["q"].device)
+    lse = torch.full((heads, len(out)), -math.inf, dtype=dtype, device=out.device)
+    for rows, operands, options in sequences(given):
+        part, part_lse = reference.attention(*operands, dtype=dtype, **options)
+        out[rows], lse[:, rows] = part[0], part_lse[0]
+    if "cu_seqlens_q" in given:
+        return out, lse
+    return out.unflatten(0, given["q"].shape[:2]), lse.unflatten(1, given["q"].shape[:2]).transpose(0, 1)
+
+
+def max_logits(given, dtype=torch.float64):
+    """The largest scores of the same call, (B, H_q)."""
+    q = given["q"]
+    found = torch.empty(len(given["cache_seqlens"]), q.shape[-2], dtype=dtype, device=q.device)
+    for b, (_, (mine, keys, _), options) in enumerate(sequences(given)):
+        options.pop("sinks", None)
+        found[b] = reference.max_logits(mine, keys, dtype=dtype, **options)[0]
+    return found
+
+
+def sequences(given):
+    """Of each one (its rows of q, one behind the other; its queries, keys and values, as they are attended to; the
+    formula's options)."""
     k_cache, v_cache = appended(given)
     q = given["q"] if "cu_seqlens_q" in given else given["q"].flatten(0, 1)
     options = {"causal": True} | {x.name: given[x.name] for x in SCORES if x.name in given}
     slopes, mask = options.pop("alibi_slopes", None), options.pop("mask", None)
-    out = torch.zeros(*q.shape[:2], v_cache.shape[3], dtype=dtype, device=q.device)
-    lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype, device=q.device)
     queries = spans(len(given["cache_seqlens"]), given["q"].shape[1], given.get("cu_seqlens_q"))
     for b, (rows, (_, end)) in enumerate(zip(queries, counted(given), strict=True)):
         place = place_of(given, b, int(given["leftpad"][b]) if "leftpad" in given else 0, end)
         mine = rotated_by(given, q[rows], end - (rows.stop - rows.start))
         own = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
         seen = None if mask is None else seen_under(mask, b, len(mine), len(place[0]))
-        part, part_lse = reference.attention(
-            mine[None], k_cache[place][None], v_cache[place][None], alibi_slopes=own, mask=seen, dtype=dtype, **options
-        )
-        out[rows], lse[:, rows] = part[0], part_lse[0]
-    if "cu_seqlens_q" in given:
-        return out, lse
-    return out.unflatten(0, given["q"].shape[:2]), lse.unflatten(1, given["q"].shape[:2]).transpose(0, 1)
+        operands = mine[None], k_cache[place][None], v_cache[place][None]
+        yield rows, operands, dict(options, alibi_slopes=own, mask=seen)
 
 
 def seen_under(mask, b, queries, keys):

@@ -18,7 +18,7 @@ from traced import quiet
 
 import flashtile
 from flashtile import _C
-from flashtile._options import ATTENTION, CACHE, SCORES, SEQUENCES, TENSORS, replaced
+from flashtile._options import ATTENTION, CACHE, RETURN_LSE, SCORES, SEQUENCES, TENSORS, replaced
 from flashtile.masks import ColumnMask
 
 pytestmark = quiet
@@ -32,7 +32,7 @@ MASKS = {
     "attention_varlen": ColumnMask.concatenate([ColumnMask.full(5, 7)]),
     "attention_kvcache": ColumnMask.full(1, 7),
 }
-TUPLES = ("sequences", "fp8")  # which hold arguments of their own
+OTHERS = ("sequences", "fp8", "max_logits")  # which are made of several arguments, or of none
 CALLS = {
     "attention": (flashtile.attention, DENSE),
     "attention_varlen": (flashtile.attention_varlen, RAGGED),
@@ -127,7 +127,6 @@ _of_type = {
 _others = dict(
     window=("big", 7, [1, 2], (1, 2, 3), (1.5, 0), (None, torch.ones(2)), torch.ones(2)),
     seed=(-1, 2**64, 1.0, "x", torch.tensor(1.0), torch.ones(2, dtype=torch.int64), np.ones(2)),
-    return_lse=_flag,
     mask=(0.0, [1.0], np.ones((2, 3)), torch.ones(2, 3)),  # callers give a ColumnMask
 )
 
@@ -136,12 +135,16 @@ def _of(options):
     return {x.name: _others[x.name] if x.name in _others else _of_type[x.arguments.split()[0]] for x in options}
 
 
+_results = dict(return_lse=_flag, return_max_logits=_flag)
 # torch.compile takes any int for a length: a look at it would tie the graph to it.
 _lengths = (-1, -(10**400))
 _longest = ("x", 1.5, torch.tensor(1.5), torch.ones(60, 90), np.ones(2), [5], *_lengths)
 REFUSED = {  # values of every argument
     "attention": dict(
-        q=_required, k=_required, v=_required, **_of(ATTENTION[:SEQUENCES]), out=_operand, return_lse=_flag
+        **dict.fromkeys(("q", "k", "v"), _required),
+        **_of(ATTENTION[:SEQUENCES]),
+        out=_operand,
+        **_results,
     ),
     "attention_varlen": dict(
         **dict.fromkeys(("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), _required),
@@ -149,15 +152,16 @@ REFUSED = {  # values of every argument
         **dict.fromkeys(("seqused_q", "seqused_k"), _operand),
         **_of(ATTENTION[:SEQUENCES]),
         out=_operand,
-        return_lse=_flag,
+        **_results,
     ),
     "attention_kvcache": dict(
         **dict.fromkeys(("q", "k_cache", "v_cache"), _required),
         cache_seqlens=("x", 1.5, [3, 4], np.ones((60, 90)), torch.eye(2).to_sparse(), None, *_lengths, 2**31),
         **dict.fromkeys(("block_table", "cache_batch_idx", "leftpad", "cu_seqlens_q"), _operand),
         **dict.fromkeys(("k_new", "v_new", "rotary_cos", "rotary_sin"), _operand),
-        **_of(CACHE) | {"batch_invariant": _flag[:-1]},  # None asks the mode
+        **_of(CACHE[:RETURN_LSE]) | {"batch_invariant": _flag[:-1]},  # None asks the mode
         out=_operand,
+        **_results,
     ),
 }
 # What is known when the operator runs, which fake tensors do not.
@@ -251,11 +255,11 @@ def test_a_function_hands_options_over_in_the_order_of_the_list(name, next_funct
     function, given = CALLS[name]
     calls = []
     monkeypatch.setitem(function.__globals__, next_function, lambda *call: calls.append(call) or (None, None))
-    named = {option.name: object() for option in options if option.name not in (*TUPLES, "mask")}
+    named = {option.name: object() for option in options if option.name not in (*OTHERS, "mask")}
     function(**given | named | dict(mask=MASKS[name]))
     handed = calls[0][4]  # behind q, k and v, or the caches, operands and tables
     found = {option.name: x for option, x in zip(options, handed, strict=True)}
-    for option in TUPLES:
+    for option in OTHERS:
         found.pop(option, None)
     assert found.pop("mask") is MASKS[name].ranges
     assert found == named
@@ -266,7 +270,7 @@ def test_the_compiled_module_takes_options_in_the_order_of_the_list(check, optio
     defaults = tuple(option.default for option in options)
     check("it", defaults)
     for place, option in enumerate(options):
-        if place >= TENSORS and option.name not in TUPLES:  # a call looks at the others
+        if place >= TENSORS and option.name not in OTHERS:  # a call looks at the others
             with pytest.raises(TypeError, match=rf"^it: {option.name} is <object "):
                 check("it", replaced(defaults, place, object()))
     with pytest.raises(TypeError, match=f"^it: expected {len(options)} options"):
@@ -276,7 +280,7 @@ def test_the_compiled_module_takes_options_in_the_order_of_the_list(check, optio
 @pytest.mark.parametrize("name, options", [("attention", ATTENTION), ("attention_kvcache", CACHE)])
 def test_defaults_are_those_of_the_list(name, options):
     parameters = inspect.signature(CALLS[name][0]).parameters
-    defaults = {option.name: option.default for option in options if option.name not in TUPLES}
+    defaults = {option.name: option.default for option in options if option.name not in OTHERS}
     if name == "attention_kvcache":
         defaults |= dict(causal=True, batch_invariant=None)
     assert {option: parameters[option].default for option in defaults} == defaults

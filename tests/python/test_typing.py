@@ -47,20 +47,21 @@ def test_the_stub_has_the_functions_of_the_compiled_module():
 
 
 def overloads(function):
-    """As the source has them, without what each says of return_lse."""
+    """As the source has them, without what each says of the results that it asks for."""
     tree = ast.parse(inspect.getsource(inspect.getmodule(function)))
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function.__name__]
     for node in found:
-        last = node.args.kwonlyargs[-1]
-        assert last.arg == "return_lse"
-        last.annotation = node.args.kw_defaults[-1] = ast.Constant(None)
+        flags = node.args.kwonlyargs[-2:]
+        assert [flag.arg for flag in flags] == ["return_lse", "return_max_logits"]
+        for place, flag in zip((-2, -1), flags, strict=True):
+            flag.annotation = node.args.kw_defaults[place] = ast.Constant(None)
     return found
 
 
 @by_name
-def test_overloads_differ_in_return_lse_alone(function):
+def test_overloads_differ_in_wanted_results_alone(function):
     *declared, implementation = overloads(function)
-    assert len(declared) == 3
+    assert len(declared) == 5
     refused = [argument.arg for argument in implementation.args.args[3:]]
     assert refused == ["attn_mask", "is_causal"]
     del implementation.args.args[3:], implementation.args.defaults[:]
@@ -70,7 +71,7 @@ def test_overloads_differ_in_return_lse_alone(function):
 @by_name
 def test_a_signature_has_what_is_served(function):
     parameters = inspect.signature(function).parameters
-    assert "return_lse" in parameters and "causal" in parameters
+    assert {"return_lse", "return_max_logits"} <= set(parameters) and "causal" in parameters
     assert not {"attn_mask", "is_causal"} & set(parameters)
     assert set(parameters) <= set(function.__doc__.replace(":", " ").split())
 

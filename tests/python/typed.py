@@ -14,6 +14,10 @@ def dense(q: Tensor, flag: bool) -> None:
     assert_type(flashtile.attention(q, q, q, causal=True, window=(3, None), return_lse=False), Tensor)
     assert_type(flashtile.attention(q, q, q, return_lse=True), tuple[Tensor, Tensor])
     assert_type(flashtile.attention(q, q, q, out=q, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(flashtile.attention(q, q, q, return_max_logits=True), tuple[Tensor, ...])
+    _, _, largest = flashtile.attention(q, q, q, return_lse=True, return_max_logits=True)
+    assert_type(largest, Tensor)
+    assert_type(flashtile.attention(q, q, q, return_max_logits=flag), Tensor | tuple[Tensor, ...])
     either = flashtile.attention(q, q, q, return_lse=flag)
     assert isinstance(either, tuple)
     assert_type(either, tuple[Tensor, Tensor])
@@ -25,6 +29,8 @@ def ragged(q: Tensor, cu_seqlens: Tensor, flag: bool) -> None:
     out, lse = flashtile.attention_varlen(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, return_lse=True)
     assert_type(lse, Tensor)
     flashtile.attention_varlen(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, return_lse=flag)
+    pair = flashtile.attention_varlen(q, q, q, cu_seqlens_q=q, cu_seqlens_k=q, return_max_logits=True)
+    assert_type(pair, tuple[Tensor, ...])
 
 
 def cached(q: Tensor, cache: Tensor, flag: bool) -> None:
@@ -33,6 +39,8 @@ def cached(q: Tensor, cache: Tensor, flag: bool) -> None:
     pair = flashtile.attention_kvcache(q, cache, cache, cache_seqlens=q.int(), return_lse=True)
     assert_type(pair, tuple[Tensor, Tensor])
     flashtile.attention_kvcache(q, cache, cache, cache_seqlens=7, return_lse=flag)
+    found = flashtile.attention_kvcache(q, cache, cache, cache_seqlens=7, return_lse=True, return_max_logits=True)
+    assert_type(found, tuple[Tensor, ...])
 
 
 def cascaded(q: Tensor, cache: Tensor, flag: bool) -> None:
