@@ -91,8 +91,10 @@ int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, 
   std::int64_t wanted = pays ? backward_section(p, v, device, key_blocks, several) / key_blocks : 1;
   const auto cached = static_cast<std::int64_t>(static_cast<double>(device.l2_bytes) / query_bytes_of_head(p, v));
   const std::int64_t most = std::max<std::int64_t>({cached, device.multiprocessors / key_blocks, 1});
-  if (!adds_in_order(p, v) && wanted > most) {  // then sections are equal, as a small last one would balance nothing
-    const std::int64_t sections = std::max<std::int64_t>((2 * all + most) / (2 * most), 1);
+  if (!adds_in_order(p, v)) {  // then sections are equal, as a small last one would balance nothing
+    wanted = std::max<std::int64_t>(wanted, 1);
+    const std::int64_t of_size = wanted > most ? (2 * all + most) / (2 * most) : (all + wanted - 1) / wanted;
+    const std::int64_t sections = std::max<std::int64_t>(of_size, 1);
     wanted = (all + sections - 1) / sections;
   }
   return static_cast<int>(std::clamp<std::int64_t>(wanted, 1, all));
