@@ -28,9 +28,11 @@ from flashtile import distributed
 from flashtile.bench import machine, report
 from flashtile.bench.rank_peers import RankPeer, rank_peers
 from flashtile.distributed._exchange import Group
+from flashtile.distributed._pairs import Band, calls_of, visible
 from flashtile.distributed._route import Delivery, Route
 from flashtile.distributed._share import Attend
 from flashtile.distributed.attention import share_of
+from flashtile.distributed.layout import Layout
 
 ROUNDS, FEWEST_ROUNDS, ENOUGH = 7, 3, 1.5  # as many as fit into so many seconds, within these bounds
 ROUND, MOST_CALLS = 0.05, 20  # a round is of calls one behind the other, as layers are, for so many seconds
@@ -263,7 +265,9 @@ class _Together(_Run):
 
 
 class _Alone(_Run):
-    """Each of a few ranks in turn, with a group whose messages arrive at once and hold anything."""
+    """Each of a few ranks in turn, with a group whose messages arrive at once and hold anything. The seconds of a rank
+    are those that it would take for the mean of all ranks' work: a window leaves less to the first rows than to others.
+    """
 
     def __init__(self, case: Case, device: torch.device):
         super().__init__(case, SHARERS, device)
@@ -275,8 +279,21 @@ class _Alone(_Run):
         leaves, dout = self.tensors(self.rows)
         for method in ("ring", "all_gather"):
             of_ranks = [self.times(call, leaves, dout) for call in self._calls(method, leaves)]
-            found[method] = {work: max(x[work] for x in of_ranks) for work in WORKS}
+            found[method] = {
+                work: max(x[work] / part for x, part in zip(of_ranks, self._parts(), strict=True)) for work in WORKS
+            }
         return found
+
+    def _parts(self) -> list[float]:
+        """How many pairs of a query and a key that it sees each rank has, as multiples of their mean."""
+        length, options = self.ranks * self.rows, dict(self.case.options)
+        documents = None if self.case.documents == 1 else self.case.begins(self.ranks)
+        band = Band.of(options.get("causal", False), options.get("window"))
+        pairs = [
+            sum(map(visible, calls_of(rows, ((0, length),), band, documents)))
+            for rows in Layout.of(self.case.layout, length, self.ranks).runs
+        ]
+        return [x * self.ranks / sum(pairs) for x in pairs]
 
     def _calls(self, method: str, leaves: list[Tensor]) -> Iterator[Callable[[list[Tensor]], Tensor]]:
         documents = None if self.case.documents == 1 else self.case.begins(self.ranks)
