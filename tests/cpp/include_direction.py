@@ -15,7 +15,7 @@ from pathlib import Path
 # The levels go from the bottom up. Rooms of one level may not include each other.
 LEVELS = [
     {"macros", "error", "tensor_view"},
-    {"descales"},
+    {"descales", "largest_scores"},
     {"range"},
     {"cuda"},
     {"variant", "sequence", "cache"},
@@ -31,7 +31,8 @@ LEVELS = [
     {"registry", "order_tiles", "mask_words", "append", "prefill", "fixed_parts"},
     {"flashtile", "params"},
     {"kvcache_params", "join_gradients", "join_parts", "prepare_backward"},
-    {"mainloop", "epilogue"},
+    {"epilogue"},
+    {"mainloop"},
     {"kernel"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
@@ -40,7 +41,7 @@ FILES = {
     "mask": [{"band", "walk"}, {"mask", "columns"}],
     "mainloop/forward_sm90": [
         {"storage"},
-        {"fragments", "descaled_weights", "last_hidden", "long_sums", "pure_scores"},
+        {"fragments", "descaled_weights", "largest_logits", "last_hidden", "long_sums", "pure_scores"},
         {"scheduler", "producer", "transposer", "widener", "consumer"},
     ],
     "mainloop/backward_one_pass_sm90": [{"storage"}, {"scheduler"}, {"producer", "consumer", "writer"}],

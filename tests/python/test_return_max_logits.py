@@ -49,6 +49,15 @@ def asked(function, given, **others):
     return dict(out=out, lse=lse, max_logits=largest)
 
 
+def assert_near(found, expected, name):
+    """To the bit on the CPU; of a GPU both are of forwards that may differ in their last bits."""
+    if found.is_cuda:
+        eps = torch.finfo(found.dtype).eps
+        torch.testing.assert_close(found, expected, rtol=0, atol=8 * eps * expected.abs().max().item())
+    else:
+        assert_bitwise(found, expected, name)
+
+
 def scores_of(options):
     """Without what changes no score."""
     return {name: x for name, x in options.items() if name not in ("sinks", "dropout_p", "seed")}
@@ -235,7 +244,7 @@ def test_gradients(device, sinks, return_lse):
     test_max_logits.check(largest, *(x.detach() for x in inputs[:2]), **plain)
     expected = expected if return_lse else (expected,)
     for a, b in zip(gradients(found), gradients(expected), strict=True):
-        assert_bitwise(a, b, "gradients")
+        assert_near(a, b, "gradients")
 
 
 INVARIANT = [
@@ -336,7 +345,7 @@ SEQUENCES = Ragged(
 TRACED_CACHES = [
     Cached("appended", dtype=BF16, new=3, seqlen_q=3, page_size=16, rotary=32, sinks=0.0),
     Cached("ragged", dtype=F16, new=0, lengths_q=(1, 0, 17, 5), tail=3, alibi="per batch and head", softcap=9.0),
-    Cached("indexed", dtype=F32, seqlen_q=5, indexed=True, leftpad=(3, 0, 0, 30), window=(20, 5), causal=False),
+    Cached("indexed", dtype=F16, seqlen_q=5, indexed=True, leftpad=(3, 0, 0, 30), window=(20, 5), causal=False),
     Masked("drafts", dtype=BF16, seqlen_q=9, new=9, trees=True, each=True, columns=9),
 ]
 
@@ -367,8 +376,7 @@ def test_compiled(function, make, device):
     torch.compiler.reset()
     used = fresh(given)
     found = compiled(lambda given: function(**given, return_lse=True, return_max_logits=True))(used)
-    assert_bitwise(found[0], expected[0])
-    assert_bitwise(found[1], expected[1], "lse")
+    assert_close(dict(out=found[0], lse=found[1]), dict(out=expected[0], lse=expected[1]))
     assert_same_largest(found[2], expected[2])
     torch.compiler.reset()
     found = compiled(lambda given: function(**given, return_max_logits=True))(fresh(given))
