@@ -131,6 +131,22 @@ TEST(SelectBackward, KeyBlocksOfOneWaveTakeTurnsUnderAMask) {
   EXPECT_EQ(plan(16 * full_round, Band::full()).grid, plan(16 * full_round, Band::full()).tiles);
 }
 
+/// A last section of one head, beside others of five, left a fourth of the GPU idle.
+TEST(SelectBackward, SectionsOfAWindowAreEqual) {
+  DeviceInfo device = gpu(90, 227);
+  device.l2_bytes = 50 << 20;
+  for (int heads = 1; heads <= 64; ++heads) {
+    Problem problem = problem_on(device, DType::kBFloat16, 128, 128, 8192);
+    problem.batch = 1;
+    problem.seqlen_k = 12288;
+    problem.heads_k = heads;
+    problem.heads_q = 4 * heads;
+    problem.band = {4096, 0};
+    const int at_once = select_backward(problem, device).heads_at_once, sections = (heads + at_once - 1) / at_once;
+    EXPECT_LT(sections * at_once - heads, sections) << heads << " heads, " << at_once << " at once";
+  }
+}
+
 TEST(SelectBackward, DeterministicKeyBlocksOfAHeadAreFewAtATime) {
   const DeviceInfo device = gpu(90, 227);
   const auto heads_at_once = [&](int head_dim, int seqlen) {

@@ -139,6 +139,16 @@ def test_calls_see_each_pair_once(layout, cuts, keys, window, causal, data):
             assert x.rows[1] == y.rows[0] and x.keys[1] == y.keys[0]  # as a ragged batch has them
 
 
+@pytest.mark.parametrize("rank", range(3))
+def test_chunks_under_a_window_are_a_dense_batch(rank):
+    """Of as many keys each, but for those of the first rank: no key comes before the first row. The chunks of the last
+    rank are neighbours, one sequence."""
+    layout = Layout.zigzag(4 * 128, 4)
+    rows, band = layout.runs[rank], Band.of(True, (32, None))
+    (call,) = calls_of(rows, needed_keys(rows, ((0, 4 * 128),), band, None), band)
+    assert len(call.sequences) == 2 and call.is_dense is (rank > 0)
+
+
 @settings(deadline=None)
 @given(ranks=st.integers(1, 4), window=st.one_of(st.none(), st.tuples(sides, sides)), data=st.data())
 def test_calls_know_their_places(ranks, window, data):

@@ -1,10 +1,8 @@
 """return_max_logits: the largest score of each head beside the results of attention, attention_varlen and
 attention_kvcache, whatever else a call is asked for, and without a bit of it being another."""
 
-import dataclasses
 import math
 
-import cached
 import pytest
 import ragged
 import reference
@@ -12,19 +10,15 @@ import test_max_logits
 import torch
 from cached import Cached, ints, with_own_caches
 from cases import BF16, CASES, DEVICE_PARAMS, F16, F32, Case, on_devices
-from compare import assert_accurate, assert_bitwise, assert_same, score_rounding
+from compare import assert_bitwise, assert_same
 from hypothesis import given as hypothesis_given
 from hypothesis import settings
 from hypothesis import strategies as st
 from ragged import Ragged
 from test_column_mask import random_mask
-from test_kvcache import cached_cases, rotation_rounding
-from test_kvcache_fp8 import E4M3, E5M2, KINDS, after, in_8_bits, whole
-from test_kvcache_fp8 import NAMES as CACHES
-from test_kvcache_laws import FIXED, LAWS, assert_close
-from test_kvcache_masks import CASES as MASKED
+from test_kvcache_fp8 import E4M3
+from test_kvcache_laws import assert_close
 from test_kvcache_masks import Masked
-from test_properties import random_problems
 from torch._subclasses.fake_tensor import FakeTensorMode
 from traced import compiled, quiet
 
@@ -41,12 +35,17 @@ def asked(function, given, **others):
     alone = function(**given, **others, return_max_logits=True)
     assert len(without) == 2 and len(alone) == 2
     assert largest.dtype is F32 and not largest.requires_grad and largest.is_contiguous()
-    invariant = others.get("batch_invariant", False)
-    check = assert_close if given["q"].is_cuda and not invariant else assert_same  # Hopper has other kernels for it
+    check = same_as_without(given | others)
     check(dict(out=out, lse=lse), dict(zip(("out", "lse"), without, strict=True)))
     check(dict(out=alone[0]), dict(out=out))
     assert_bitwise(alone[1], largest, "max_logits")
     return dict(out=out, lse=lse, max_logits=largest)
+
+
+def same_as_without(given):
+    """How results of a call have to be those of one without max_logits: to the bit, but on Hopper, which has kernels of
+    its own for it, unless they are batch-invariant."""
+    return assert_close if given["q"].is_cuda and not given.get("batch_invariant", False) else assert_same
 
 
 def assert_near(found, expected, name):
@@ -265,75 +264,6 @@ def test_batch_invariant(case, device, capability):
             _, again = flashtile.attention_varlen(q, k, v, **options, return_max_logits=True)
     assert_bitwise(again, found, "max_logits")
     check_sequences(case, device, q, k, found)
-
-
-# ---- attention_kvcache
-
-
-def over_cache(given):
-    """{out, lse, max_logits, and what is written} of a call that leaves the tensors of `given` alone."""
-    used = with_own_caches(given) | {name: x.clone() for name, x in given.items() if name.endswith("descale")}
-    results = flashtile.attention_kvcache(**used, return_lse=True, return_max_logits=True)
-    written = {name: x for name, x in used.items() if name in CACHES or name.endswith("descale")}
-    return dict(zip(("out", "lse", "max_logits"), results, strict=True)) | written
-
-
-def check_over_cache(case, device):
-    given = case.arguments(device)
-    found = over_cache(given)
-    expected = cached.results(given)
-    moves_bits = given["q"].is_cuda and not given.get("batch_invariant", False)  # as in asked()
-    (assert_close if moves_bits else assert_same)(found, expected)
-    _, alone = flashtile.attention_kvcache(**with_own_caches(given), return_max_logits=True)
-    assert_bitwise(alone, found["max_logits"], "max_logits")
-    check_largest(case, given, found["max_logits"])
-
-
-def check_largest(case, given, found, rounded=None):
-    exact, rough = cached.max_logits(given), cached.max_logits(rounded or given, F32)
-    slack = case.head_dim / 16 * score_rounding(exact) + rotation_rounding(case, given)
-    assert found.dtype is F32 and found.shape == (case.batch, case.heads_q)
-    assert_accurate(found, exact, rough, "max_logits", slack)
-
-
-@pytest.mark.parametrize("case, device", on_devices([*cached.CASES, *MASKED]))
-def test_caches(case, device):
-    check_over_cache(case, device)
-
-
-@pytest.mark.parametrize("fixed", FIXED, ids=str)
-@pytest.mark.parametrize("case, device", on_devices([*LAWS, *MASKED[::3], *cached.CASES[::4]]))
-def test_caches_in_a_fixed_order(case, device, fixed):
-    check_over_cache(dataclasses.replace(case, **fixed), device)
-
-
-@settings(random_problems, max_examples=100)
-@hypothesis_given(cached_cases())
-def test_random_caches(case):
-    check_over_cache(case, "cpu")
-
-
-@pytest.mark.gpu
-@settings(random_problems, max_examples=100)
-@hypothesis_given(cached_cases(), st.sampled_from([{}, {}, dict(batch_invariant=True), dict(num_splits=3)]))
-def test_random_caches_on_gpus(case, order):
-    if case.dtype is F32:
-        case = dataclasses.replace(case, dtype=BF16)
-    check_over_cache(dataclasses.replace(case, **order), "cuda")
-
-
-@pytest.mark.parametrize("stored", [E4M3, E5M2])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case, device", on_devices([case for case in LAWS if case.head_dim % 16 == 0]))
-def test_caches_of_8_bits(case, device, kind, stored):
-    if case.dtype is F32:
-        case = dataclasses.replace(case, dtype=BF16)
-    if (case.head_dim_v or 16) % 16 != 0:
-        case = dataclasses.replace(case, head_dim_v=None)
-    given = in_8_bits(case.arguments(device), kind, stored)
-    found = over_cache(given)
-    now = after(given, {name: x for name, x in found.items() if name in CACHES or name.endswith("descale")})
-    check_largest(case, whole(now, torch.float64), found["max_logits"], whole(now, case.dtype))
 
 
 # ---- where PyTorch traces: by a call of its own

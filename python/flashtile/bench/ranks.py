@@ -276,11 +276,11 @@ class _Alone(_Run):
         leaves, dout = self.tensors(self.ranks * self.rows)
         found = {"ideal": {work: x / self.ranks for work, x in self.times(self.whole, leaves, dout).items()}}
         del leaves, dout
-        leaves, dout = self.tensors(self.rows)
+        (leaves, dout), parts = self.tensors(self.rows), self._parts()
         for method in ("ring", "all_gather"):
             of_ranks = [self.times(call, leaves, dout) for call in self._calls(method, leaves)]
             found[method] = {
-                work: max(x[work] / part for x, part in zip(of_ranks, self._parts(), strict=True)) for work in WORKS
+                work: max(x[work] / part for x, part in zip(of_ranks, parts, strict=True)) for work in WORKS
             }
         return found
 
