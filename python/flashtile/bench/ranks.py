@@ -58,7 +58,9 @@ class Case:
     def name(self, ranks: int) -> str:
         what = " ".join(name if value is True else f"{name} {value}" for name, value in self.options) or "full"
         documents = f" {self.documents} documents" if self.documents > 1 else ""
-        return f"S{ranks * self.rows_of_rank(ranks)} H{self.heads_q}/{self.heads_k} D{self.head_dim} {what}{documents}"
+        layout = "" if self.layout == "zigzag" else f" {self.layout}"
+        rows = ranks * self.rows_of_rank(ranks)
+        return f"S{rows} H{self.heads_q}/{self.heads_k} D{self.head_dim} {what}{documents}{layout}"
 
     def rows_of_rank(self, ranks: int) -> int:
         return self.rows // ranks if self.is_whole else self.rows
@@ -70,17 +72,23 @@ class Case:
         return tuple(total * sum(weights[:n]) // sum(weights) for n in range(self.documents + 1))
 
 
+WINDOWED = (("causal", True), ("window", (4096, None)))
 CASES = (
     Case(16384, 32, 8, 128),
     Case(16384, 32, 32, 64),
     Case(16384, 16, 16, 128),
     Case(16384, 8, 8, 256),
     Case(16384, 32, 8, 128, ()),
-    Case(16384, 32, 8, 128, (("causal", True), ("window", (4096, None)))),
+    Case(16384, 32, 8, 128, WINDOWED),
+    Case(16384, 32, 8, 128, WINDOWED, layout="contiguous"),
     Case(16384, 32, 8, 128, documents=12),
     *(Case(rows << 10, 32, 8, 128, documents=n, is_whole=True) for n in (12, 1) for rows in (64, 128, 256, 512)),
 )
-QUICK = (Case(64, 4, 2, 64), Case(64, 4, 2, 64, documents=3))
+QUICK = (
+    Case(64, 4, 2, 64),
+    Case(64, 4, 2, 64, documents=3),
+    Case(64, 4, 2, 64, (("causal", True), ("window", (16, None))), layout="contiguous"),
+)
 
 
 def measure(*, quick: bool = False, json_path: Path | None = None) -> int:
@@ -255,7 +263,8 @@ class _Together(_Run):
                 raise AssertionError(f"{what} of {peer.name} is another than flashtile's by {difference:.2g}")
 
     def _call(self, leaves: list[Tensor], method: str, degree: int | None) -> Tensor:
-        options: dict[str, Any] = dict(self.case.options, method=method, ulysses_degree=degree)
+        case = self.case
+        options: dict[str, Any] = dict(case.options, layout=case.layout, method=method, ulysses_degree=degree)
         if self.case.documents == 1:
             out: Any = distributed.attention(*leaves, **options)
             return out
