@@ -37,33 +37,18 @@ struct FixedPartsMemory : ForwardMemorySm90 {
   int bytes_of_sums = 0;  // 0: they lie in memory
 
   static constexpr FixedPartsMemory of(const Variant& v) {
-    constexpr int kLimit = 227 * 1024;  // shared memory that a thread block may have
     FixedPartsMemory memory{ForwardMemorySm90::of(v)};
     const int q = bytes_of(v.dtype) * v.tile_m * v.head_dim, out = 2 * v.tile_m * v.head_dim_v;
     const int least = memory.bytes - (memory.stages_q - 1) * q - (memory.staged ? out : 0);
     const int sums = 4 * v.tile_m * v.head_dim_v;
-    if (least + sums > kLimit) return memory;
+    if (least + sums > kMostSharedMemory) return memory;
     memory.staged = true;
     memory.bytes_of_sums = sums;
-    memory.stages_q = least + sums + q <= kLimit ? 2 : 1;
+    memory.stages_q = least + sums + q <= kMostSharedMemory ? 2 : 1;
     memory.bytes = least + sums + (memory.stages_q - 1) * q;
     return memory;
   }
 };
-
-/// Keeps blocks [begin, end) of those that a tile visits.
-template <int kN>
-FLASHTILE_HOST_DEVICE void keep_blocks(VisibleKeys<kN>& keys, int begin, int end) {
-  const auto within = [&](int block) { return block < 0 ? 0 : block < keys.blocks ? block : keys.blocks; };
-  begin = within(begin);
-  keys.blocks = within(end) - begin;
-  keys.count = keys.count - begin * kN < keys.blocks * kN ? keys.count - begin * kN : keys.blocks * kN;
-  keys.first += begin * kN;
-  keys.lengths.k -= begin * kN;
-  const int first = keys.interior.begin - begin, last = keys.interior.end - begin;
-  keys.interior = {first > 0 ? first : 0, last < keys.blocks ? last : keys.blocks};
-  if (keys.interior.empty()) keys.interior = {};
-}
 
 /// FixedParts are the parts of a tile's keys, as a kernel is given them. Either a thread block goes through all of
 /// them, and adds each to a sum of those before, which does not fit into registers and stays in memory. Or the parts
@@ -108,7 +93,7 @@ struct FixedParts {
   template <int kN>
   FLASHTILE_HOST_DEVICE void take(int share, VisibleKeys<kN>& those) const {
     const int blocks_of_share = of_share * (keys / kN), begin = share * blocks_of_share - those.first / kN;
-    keep_blocks(those, begin, begin + blocks_of_share);
+    those.keep({begin, begin + blocks_of_share});
   }
 };
 

@@ -5,6 +5,8 @@
 
 namespace flashtile {
 
+inline constexpr int kMostSharedMemory = 227 * 1024;  // bytes that a thread block of Hopper may have
+
 /// This is the shared memory of Hopper's forward kernel. It has two tiles of Q where they fit, so that the next one is
 /// loaded while the last is still in use. Where that fits too, the output is staged for TMA to store it, which takes
 /// fewer instructions than to store it from registers: those of the first epilogue come from memory, all at once. Under
@@ -22,8 +24,7 @@ struct ForwardMemorySm90 {
 
   static constexpr ForwardMemorySm90 of(const Variant& v, bool widens = false) {
     constexpr int kMostOfRows = 3;
-    constexpr int kLimit = 227 * 1024;  // shared memory that a thread block may have
-    constexpr int kBarriers = 3072;     // barriers, and what the scheduler warp tells the others of each tile
+    constexpr int kBarriers = 3072;  // barriers, and what the scheduler warp tells the others of each tile
     const int q = bytes_of(v.dtype) * v.tile_m * v.head_dim;
     const int out = 2 * v.tile_m * v.head_dim_v;
     ForwardMemorySm90 memory;
@@ -37,15 +38,15 @@ struct ForwardMemorySm90 {
                        (memory.stages_k * v.head_dim + (memory.stages_v + memory.stages_of_rows) * v.head_dim_v);
     if (widens) {
       const int rows = v.tile_n * (v.head_dim + v.head_dim_v);
-      while (memory.stages_of_rows < kMostOfRows && memory.bytes + rows <= kLimit)
+      while (memory.stages_of_rows < kMostOfRows && memory.bytes + rows <= kMostSharedMemory)
         ++memory.stages_of_rows, memory.bytes += rows;
     }
     if (v.fp8()) memory.staged = true, memory.bytes += out;  // LongSums are there, too
-    if (memory.bytes + q <= kLimit) memory.stages_q = 2, memory.bytes += q;
-    if (!v.fp8() && memory.bytes + out <= kLimit) memory.staged = true, memory.bytes += out;
+    if (memory.bytes + q <= kMostSharedMemory) memory.stages_q = 2, memory.bytes += q;
+    if (!v.fp8() && memory.bytes + out <= kMostSharedMemory) memory.staged = true, memory.bytes += out;
     memory.masked_bytes = memory.bytes;
     const int columns = 16 * v.tile_n;  // the first of them have the place that ragged sequences have without a mask
-    if (memory.bytes + columns <= kLimit) memory.stages_of_columns = 2, memory.masked_bytes += columns;
+    if (memory.bytes + columns <= kMostSharedMemory) memory.stages_of_columns = 2, memory.masked_bytes += columns;
     return memory;
   }
 };

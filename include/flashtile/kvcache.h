@@ -115,11 +115,11 @@ struct KvcachePlan : Plan {
   // many, and afterwards this plan for the others, whose `most_queries` says how many those have at the most; else it
   // is null. Both have the same workspace.
   std::shared_ptr<const KvcachePlan> few;
-  int most_queries = 1 << 30;
+  int most_queries = Band::kUnbounded;
   KvcacheKernel run = nullptr;
 
   /// Returns whether it is such a plan for sequences of few queries. Another one has appended and rotated before.
-  bool comes_second() const { return most_queries < 1 << 30; }
+  bool comes_second() const { return most_queries < Band::kUnbounded; }
 };
 
 /// The warps of a CUDA kernel over a cache form groups: those of a group share a tile of keys, and a thread block has

@@ -47,7 +47,7 @@ struct MergeCall {
   TensorView state;                  // (2, B, H, S) float32
   std::vector<PartialResult> parts;  // of one dtype, in memory that is not out's
   float unit;                        // of scores: see ScoreMap
-  bool adds;                         // what `out`, of float32, and `state` hold counts as a part of all rows
+  bool adds;                         // whether what `out`, of float32, and `state` hold already is one more part
 };
 
 /// Returns the unit of scores (see ScoreMap) of a call of this scale, of this softcap (0: none) and with ALiBi or not.

@@ -31,8 +31,7 @@ LEVELS = [
     {"registry", "order_tiles", "mask_words", "append", "prefill", "fixed_parts"},
     {"flashtile", "params"},
     {"kvcache_params", "join_gradients", "join_parts", "prepare_backward"},
-    {"epilogue"},
-    {"mainloop"},
+    {"mainloop", "epilogue"},
     {"kernel"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
@@ -42,6 +41,7 @@ FILES = {
     "mainloop/forward_sm90": [
         {"storage"},
         {"fragments", "descaled_weights", "largest_logits", "last_hidden", "long_sums", "pure_scores"},
+        {"block_mask"},
         {"scheduler", "producer", "transposer", "widener", "consumer"},
     ],
     "mainloop/backward_one_pass_sm90": [{"storage"}, {"scheduler"}, {"producer", "consumer", "writer"}],

@@ -193,7 +193,7 @@ TEST(Mask, PartsOfVisibleKeysHaveEachBlockOnce) {
         int block = 0, keys = 0;
         for (int i = 0; i < parts; ++i) {
           VisibleKeys<kN> part = all;
-          part.take_part(i, parts);
+          part.keep_part(i, parts);
           const BlockWalk walk = part.walk();
           ASSERT_EQ(walk.empty(), part.blocks == 0);
           for (int b = walk.first(); b < walk.end(); b = walk.next(b), ++block) {

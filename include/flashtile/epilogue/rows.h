@@ -8,22 +8,6 @@
 
 namespace flashtile {
 
-/// QueriesOfRows are those of two rows of a thread, eight apart, of the 16 of one warp (see HeadPacking). `row` is the
-/// first one's place in the tile.
-struct QueriesOfRows {
-  HeadPacking const& packing;
-  int row;
-  int first, end;  // queries of all the warp's rows; an idle row has the end, or one after it
-
-  CUTE_DEVICE QueriesOfRows(HeadPacking const& packing, int first_row, int row)
-      : packing(packing),
-        row(row % HeadPacking::kRows),
-        first(packing.queries_of(first_row + row)),
-        end(first + packing.queries_of(HeadPacking::kRows)) {}
-  CUTE_DEVICE int query(int r) const { return first + packing.query(0, row + 8 * (r % 2)); }
-  CUTE_DEVICE int head(int r) const { return packing.head(row + 8 * (r % 2)); }
-};
-
 /// Returns the sinks of the rows of one thread, whose coordinates in the tile are `coord` (row, head_dim); −inf is
 /// none.
 template <Features kFeatures, class Coord>

@@ -91,13 +91,14 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     };
     const auto stage_dq = [&](auto& acc, Element* staging) {
       using Layout = typename Mainloop::SmemLayoutStaged;
-      constexpr int kPerBox = Mainloop::kColumnsOfStaged;
       const int first = thread % 128 / 32 * kRowsOfWarp, lane = thread % 32;
       scale_gradient(acc, backward.scale);
-      if constexpr (Mainloop::kTurned)
+      if constexpr (Mainloop::kTurned) {
         stage_columns<Layout>(rows_and_columns(acc), staging, first, lane);
-      else
+      } else {
+        constexpr int kPerBox = Mainloop::kColumnsOfStaged;
         stage_rows<Layout, kPerBox>(rows_and_columns(acc), staging + first * kPerBox, lane);
+      }
     };
     OnePassConsumerSm90<Mainloop>{params, shared, thread}.run(blocks, store, stage_dq);
     if (!Mainloop::kLoops) tma_store_wait<0>();  // shared memory must outlive TMA's reads of it

@@ -259,12 +259,19 @@ struct HiddenBits {
       return rows;
     };
     const auto bits_of = [&](Range rows) { return from(rows.begin) & ~from(rows.end); };
+    find_by([&](int column) {
+      const HiddenRows hidden = columns[min(column, count - 1)];
+      return bits_of(hidden.first) | bits_of(hidden.second);
+    });
+  }
+
+  /// Does so by `hidden(column)`, which returns a column's hidden rows: bit r of the lower 16 is that of row r.
+  template <class Hidden>
+  CUTE_DEVICE void find_by(Hidden&& hidden) {
     CUTE_UNROLL
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int column = kAtOnce * chunk + 2 * int(threadIdx.x % 32);
-      const HiddenRows left = columns[min(column, count - 1)], right = columns[min(column + 1, count - 1)];
-      bits[chunk] = ((bits_of(left.first) | bits_of(left.second)) & 0xffff) |
-                    (bits_of(right.first) | bits_of(right.second)) << kRows;
+      bits[chunk] = (hidden(column) & 0xffff) | hidden(column + 1) << kRows;
     }
     exchange();
   }

@@ -77,16 +77,22 @@ struct VisibleKeys {
       : first(0), count(keys), blocks(those.end()), interior(those.interior), lengths(all) {}
 
   FLASHTILE_HOST_DEVICE BlockWalk walk() const { return {{0, blocks}, interior}; }
-  /// Keeps the n-th of `parts` runs of neighbouring blocks, the last of which may have fewer blocks, or none.
-  FLASHTILE_HOST_DEVICE void take_part(int n, int parts) {
-    const auto at_most = [](int x, int most) { return x < most ? x : most; };
-    const int each = Spans::tiles(blocks, parts), begin = at_most(n * each, blocks);
-    blocks = at_most(each, blocks - begin);
-    count = at_most(count - begin * kN, blocks * kN);
+  /// Keeps those of `those` blocks that there are.
+  FLASHTILE_HOST_DEVICE void keep(Range those) {
+    const auto within = [&](int block) { return block < 0 ? 0 : block < blocks ? block : blocks; };
+    const int begin = within(those.begin);
+    blocks = within(those.end) - begin;
+    count = count - begin * kN < blocks * kN ? count - begin * kN : blocks * kN;
     first += begin * kN;
     lengths.k -= begin * kN;
-    interior = {interior.begin > begin ? interior.begin - begin : 0, at_most(interior.end - begin, blocks)};
+    interior = {interior.begin > begin ? interior.begin - begin : 0,
+                interior.end - begin < blocks ? interior.end - begin : blocks};
     if (interior.empty()) interior = {};
+  }
+  /// Keeps the n-th of `parts` runs of neighbouring blocks, the last of which may have fewer blocks, or none.
+  FLASHTILE_HOST_DEVICE void keep_part(int n, int parts) {
+    const int each = Spans::tiles(blocks, parts);
+    keep({n * each, (n + 1) * each});
   }
   /// Visits first the block that holds the diagonal of `row`, or that is nearest to it.
   FLASHTILE_HOST_DEVICE void begin_at_diagonal(int row) {

@@ -63,6 +63,22 @@ struct HeadPacking {
   FLASHTILE_HOST_DEVICE int query_within(int row) const { return row_within(row) * reciprocal >> kLog2Steps; }
 };
 
+/// QueriesOfRows are those of two rows of a thread, eight apart, of the 16 of one warp.
+struct QueriesOfRows {
+  HeadPacking const& packing;
+  int row;         // the first one, among those of the warp
+  int first, end;  // queries of all the warp's rows; an idle row has the end, or one after it
+
+  /// `place` is the first one's in the tile that begins with `first_row`.
+  FLASHTILE_HOST_DEVICE QueriesOfRows(HeadPacking const& of, int first_row, int place)
+      : packing(of),
+        row(place % HeadPacking::kRows),
+        first(of.queries_of(first_row + place)),
+        end(first + of.queries_of(HeadPacking::kRows)) {}
+  FLASHTILE_HOST_DEVICE int query(int r) const { return first + packing.query(0, row + 8 * (r % 2)); }
+  FLASHTILE_HOST_DEVICE int head(int r) const { return packing.head(row + 8 * (r % 2)); }
+};
+
 /// Heads are not packed: a row is a query. `none` is 0, which ptxas does not know: where it does, it keeps row numbers
 /// in registers from the mask on, and Ampere's backward of D256 spills.
 struct NoPacking {

@@ -31,7 +31,7 @@ struct SplitKeys {
   int keys_of_split = 0;  // a multiple of kItem; 0 if the caller gives no length
   int num_splits = 0;     // 0 if the caller gives no number
   bool apart = false;
-  int most_queries = 1 << 30;  // sequences of more are left to another kernel
+  int most_queries = Band::kUnbounded;  // sequences of more are left to another kernel
 
   struct Tile {
     Lengths lengths;
