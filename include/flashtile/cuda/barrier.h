@@ -15,6 +15,17 @@ CUTE_DEVICE void keep_order() {
   asm volatile("" ::: "memory");
 }
 
+/// Waits until a phase of this parity is complete, but not longer than about so many nanoseconds, and returns whether
+/// it is.
+CUTE_DEVICE bool wait_at_most(cutlass::arch::ClusterBarrier& barrier, unsigned parity, unsigned nanoseconds) {
+  unsigned complete;
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3; selp.b32 %0, 1, 0, p; }"
+               : "=r"(complete)
+               : "r"(cute::cast_smem_ptr_to_uint(&barrier)), "r"(parity), "r"(nanoseconds)
+               : "memory");
+  return complete != 0;
+}
+
 /// A cursor is a stage of a ring buffer of kStages stages, with the parity (phase bit) of its barriers in this round.
 template <int kStages>
 struct RingCursor {

@@ -79,6 +79,9 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     } else {
       if (threadIdx.x == 96) QueryProducerSm90<Mainloop>{params, shared}.run();
     }
+    if constexpr (Mainloop::kFindsLargest) {
+      if (warp == 2) LargestLogitsExchange<Mainloop>{params.forward, shared}.run();
+    }
     if constexpr (Mainloop::kOverPages) {
       if (warp == 0) PagesProducerSm90<Mainloop>{params, shared}.run_keys();
       if (warp == 2) PagesProducerSm90<Mainloop>{params, shared}.run_values();

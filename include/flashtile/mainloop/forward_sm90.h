@@ -11,6 +11,7 @@
 #pragma once
 
 #include "flashtile/mainloop/forward_sm90/consumer.h"
+#include "flashtile/mainloop/forward_sm90/largest_logits.h"
 #include "flashtile/mainloop/forward_sm90/producer.h"
 #include "flashtile/mainloop/forward_sm90/scheduler.h"
 #include "flashtile/mainloop/forward_sm90/storage.h"

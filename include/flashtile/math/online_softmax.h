@@ -21,6 +21,23 @@ CUTE_DEVICE float min_or_nan(float x, float y) {
   return smaller;
 }
 
+/// Returns the larger one, or NaN if either is NaN.
+CUTE_DEVICE float max_or_nan(float x, float y) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+  return larger;
+}
+
+/// Returns integers that are in the order of floats, which atomic operations compare, and the float of such an integer.
+/// The bits of negative floats are in the reverse order of their magnitudes.
+CUTE_DEVICE int in_order(float x) {
+  const int bits = __float_as_int(x);
+  return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+CUTE_DEVICE float from_order(int x) {
+  return __int_as_float(x ^ ((x >> 31) & 0x7fffffff));
+}
+
 /// Views an accumulator (value, m, n) as (row, column) of one thread: two rows of each m16 (mma.sync) or m64 (wgmma).
 template <class Accumulator>
 CUTE_DEVICE auto rows_and_columns(Accumulator&& acc) {
@@ -68,29 +85,55 @@ enum class Sharers : int { kQuad = 3, kOfQuads = 28 };
 /// row is steep (see kSteep), that rounding would cost too much: its scores first have the reference subtracted,
 /// exactly, and the offset is 0. Few inputs have steep rows, so these have code of their own: fit() asks whether there
 /// are any, and weigh() lets them outgrow their reference in every tile.
-template <int kRows, Sharers kSharers = Sharers::kQuad>
+///
+/// Where the largest of all scores is wanted, find_limit() lets outgrown() also say which blocks may have a larger one
+/// than those before: those with a sum of weights above the weight of that one. The more parts a block's sums have, the
+/// fewer blocks these are.
+template <int kRows, Sharers kSharers = Sharers::kQuad, int kParts = 1>
 struct OnlineSoftmax {
   static constexpr int kRowCount = kRows;
   static constexpr float kSlack = 8;
+
+  /// Sums are those of the weights of a block in this thread's columns, by row, over each of kParts parts of these.
+  struct Sums {
+    float of_part[kParts][kRows];
+
+    CUTE_DEVICE float of_row(int r) const {
+      float sum = of_part[0][r];
+      CUTE_UNROLL
+      for (int part = 1; part < kParts; ++part) sum += of_part[part][r];
+      return sum;
+    }
+    /// Returns the largest one of a row, or NaN if there is one. Comparisons of each would wait for one another.
+    CUTE_DEVICE float most_of_row(int r) const {
+      float most = of_part[0][r];
+      CUTE_UNROLL
+      for (int part = 1; part < kParts; ++part) most = max_or_nan(most, of_part[part][r]);
+      return most;
+    }
+  };
 
   RowState row[kRows];
   float unit_log2;        // log2 units of one unit of scores: see ScoreMap
   float offset[kRows]{};  // for weigh(): what it subtracts where relate() has not seen the scores
   bool steep = false;     // for fit(): whether any row of the warp is steep
   float limit[kRows];     // for outgrown(): up to these, sums of weights need no further look
-  float largest[kRows];   // the largest score so far: with fit() of the thread, else as begin_largest() has it
+  float largest[kRows];   // for fit(): the thread's largest score so far
 
   CUTE_DEVICE explicit OnlineSoftmax(float unit_log2) : unit_log2(unit_log2) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) limit[r] = kLimit, largest[r] = -kInfinity;
   }
 
-  /// Takes the row maxima of a tile's first block of scores as references.
+  /// Takes the row maxima of a tile's first block of scores as references, and forgets the limits.
   template <class Scores>
   CUTE_DEVICE void begin(Scores const& scores) {
     using namespace cute;
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) row[r] = {reference_for(top_of_sharers(top_of_row(scores, r))), 0};
+    for (int r = 0; r < kRows; ++r) {
+      row[r] = {reference_for(top_of_sharers(top_of_row(scores, r))), 0};
+      limit[r] = kLimit;
+    }
     find_offsets();
   }
 
@@ -130,79 +173,36 @@ struct OnlineSoftmax {
   /// rescale what was accumulated so far. The outcome for a row depends on that row alone: others keep their reference,
   /// also if a score exceeds it, and so their weights, bit for bit.
   template <class Scores>
-  CUTE_DEVICE void raise(Scores const& scores, float const (&added)[kRows], float (&factor)[kRows]) {
+  CUTE_DEVICE void raise(Scores const& scores, Sums const& added, float (&factor)[kRows]) {
     static_assert(kSharers == Sharers::kQuad);
     const unsigned first_of_quad = threadIdx.x % 32 & ~3u;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const float top = fmaxf(row[r].reference, reference_for(top_of_sharers(top_of_row(scores, r))));
-      const bool raised = __ballot_sync(0xffffffff, too_large(added[r])) >> first_of_quad & 0xf;
+      const bool raised = __ballot_sync(0xffffffff, too_large(added.of_row(r))) >> first_of_quad & 0xf;
       factor[r] = raised ? row[r].rebase(top, unit_log2) : 1.0f;
     }
     find_offsets();
   }
 
-  // The next ones find the largest score, and look at few scores for that: where the sum of a block's weights is below
-  // the weight of the largest score so far, as it is in most blocks, there is no larger one among them.
-
-  /// Begins, after begin(), with what scores are `known` to be at the least, +inf for a row whose scores do not matter.
-  /// Returns whether the largest one of a row of the warp is more than what was known.
-  CUTE_DEVICE bool begin_largest(float const (&known)[kRows]) {
-    bool more = false;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      more |= row[r].reference > known[r];
-      largest[r] = fmaxf(largest[r], fmaxf(known[r], row[r].reference));
-    }
-    return __any_sync(0xffffffff, more);
+  /// Sets the limit of a row's sums to the weight of a score, from which on outgrown() says that there may be a larger
+  /// one: a sum of positive numbers is at least each of them, rounded or not. It is called after that score, or the
+  /// reference, has changed. The limit is a little lower than the weight, as exp2_approx need not be monotonic.
+  CUTE_DEVICE void find_limit(int r, float score) {
+    const float weight = exp2_approx(fmaf(score, unit_log2, -offset[r]));
+    limit[r] = fminf(weight * (1 - 0x1p-16f), kLimit);
   }
 
-  /// Goes by what is `known` from now on.
-  CUTE_DEVICE void know_largest(float const (&known)[kRows]) {
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) largest[r] = fmaxf(largest[r], known[r]);
-  }
-
-  /// Returns whether, in any thread of the warp, a score is larger than all before.
+  /// Returns the largest of the thread's scores in a row.
   template <class Scores>
-  CUTE_DEVICE bool has_larger(Scores const& scores) const {
-    bool larger = false;
+  CUTE_DEVICE static float top_of_row(Scores const& scores, int r) {
+    float top = scores(r, 0);
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) larger |= top_of_row(scores, r) > largest[r];
-    return __any_sync(0xffffffff, larger);
+    for (int c = 1; c < cute::size<1>(scores); ++c) top = fmaxf(top, scores(r, c));
+    return top;
   }
 
-  /// Raises the largest score of each row to that of `scores`.
-  template <class Scores>
-  CUTE_DEVICE void raise_largest(Scores const& scores) {
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) largest[r] = fmaxf(largest[r], top_of_sharers(top_of_row(scores, r)));
-  }
-
-  /// Gives all rows of the warp whose scores matter the largest score of these rows.
-  CUTE_DEVICE void share_largest() {
-    float top = -kInfinity;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) top = fmaxf(top, largest[r] < kInfinity ? largest[r] : -kInfinity);
-    CUTE_UNROLL
-    for (int bit = 1; bit < 32; bit *= 2)
-      if (!(int(kSharers) & bit)) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, bit));
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) largest[r] = fmaxf(largest[r], top);
-  }
-
-  /// Sets the limits of sums to the weights of the largest scores, after these or the references have changed. A sum of
-  /// positive numbers is at least each of them, rounded or not. The limits are a little lower than those weights, as
-  /// exp2_approx need not be monotonic.
-  CUTE_DEVICE void find_limits() {
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      const float weight = exp2_approx(fmaf(largest[r], unit_log2, -offset[r]));
-      limit[r] = fminf(weight * (1 - 0x1p-16f), kLimit);
-    }
-  }
-
-  /// Returns the largest score of a row, in all threads that share it.
+  /// Returns the largest score of a row so far, in all threads that share it.
   CUTE_DEVICE float largest_of_row(int r) const { return top_of_sharers(largest[r]); }
 
   /// Subtracts the reference from the scores of steep rows, none of which exceeds it. A score of +inf, which Q·K has
@@ -240,7 +240,7 @@ struct OnlineSoftmax {
   /// says whether relate() has seen the scores. These are wgmma accumulators ((2, 2, n / 8), 1, 1) and stay as they
   /// are; `weights` are in the same order.
   template <class Scores, class Weights>
-  CUTE_DEVICE void weigh(Scores const& scores, Weights&& weights, float (&added)[kRows], bool related) const {
+  CUTE_DEVICE void weigh(Scores const& scores, Weights&& weights, Sums& added, bool related) const {
     const auto exponents = [&](int i, float& a, float& b) {
       const float less = offset_of(i % 2, related);
       a = fmaf(a, unit_log2, -less);
@@ -252,38 +252,40 @@ struct OnlineSoftmax {
   /// Does the same with exponents that are not yet scores times unit_log2 less an offset: `exponents(i, a, b)` makes a
   /// and b, the two scores of word i of `weights`, which are of row i % 2 of the thread, exponents.
   template <class Exponents, class Scores, class Weights>
-  CUTE_DEVICE static void weigh_by(Exponents&& exponents, Scores const& scores, Weights&& weights,
-                                   float (&added)[kRows]) {
+  CUTE_DEVICE static void weigh_by(Exponents&& exponents, Scores const& scores, Weights&& weights, Sums& added) {
     using namespace cute;
     using Element = typename std::decay_t<Weights>::value_type;
     static_assert(kRows == 2);
     auto words = recast<std::uint32_t>(weights);
+    constexpr int kWords = size(decltype(words.layout()){}), kWordsOfPart = ceil_div(kWords, 2 * kParts) * 2;
+    static_assert((kParts - 1) * kWordsOfPart < kWords);
     CUTE_UNROLL
-    for (int i = 0; i < size(words); ++i) {
+    for (int i = 0; i < kWords; ++i) {
       const int r = i % 2;
       float a = scores(2 * i), b = scores(2 * i + 1);
       exponents(i, a, b);
       a = exp2_approx(a);
       b = exp2_approx(b);
-      added[r] = i < 2 ? a + b : added[r] + a + b;
+      float& sum = added.of_part[i / kWordsOfPart][r];
+      sum = i % kWordsOfPart < 2 ? a + b : sum + a + b;
       words(i) = round_pair<Element>(a, b);
     }
   }
 
   /// Returns whether, in any thread of the warp, `outgrown` is given or sums of weights are above their limits: a score
-  /// has outgrown the reference, or after find_limits() may be larger than all before. A row without a reference so far
+  /// has outgrown the reference, or after find_limit() may be larger than that one. A row without a reference so far
   /// has infinite weights, a steep row infinite ones or NaN.
-  CUTE_DEVICE bool outgrown(float const (&added)[kRows], bool outgrown = false) const {
+  CUTE_DEVICE bool outgrown(Sums const& added, bool outgrown = false) const {
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) outgrown |= !(added[r] <= limit[r]);
+    for (int r = 0; r < kRows; ++r) outgrown |= !(added.most_of_row(r) <= limit[r]);
     return __any_sync(0xffffffff, outgrown);
   }
 
   /// Returns whether, in any thread of the warp, sums of weights show that a score has outgrown the reference.
-  CUTE_DEVICE bool outgrown_reference(float const (&added)[kRows]) const {
+  CUTE_DEVICE bool outgrown_reference(Sums const& added) const {
     bool outgrown = false;
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) outgrown |= too_large(added[r]);
+    for (int r = 0; r < kRows; ++r) outgrown |= too_large(added.of_row(r));
     return __any_sync(0xffffffff, outgrown);
   }
 
@@ -323,13 +325,6 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) offset[r] = is_steep(r) ? -kInfinity : fmaxf(reference_log2(r), -kLargest);
   }
   CUTE_DEVICE static float reference_for(float top) { return fminf(top, kLargest); }
-  template <class Scores>
-  CUTE_DEVICE static float top_of_row(Scores const& scores, int r) {
-    float top = scores(r, 0);
-    CUTE_UNROLL
-    for (int c = 1; c < cute::size<1>(scores); ++c) top = fmaxf(top, scores(r, c));
-    return top;
-  }
   CUTE_DEVICE static float top_of_sharers(float top) {
     CUTE_UNROLL
     for (int bit = 1; bit < 32; bit *= 2)

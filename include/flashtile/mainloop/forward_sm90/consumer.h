@@ -4,10 +4,10 @@
 #include <cute/tensor.hpp>
 
 #include "flashtile/mainloop/dropped.h"
+#include "flashtile/mainloop/forward_sm90/block_mask.h"
 #include "flashtile/mainloop/forward_sm90/descaled_weights.h"
 #include "flashtile/mainloop/forward_sm90/fragments.h"
 #include "flashtile/mainloop/forward_sm90/largest_logits.h"
-#include "flashtile/mainloop/forward_sm90/last_hidden.h"
 #include "flashtile/mainloop/forward_sm90/long_sums.h"
 #include "flashtile/mainloop/forward_sm90/pure_scores.h"
 #include "flashtile/mainloop/forward_sm90/storage.h"
@@ -60,6 +60,7 @@ class ForwardConsumerSm90 {
       if (!next_tile()) {
         if (walk.end() < 0) return;
         skip(work());
+        end_weighing();
         shared.work_barriers.release_by_thread(work_at);
         work_at.advance();
         continue;
@@ -72,8 +73,8 @@ class ForwardConsumerSm90 {
       wait_matmul<0>(tSrS);
       while (true) {
         asked = ask(work());
-        if constexpr (Mainloop::kFindsLargest) softmax.largest[0] = softmax.largest[1] = -kInfinity;
         weigh_blocks(end_part);
+        end_weighing();
         const WorkCursor last_at = work_at;
         work_at.advance();
         const bool goes_on = next_tile();
@@ -98,7 +99,7 @@ class ForwardConsumerSm90 {
   }
 
  private:
-  CUTE_DEVICE Work const& work() const { return shared.work[work_at.stage]; }
+  CUTE_DEVICE Work& work() const { return shared.work[work_at.stage]; }
   CUTE_DEVICE void* staging() const { return shared.staging[thread / 32]; }
 
   /// Waits for the next tile and returns whether it sees a key; if not, it sees none, or there is no tile.
@@ -111,7 +112,6 @@ class ForwardConsumerSm90 {
   /// Waits for the rows of Q. Where they are kept in registers, it gives their stage back to the producer at once.
   CUTE_DEVICE void take_q() {
     using namespace cute;
-    if constexpr (Mainloop::kFindsLargest) known = largest_logits().known();
     auto& barriers = shared.q_barriers[warpgroup];
     barriers.wait_full(q_at);
     if constexpr (kKeepQ) {
@@ -204,7 +204,10 @@ class ForwardConsumerSm90 {
     CUTE_NO_UNROLL
     while (true) {
       if (!formed) form_scores(n_block);
-      if (opening == ScaleOut::Zero) begin();
+      if (opening == ScaleOut::Zero) {
+        softmax.begin(rows_and_columns(tSrS));
+        if constexpr (Mainloop::kFindsLargest) largest_logits().look_at_references();
+      }
       if (!weigh<false>()) [[unlikely]]
         weigh_again();
       bool weighed = true;
@@ -348,27 +351,17 @@ class ForwardConsumerSm90 {
       if (maps) descaled.multiply(scores);
     }
     const auto score_tile = this->score_tile();
-    const int first_column = Mainloop::kMasked ? first_key : n_block * kN;
     if (maps) {
+      const int first_column = mask.first_column(n_block);
       if constexpr (Mainloop::kFixedParts)
         PureScoreTile<HeadPacking>{score_tile}.map(scores, tScS, first_column);
       else
         score_tile.template map<Softcaps::kUsual>(scores, tScS, first_column);
     }
-    if constexpr (Mainloop::kMasked) {
-      if (edge) hidden.hide(scores);
-      const bool ends = first_column + kN > work().keys.lengths.k;  // keys behind the last one are hidden, too
-      if (edge && (banded || ends)) [[unlikely]]
-        score_tile.mask(scores, tScS, first_column);
-    } else if constexpr (Mainloop::kLastMasked) {
-      if (edge) hidden.hide(scores);  // also what the band hides, and keys behind the last one: see LastHidden
-    } else {
-      if (edge) score_tile.mask(scores, tScS, first_column);
-    }
+    if (edge) mask.hide(work(), score_tile, scores, tScS, n_block);
   }
 
-  /// Finds what a column mask hides of a block at an edge, and under a mask of all keys which block the step visits;
-  /// and the descales of the block. It comes before the step waits for its scores, so that the matmul hides its time.
+  /// Finds what does not depend on the scores of the block of a step: what column masks hide of it, and its descales.
   template <bool kMayBeEdge>
   CUTE_DEVICE void look_at(int step) {
     if constexpr (Mainloop::kScaled) {
@@ -377,19 +370,7 @@ class ForwardConsumerSm90 {
         descaled.begin(work().more.q_descales[warpgroup], of_block, softmax, params.forward.scores.map.unit_log2, maps);
       descaled.take(of_block, maps);
     }
-    if constexpr (Mainloop::kLastMasked) {
-      if (kMayBeEdge && walk.is_edge(work().keys.visited(step)))
-        hidden.find(work().more, params.forward.scores, work().sequence.lengths(), Mainloop::key_of_step(work(), step),
-                    first_row_of_warp());
-    }
-    if constexpr (Mainloop::kMasked) {
-      first_key = shared.first_key[k_at.stage];
-      if (!kMayBeEdge || !walk.is_edge(step)) return;
-      shared.columns_barriers.wait_full(columns_at);
-      hidden.find(shared.columns[columns_at.stage], kN, first_row_of_warp());
-      shared.columns_barriers.release_by_warp(columns_at);
-      columns_at.advance();
-    }
+    mask.template look_at<kMayBeEdge>(work(), walk, step, k_at.stage, first_row_of_warp());
   }
 
   /// Returns the first row of the thread's warp, counted among those of the head.
@@ -410,55 +391,61 @@ class ForwardConsumerSm90 {
       if (kFirst) descaled.multiply(rows_and_columns(tSrS));
       if (kFirst) softmax.begin(rows_and_columns(tSrS));
       if (descaled.is_far()) [[unlikely]] {
-        added[0] = added[1] = kInfinity;
+        added = {{{kInfinity, kInfinity}}};
         return false;
       }
       descaled.weigh(softmax, tSrS, tOrP, added, false, false);
       return accept(false);
     }
-    if (kFirst) begin();
+    if (kFirst) softmax.begin(rows_and_columns(tSrS));
     softmax.weigh(tSrS, tOrP, added, false);  // without a branch before it, it begins while P·V is waited for
-    return accept(false);
-  }
-
-  /// Takes references from the scores of a tile's first block, or of a part's.
-  CUTE_DEVICE void begin() {
-    if constexpr (Mainloop::kFindsLargest)
-      largest_logits().begin(rows_and_columns(tSrS), known);
-    else
-      softmax.begin(rows_and_columns(tSrS));
+    const bool weighed = accept(false);
+    if constexpr (kFirst && Mainloop::kFindsLargest) largest_logits().look_at_references();
+    return weighed;
   }
 
   CUTE_DEVICE LargestLogits<Mainloop> largest_logits() {
-    return {params.forward, work(), softmax, int(cute::get<0>(tScS(0, 0)))};
+    return {params.forward, shared, work(), softmax, int(cute::get<0>(tScS(0, 0)))};
+  }
+  /// Tells who exchanges the largest logits that the warp has seen all scores of the tile.
+  CUTE_DEVICE void end_weighing() const {
+    if constexpr (Mainloop::kFindsLargest) {
+      __syncwarp();
+      if (thread % 32 == 0) shared.weighed[work_at.stage].arrive();
+    }
   }
 
-  /// Adds up the sums of the block's weights, unless a row has outgrown its reference, or the weights are `wrong`.
+  /// Adds up the sums of the block's weights, unless a row has outgrown its reference, or its limit, or the weights are
+  /// `wrong`.
   CUTE_DEVICE bool accept(bool wrong) {
-    if (softmax.outgrown(added, wrong)) {
-      if (!Mainloop::kFindsLargest || softmax.outgrown_reference(added)) return false;
-      if constexpr (Mainloop::kFindsLargest) largest_logits().look(rows_and_columns(tSrS));
-    }
-    softmax.row[0].sum += added[0];
-    softmax.row[1].sum += added[1];
+    if (softmax.outgrown(added, wrong)) return false;
+    add_sums();
     return true;
+  }
+  CUTE_DEVICE void add_sums() {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) softmax.row[r].sum += added.of_row(r);
   }
 
   /// Computes the block's weights anew, with references that its scores do not exceed, and in steep rows from
   /// differences, formed before they are multiplied. The references of a tile's first block are its maxima already, so
-  /// raise() leaves them; the sums that it rescales are 0 then, and the next P·V overwrites O.
+  /// raise() leaves them; the sums that it rescales are 0 then, and the next P·V overwrites O. Where the block may only
+  /// have one of the largest logits, its weights stay.
   CUTE_DEVICE void weigh_again() {
     auto scores = rows_and_columns(tSrS);  // (row, column)
+    if constexpr (Mainloop::kFindsLargest) {
+      if (!softmax.outgrown_reference(added)) {
+        largest_logits().look(scores);
+        return add_sums();
+      }
+    }
     float factor[2], of_values = 1;
     if constexpr (Mainloop::kScaled) {
       descaled.multiply(scores);
       of_values = descaled.move();
     }
     softmax.raise(scores, added, factor);
-    if constexpr (Mainloop::kFindsLargest) {
-      largest_logits().look(scores);
-      softmax.find_limits();  // from new references
-    }
+    if constexpr (Mainloop::kFindsLargest) largest_logits().look(scores);
     if constexpr (Mainloop::kScaled) {
       factor[0] *= of_values, factor[1] *= of_values;
       long_sums.scale(staging(), factor);
@@ -469,8 +456,7 @@ class ForwardConsumerSm90 {
       descaled.weigh(softmax, tSrS, tOrP, added, true, true);
     else
       softmax.weigh(tSrS, tOrP, added, true);
-    softmax.row[0].sum += added[0];
-    softmax.row[1].sum += added[1];
+    add_sums();
   }
 
   /// Makes the rows of a finished tile those of scores in units of the score map, and multiplies its output.
@@ -484,7 +470,7 @@ class ForwardConsumerSm90 {
   CUTE_DEVICE void drop(int n_block) {
     auto weights = cute::recast<std::uint32_t>(tOrP);
     DropoutTile<Rows::kQueries>(params.forward.dropout, work().tile.batch, work().tile.head, work().tile.m_block * kM,
-                                Mainloop::kMasked ? first_key : work().keys.key(work().keys.visited(n_block)))
+                                mask.key(work(), n_block))
         .for_each(tScS, [&](int, int c, auto kept) { kept.keep_words(weights, c); });
   }
 
@@ -509,21 +495,10 @@ class ForwardConsumerSm90 {
   const Turns<Mainloop::kWarpgroups> turns{warpgroup};
   const bool maps = Mainloop::maps(params.forward.scores.map);
   const bool drops = Mainloop::kKnowsDropout && params.forward.dropout.active();
-  OnlineSoftmax<2> softmax{params.forward.scores.map.unit_log2};
-  float added[2];  // sums of the block's weights in this thread's columns
-  // What is known of the largest logits comes from memory while the tile before ends.
-  [[no_unique_address]] std::conditional_t<Mainloop::kFindsLargest, typename LargestLogits<Mainloop>::Known,
-                                           NothingKnown> known;
-  BlockWalk walk;  // over the key blocks of the current tile, or over its steps
-  // These are under a column mask of all keys: the first key of the current block, and whether the band, too, hides
-  // something. Of both kinds of masks, `hidden` is what they hide of the block at an edge, of that of the last keys
-  // together with the band.
-  int first_key = 0;
-  typename Ring<Mainloop::kColumnStages>::Cursor columns_at{};
-  const bool banded = Mainloop::kMasked && !params.forward.scores.mask.shows_all();
-  [[no_unique_address]] std::conditional_t<Mainloop::kMasked, HiddenBits<kN>,
-                                           std::conditional_t<Mainloop::kLastMasked, LastHidden<kN>, NothingHidden>>
-      hidden;
+  typename Mainloop::Softmax softmax{params.forward.scores.map.unit_log2};
+  typename Mainloop::Softmax::Sums added;  // of the current block
+  BlockWalk walk;                          // over the key blocks of the current tile, or over its steps
+  BlockMask<Mainloop> mask{params.forward, shared};
   [[no_unique_address]] std::conditional_t<Mainloop::kScaled, DescaledWeights<Mainloop>, NotDescaled> descaled;
   [[no_unique_address]] std::conditional_t<Mainloop::kScaled, LongSums<Mainloop>, NoLongSums> long_sums;
   ScaleOut opening = ScaleOut::Zero;  // the first P·V of a tile, or of a fixed part, overwrites what the last one left

@@ -99,7 +99,7 @@ struct DescaledWeights {
   /// 448. Scores are a wgmma accumulator; in each word of the weights are those of two columns, and of the two eight
   /// further on (see ValueTransposerSm90).
   template <class Scores, class Weights>
-  CUTE_DEVICE void weigh(Softmax const& softmax, Scores const& scores, Weights&& weights, float (&added)[2],
+  CUTE_DEVICE void weigh(Softmax const& softmax, Scores const& scores, Weights&& weights, typename Softmax::Sums& added,
                          bool related, bool fits) const {
     using namespace cute;
     auto words = recast<std::uint32_t>(weights);
@@ -130,7 +130,7 @@ struct DescaledWeights {
         all += sum[i][r];
         true_sum = fmaf(sum[i][r], exp2_approx(-v_log2[i]), true_sum);
       }
-      added[r] = fits || all <= kLargest ? true_sum : kInfinity;
+      added.of_part[0][r] = fits || all <= kLargest ? true_sum : kInfinity;
     }
   }
 

@@ -3,80 +3,120 @@
 
 #include <cute/tensor.hpp>
 
-#include "flashtile/epilogue/rows.h"
+#include "flashtile/mainloop/forward_sm90/storage.h"
+#include "flashtile/math/head_packing.h"
 #include "flashtile/math/online_softmax.h"
-#include "flashtile/params.h"
+#include "flashtile/math/state.h"
 
 namespace flashtile {
 
-struct NothingKnown {};
-
-/// LargestLogits looks at few scores: OnlineSoftmax says of most blocks, by the sums of their weights, that they have
-/// no score larger than the largest one so far. How many blocks it says that of depends on how good that bound is, so
-/// tiles of one head tell each other, through memory, what they have found. It is of one thread, which shares two rows
-/// of the tile with its quad; `row` is the first one's place in the tile.
+/// Consumers look at few scores: OnlineSoftmax says of most blocks, by the sums of their weights, that they have no
+/// score larger than the largest one so far. How many blocks it says that of depends on how good that bound is, and a
+/// warp alone would take most of a sequence to find a good one. So all consumers of a tile keep the largest scores of
+/// its heads in shared memory, and one more warp exchanges these with the tiles of other thread blocks, through global
+/// memory, whose latency no consumer sees.
+///
+/// LargestLogits is one thread of the consumers, which shares two rows of the tile with its quad; `row` is the first
+/// one's place in the tile.
 template <class Mainloop>
 struct LargestLogits {
-  /// For the two rows, these are scores that the largest one of their head is at least: those of the largest logits
-  /// that tiles have found so far, a little lower, as they are rounded. They are +inf for an idle row.
-  struct Known {
-    float of_rows[2];
-  };
-
   ForwardParams const& params;
-  typename Mainloop::Work const& work;
-  OnlineSoftmax<2>& softmax;
+  typename Mainloop::SharedStorage& shared;
+  typename Mainloop::Work& work;
+  typename Mainloop::Softmax& softmax;
   int row;
 
-  /// Takes the references of a tile from the scores of its first block, and begins with what was known before.
-  template <class Scores>
-  CUTE_DEVICE void begin(Scores const& scores, Known const& known) const {
-    softmax.begin(scores);
-    if (softmax.begin_largest(known.of_rows)) tell(known);
-    softmax.find_limits();
+  /// Looks at the references that OnlineSoftmax::begin() has taken, the largest scores of a tile's first block.
+  CUTE_DEVICE void look_at_references() const {
+    const auto top_of = [](float reference) { return reference < kLargest ? reference : kInfinity; };  // as it was
+    raise(top_of(softmax.row[0].reference), top_of(softmax.row[1].reference));
   }
 
   /// Looks for larger scores than before in a block whose sums may hold one.
   template <class Scores>
   CUTE_DEVICE void look(Scores const& scores) const {
-    if (!softmax.has_larger(scores)) return;
-    const Known others = known();
-    softmax.raise_largest(scores);
-    tell(others);
-    softmax.know_largest(others.of_rows);
-    softmax.find_limits();
-  }
-
-  /// Returns what is known now.
-  CUTE_DEVICE Known known() const {
-    const QueriesOfRows of_rows = queries();
-    Known known;
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      known.of_rows[r] = kInfinity;
-      if (of_rows.query(r) >= work.sequence.q.used) continue;
-      const float logit = params.rows.largest.so_far(work.tile.batch, work.tile.head + of_rows.head(r));
-      const float score = quotient(logit, params.scores.map.unit);
-      known.of_rows[r] = score - fabsf(score) * 0x1p-20f;
-    }
-    return known;
+    raise(softmax.top_of_row(scores, 0), softmax.top_of_row(scores, 1));
   }
 
  private:
-  CUTE_DEVICE QueriesOfRows queries() const { return {params.scores.packing, work.tile.m_block * Mainloop::kM, row}; }
-
-  /// Tells other tiles of scores that are larger than what is known of them. Where heads are not packed, all rows of a
-  /// warp are of one head, and one thread tells of them all.
-  CUTE_DEVICE void tell(Known const& known) const {
-    const bool of_one_head = params.scores.packing.heads == 1;
-    if (of_one_head) softmax.share_largest();
-    const QueriesOfRows of_rows = queries();
+  /// Raises the largest scores of heads to these of the thread's rows, and goes by what is known then. Where all rows
+  /// are of one head, and none is idle, one lane raises it for all of its warp: shared memory takes atomic operations
+  /// on one number one after the other. The other lanes raise numbers that nobody reads. If they did not, the warp
+  /// would diverge, and in loops where it may, the compiler keeps nothing in uniform registers: each step would take a
+  /// tenth longer.
+  CUTE_DEVICE void raise(float first, float second) const {
+    const int lane = int(threadIdx.x % 32);
+    const auto raise_if = [&](bool raises, int* of_head, int top) {
+      atomicMax(raises ? of_head : &shared.ignored[lane], top);
+    };
+    const auto read = [](const int* of_head) { return *static_cast<const volatile int*>(of_head); };
+    int* const largest = work.more.largest;
+    if (work.more.has_one_head) {
+      const int top = __reduce_max_sync(0xffffffff, in_order(fmaxf(first, second))), before = read(largest);
+      raise_if((lane == 0) & (top > before), largest, top);
+      const float score = from_order(max(top, before));
+      softmax.find_limit(0, score);
+      softmax.find_limit(1, score);
+      return;
+    }
+    const QueriesOfRows of_rows(params.scores.packing, work.tile.m_block * Mainloop::kM, row);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const bool tells = of_one_head ? threadIdx.x % 32 == 0 && r == 0 : threadIdx.x % 4 == 0;
-      if (tells && known.of_rows[r] < softmax.largest[r])
-        params.rows.largest.raise(work.tile.batch, work.tile.head + of_rows.head(r),
-                                  softmax.largest[r] * params.scores.map.unit);
+      const bool counts = of_rows.query(r) < work.sequence.q.used;  // the scores of idle rows do not
+      int* const of_head = largest + of_rows.head(r);
+      const int top = in_order(r == 0 ? first : second), before = read(of_head);
+      raise_if(counts & (top > before), of_head, top);
+      softmax.find_limit(r, counts ? from_order(max(top, before)) : kInfinity);
+    }
+  }
+};
+
+/// LargestLogitsExchange is the warp that exchanges the largest scores of the tile that consumers are at with those of
+/// other thread blocks, over and over until all of it is weighed. A lane has one of the tile's heads.
+template <class Mainloop>
+struct LargestLogitsExchange {
+  using Cursor = typename Ring<Mainloop::kWorks>::Cursor;
+
+  ForwardParams const& params;
+  typename Mainloop::SharedStorage& shared;
+
+  CUTE_DEVICE void run() const {
+    const int lane = int(threadIdx.x % 32);
+    Cursor at{};
+    while (true) {
+      shared.work_barriers.wait_full(at);
+      typename Mainloop::Work& work = shared.work[at.stage];
+      if (work.keys.blocks < 0) return;
+      if (lane < params.scores.packing.heads)
+        exchange(work.tile.batch, work.tile.head + lane, at, &work.more.largest[lane]);
+      shared.work_barriers.release_by_thread(at);
+      at.advance();
+    }
+  }
+
+ private:
+  // These are nanoseconds from one exchange to the next. Most news comes at the beginning of a tile, and the warp takes
+  // its instructions from those of consumers.
+  static constexpr unsigned kFirstPause = 250, kLongestPause = 4000;
+
+  CUTE_DEVICE void exchange(int batch, int head, Cursor at, int* largest) const {
+    LargestScores const& of_all = params.rows.largest;
+    const float unit = params.scores.map.unit;
+    int told = in_order(-kInfinity);
+    for (unsigned pause = kFirstPause;; pause = min(2 * pause, kLongestPause)) {
+      const bool is_over =
+          wait_at_most(shared.weighed[at.stage], at.parity, pause);  // what is read after that is final
+      // The score of a logit is rounded, so it counts as a little less; where it has none, nothing is known.
+      const float score = quotient(of_all.so_far(batch, head), unit);
+      const int known = in_order(score < kInfinity ? score - fabsf(score) * 0x1p-20f : -kInfinity);
+      const int here = *static_cast<volatile int*>(largest);
+      if (known > here) {
+        atomicMax(largest, known);
+      } else if (here > known && here > told) {
+        of_all.raise(batch, head, from_order(here) * unit);
+        told = here;
+      }
+      if (is_over) return;
     }
   }
 };

@@ -102,9 +102,13 @@ struct ForwardSchedulerSm90 {
       if constexpr (Mainloop::kFixedParts)
         params.parts.take(split, work.keys);
       else
-        work.keys.take_part(split, forward.parts.splits.value);
+        work.keys.keep_part(split, forward.parts.splits.value);
       forget();
       work.part = forward.parts.place(forward.sequences.q, tile, q) + (Mainloop::kFixedParts ? 0 : split);
+    }
+    if constexpr (Mainloop::kFindsLargest) {
+      for (int& largest : work.more.largest) largest = in_order(-kInfinity);
+      work.more.has_one_head = forward.scores.packing.heads == 1 && (work.tile.m_block + 1) * Mainloop::kM <= q.used;
     }
     // ALiBi makes scores grow towards the diagonal. From there on, few blocks outgrow the reference of the first one.
     // Under a causal mask all rows see the first row's diagonal.

@@ -125,6 +125,7 @@ struct ForwardMainloopSm90 {
   static constexpr Features kFeatures = kV.features;
   static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
   static constexpr bool kFindsLargest = kV.knows(Features::kMaxLogits) && !kScaled;
+  static_assert(!kFindsLargest || !(kOverPages || kMasked || kFixedParts));
   static constexpr int kHeadDimV = kV.head_dim_v;
   static constexpr int kWarpgroups = kM / 64;  // consumer warpgroups
   static constexpr int kBlocksOfPart = keys_of_part(kV) / kN;
@@ -240,8 +241,15 @@ struct ForwardMainloopSm90 {
     struct ByFactors {
       float of_scores, of_output, of_k, of_v;
     };
+    /// These are the largest scores so far of the heads of the tile (see LargestLogits), as in_order() has them.
+    struct WithLargest {
+      int largest[HeadPacking::kRows];
+      bool has_one_head;  // and no idle row
+    };
     struct Plain {};
-    using More = std::conditional_t<kScaled, ByDescales, std::conditional_t<kWidens, ByFactors, Plain>>;
+    using More = std::conditional_t<
+        kScaled, ByDescales,
+        std::conditional_t<kWidens, ByFactors, std::conditional_t<kFindsLargest, WithLargest, Plain>>>;
     // There is no further member that may be empty: behind several of them nvcc 13.0 laid out code for the GPU
     // otherwise than sizeof and offsetof say.
     [[no_unique_address]] std::conditional_t<kMasked, ByColumns, std::conditional_t<kLastMasked, ColumnsOfTile, More>>
@@ -293,6 +301,9 @@ struct ForwardMainloopSm90 {
     int first_key[kMasked ? kStages : 1];
     HiddenRows columns[kMasked ? kColumnStages : 1][kMasked ? kN : 1];
     Ring<kColumnStages> columns_barriers;
+    int ignored[kFindsLargest ? 32 : 1];  // see LargestLogits::raise()
+    // Who exchanges the largest scores waits for consumers to have weighed all of a tile: a warp arrives once.
+    cutlass::arch::ClusterBarrier weighed[kFindsLargest ? kWorks : 1];
     Ring<kWorks> work_barriers;              // producers and all consumers wait for a tile, the scheduler for its slot
     cutlass::arch::ClusterBarrier near_end;  // a ragged scheduler waits for the producer to near a tile's end
     Ring<kStagesQ> q_barriers[kWarpgroups];  // each warpgroup waits for its own rows of Q
@@ -310,7 +321,11 @@ struct ForwardMainloopSm90 {
 
     /// One thread calls it before any other touches the barriers.
     CUTE_DEVICE void init_barriers() {
-      work_barriers.init(128 * kWarpgroups + kProducers);
+      work_barriers.init(128 * kWarpgroups + kProducers + (kFindsLargest ? 32 : 0));
+      if constexpr (kFindsLargest) {
+        CUTE_UNROLL
+        for (auto& barrier : weighed) barrier.init(4 * kWarpgroups);
+      }
       near_end.init(1);
       CUTE_UNROLL
       for (auto& barriers : q_barriers) barriers.init(kKeepQ ? 128 : 4);
@@ -322,7 +337,9 @@ struct ForwardMainloopSm90 {
       cutlass::arch::fence_barrier_init();
     }
   };
-  using Softmax = OnlineSoftmax<2>;
+  // Of narrow heads the two instructions more take longer than looking at more blocks.
+  static constexpr int kSumsOfRow = kFindsLargest && kHeadDim > 64 ? 2 : 1;
+  using Softmax = OnlineSoftmax<2, Sharers::kQuad, kSumsOfRow>;
 
   /// Returns where, in a tile, the 16 bytes from `byte` on of a row of a box are: swizzled. A box's rows have kBytes
   /// bytes, 128 or 64.
