@@ -1,6 +1,6 @@
 // The forward kernel for Hopper has one persistent thread block per multiprocessor. One, two or three of its warpgroups
 // are consumers; one more has the producers, a few threads (over pages, warps), and the scheduler, a warp that hands
-// out tiles; and over keys of 8 bits the last one widens them.
+// out tiles, and perhaps a warp that exchanges the largest logits; and over keys of 8 bits the last one widens them.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

@@ -87,7 +87,8 @@ struct LargestLogitsExchange {
       shared.work_barriers.wait_full(at);
       typename Mainloop::Work& work = shared.work[at.stage];
       if (work.keys.blocks < 0) return;
-      if (lane < params.scores.packing.heads)
+      // Rows behind the last sequence are of none, and see no key.
+      if (work.keys.blocks > 0 && lane < params.scores.packing.heads)
         exchange(work.tile.batch, work.tile.head + lane, at, &work.more.largest[lane]);
       shared.work_barriers.release_by_thread(at);
       at.advance();
