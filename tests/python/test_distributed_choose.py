@@ -20,7 +20,8 @@ def stored(name):
 
 
 OF_TWO, OF_ONE_OF_FOUR = stored("h200x2-distributed-2026-11-28b"), stored("h200-distributed-2026-11-28b")
-on_cases = pytest.mark.parametrize("case", ranks.CASES, ids=lambda case: case.name(2))
+ZIGZAG = [case for case in ranks.CASES if case.layout == "zigzag"]  # two GPUs have timed no other layout
+on_cases = pytest.mark.parametrize("case", ZIGZAG, ids=lambda case: case.name(2))
 
 
 def counted(case, size, differentiable=True, bandwidth=NVLINK):

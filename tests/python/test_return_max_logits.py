@@ -48,10 +48,11 @@ def same_as_without(given):
     return assert_close if given["q"].is_cuda and not given.get("batch_invariant", False) else assert_same
 
 
-def assert_near(found, expected, name):
-    """To the bit on the CPU; of a GPU both are of forwards that may differ in their last bits."""
+def assert_near(found, expected, name, rounded_to=None):
+    """To the bit on the CPU; of a GPU both are of forwards that may differ in their last bits, those of numbers that
+    were rounded to a dtype."""
     if found.is_cuda:
-        eps = torch.finfo(found.dtype).eps
+        eps = torch.finfo(rounded_to or found.dtype).eps
         torch.testing.assert_close(found, expected, rtol=0, atol=8 * eps * expected.abs().max().item())
     else:
         assert_bitwise(found, expected, name)
@@ -177,7 +178,7 @@ def test_many_tiles(device, head_dim, causal, capability):
     """Thread blocks raise what others have raised. Of one head; of packed ones; of few queries over many keys."""
     long = 4096 if device == "cuda" else 700
     generator = torch.Generator().manual_seed(head_dim)
-    for rows, heads_q, heads_k in ((long, 2, 2), (long, 6, 6), (long // 4, 8, 1), (3, 8, 2), (40, 14, 2)):
+    for rows, heads_q, heads_k in ((long, 2, 2), (long, 4, 4), (long // 4, 8, 1), (3, 8, 2), (40, 14, 2)):
         q = integers(generator, -2, 2, 2, rows, heads_q, head_dim).to(device, F16)
         k = integers(generator, -2, 2, 2, long, heads_k, head_dim).to(device, F16)
         v = torch.randn(2, long, heads_k, head_dim, generator=generator).to(device, F16)
@@ -257,7 +258,7 @@ def test_gradients(device, sinks, return_lse):
     test_max_logits.check(largest, *(x.detach() for x in inputs[:2]), **plain)
     expected = expected if return_lse else (expected,)
     for a, b in zip(gradients(found), gradients(expected), strict=True):
-        assert_near(a, b, "gradients")
+        assert_near(a, b, "gradients", case.dtype)  # that of float32 sinks is a sum over out, too
 
 
 INVARIANT = [
