@@ -40,7 +40,7 @@ FILES = {
     "mask": [{"band", "walk"}, {"mask", "columns"}],
     "mainloop/forward_sm90": [
         {"storage"},
-        {"fragments", "descaled_weights", "largest_logits", "last_hidden", "long_sums", "pure_scores"},
+        {"fragments", "descaled_weights", "largest_logits", "last_hidden", "long_sums", "pure_scores", "steps_in_one"},
         {"block_mask"},
         {"scheduler", "producer", "transposer", "widener", "consumer"},
     ],

@@ -258,7 +258,8 @@ def test_gradients(device, sinks, return_lse):
     test_max_logits.check(largest, *(x.detach() for x in inputs[:2]), **plain)
     expected = expected if return_lse else (expected,)
     for a, b in zip(gradients(found), gradients(expected), strict=True):
-        assert_near(a, b, "gradients", case.dtype)  # that of float32 sinks is a sum over out, too
+        # That of float32 sinks is a sum over out, whose roundings cancel in part.
+        assert_near(a, b, "gradients", F16 if a.dtype is F32 else None)
 
 
 INVARIANT = [

@@ -10,6 +10,7 @@
 #include "flashtile/mainloop/forward_sm90/largest_logits.h"
 #include "flashtile/mainloop/forward_sm90/long_sums.h"
 #include "flashtile/mainloop/forward_sm90/pure_scores.h"
+#include "flashtile/mainloop/forward_sm90/steps_in_one.h"
 #include "flashtile/mainloop/forward_sm90/storage.h"
 #include "flashtile/mainloop/scores.h"
 #include "flashtile/mainloop/wgmma.h"
@@ -231,7 +232,7 @@ class ForwardConsumerSm90 {
   CUTE_DEVICE bool take_steps(int& n_block, bool& formed, EndPart&& end_part) {
     const int of_part = Mainloop::kFixedParts ? block_of_part(n_block) : 1;
     if constexpr (Mainloop::kMapsInOne) {
-      const int end = end_in_one(n_block);
+      const int end = steps_in_one().end(n_block);
       if (n_block < end) return map_interior(n_block, end);
     } else if (Mainloop::kPeelsPlain && !maps && !drops && of_part > 0 && !walk.is_edge(n_block)) {
       const int end_of_part = n_block - of_part + Mainloop::kBlocksOfPart;
@@ -265,30 +266,9 @@ class ForwardConsumerSm90 {
     return weighed;
   }
 
-  /// Returns the end of the steps, from `step` on, whose scores are mapped and weighed in one pass over them, which
-  /// spares an operation and the way through the registers: those of interior blocks that are mapped once. With ALiBi
-  /// all of their keys are on the same side of the diagonal. Where a tile has few blocks, one loop serves them all, as
-  /// there the code of another takes longer to come than it saves. All warps of a warpgroup, which share matmuls, get
-  /// the same.
-  CUTE_DEVICE int end_in_one(int step) const {
-    constexpr int kFewBlocks = 8;
-    ScoreMap const& map = params.forward.scores.map;
-    const int n_block = work().keys.visited(step);
-    if (map.capped == map.stretched || drops || walk.is_edge(n_block) || walk.blocks() < kFewBlocks) return step;
-    if (Mainloop::kFindsLargest) return step;  // which looks at scores, not at exponents
-    if (map.capped) return map.near > 0 ? walk.interior.end : step;
-    if (!Mainloop::kStretchesInOne) return step;
-    const int end = behind_origin(n_block) ? walk.interior.end : min((origin_of(0) + 1) / kN, walk.interior.end);
-    return min(step + end - n_block, walk.end());
-  }
-  /// Returns the key from which ALiBi counts the distances of a row of the tile.
-  CUTE_DEVICE int origin_of(int row) const {
-    return params.forward.scores.mask.origin(work().tile.m_block * kM + row, work().keys.lengths);
-  }
-  /// Returns whether no key of a block is before that of any row of the tile.
-  CUTE_DEVICE bool behind_origin(int n_block) const { return n_block * kN >= origin_of(kM - 1); }
+  CUTE_DEVICE StepsInOne<Mainloop> steps_in_one() const { return {params.forward, work(), walk, drops}; }
 
-  /// Does what weigh_interior() does for raw scores, up to the end that end_in_one() returned. Where it returns false,
+  /// Does what weigh_interior() does for raw scores, up to the end that StepsInOne gave. Where it returns false,
   /// since weigh() would, or since a score is not near 0, as CappedExponents needs it, the last block's stay raw.
   CUTE_DEVICE bool map_interior(int& n_block, int end) {
     ScoreMap const& map = params.forward.scores.map;
@@ -301,7 +281,7 @@ class ForwardConsumerSm90 {
     };
     if (map.capped && map.three_near_terms()) return cap([&] { return CappedExponents<3>{map, softmax.offset}; });
     if (map.capped) return cap([&] { return CappedExponents<4>{map, softmax.offset}; });
-    const float slope = (behind_origin(work().keys.visited(n_block)) ? kLog2e : -kLog2e) * work().slope;
+    const float slope = (steps_in_one().behind_origin(work().keys.visited(n_block)) ? kLog2e : -kLog2e) * work().slope;
     return weigh_interior(n_block, end, [&](int step) {
       const auto tile = score_tile();
       const int first_column = work().keys.visited(step) * kN;

@@ -337,7 +337,8 @@ struct ForwardMainloopSm90 {
       cutlass::arch::fence_barrier_init();
     }
   };
-  // Of narrow heads the two instructions more take longer than looking at more blocks.
+  // Where the largest logits are wanted, sums over half of a block's columns exceed the limit less often. A step of
+  // narrow heads is so short that the two instructions cost more than they spare (docs/performance.md).
   static constexpr int kSumsOfRow = kFindsLargest && kHeadDim > 64 ? 2 : 1;
   using Softmax = OnlineSoftmax<2, Sharers::kQuad, kSumsOfRow>;
 
