@@ -147,10 +147,56 @@ if __name__ == "__main__":
 """
 
 
-def test_faults_are_named_on_all_ranks(tmp_path, free_port):
-    program = tmp_path / "faults.py"
-    program.write_text(FAULTS)
-    ended = subprocess.run([sys.executable, str(program), str(free_port)], capture_output=True, text=True, timeout=300)
+GROUPS = """
+import os, sys
+import weakref
+import pytest
+import torch
+import torch.distributed as dist
+from flashtile import distributed
+
+def results(x, group):
+    out = distributed.attention(x, x, x, causal=True, group=group)
+    begins = (0, 5, 2 * x.shape[1])
+    flat = distributed.attention_varlen(*[x[0]] * 3, cu_seqlens_q=begins, cu_seqlens_k=begins, group=group)
+    return torch.cat([out[0], flat])
+
+def check(rank, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    x = torch.randn(1, 8, 2, 16, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    found = []
+    for _ in range(2):  # the second time as if there had been no first
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        group = dist.new_group([1, 0])  # whose first rank is the default group's second
+        groups = [weakref.ref(group), weakref.ref(dist.group.WORLD)]
+        for of in (None, group):
+            out = results(x, of)
+            out.sum().backward(retain_graph=True)
+            found += [out, x.grad]
+            x.grad = None
+        dist.destroy_process_group(group)
+        del group, of
+        assert groups[0]() is None and groups[1]() is not None
+        with pytest.raises(RuntimeError, match="flashtile.distributed: the process group .* has been destroyed"):
+            out.sum().backward()
+        dist.destroy_process_group()
+        assert groups[1]() is None
+    for a, b in zip(found[:4], found[4:], strict=True):
+        assert torch.equal(a, b)
+
+if __name__ == "__main__":
+    torch.multiprocessing.start_processes(check, (int(sys.argv[1]),), nprocs=2, start_method="fork")
+"""
+
+
+PROGRAMS = {"faults are named on all ranks": FAULTS, "groups end when they are destroyed": GROUPS}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_on_ranks(program, tmp_path, free_port):
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    ended = subprocess.run([sys.executable, str(path), str(free_port)], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 

@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from ._exchange import Group
 
-_agreed: dict[Any, dict[Any, list[tuple[int, int]]]] = {}
-
 
 def rows_of_ranks(
     function: str, group: Group, rows: tuple[int, int], given: Mapping[str, Any], failure: Exception | None
@@ -21,11 +19,10 @@ def rows_of_ranks(
     `failure` is what the caller found wrong with its own arguments. Raises on all ranks if any has one, or if `given`
     differs somewhere: ValueError, which names the rank and the argument.
     """
-    # A key of the group's object, which lives as long as the group.
-    of_group = _agreed.setdefault(group.process_group, {})
+    agreed = group.known.agreed
     key = (function, rows, tuple(x for x in given.items() if x[0] != "seed"))  # which differs from call to call
-    if failure is None and key in of_group:
-        return of_group[key]
+    if failure is None and key in agreed:
+        return agreed[key]
     told = {name: str(value) for name, value in given.items()}
     mine = {"rows": rows, "given": told, "failure": None if failure is None else str(failure)}
     theirs: list[Any] = [None] * group.size
@@ -43,5 +40,5 @@ def rows_of_ranks(
                 expected = f"expected {usual:.200}, as on rank {values.index(usual)}"
                 raise ValueError(f"{function}: {name} is {value:.200} on rank {rank}, {expected}")
     found = [one["rows"] for one in theirs]
-    of_group[key] = found
+    agreed[key] = found
     return found

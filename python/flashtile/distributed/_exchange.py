@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -13,16 +14,47 @@ from torch import Tensor
 from ._route import Delivery, Route, Tensors
 from ._window import window_of
 
+if TYPE_CHECKING:
+    from ._window import Window
+
+
+@dataclass
+class Known:
+    """What earlier calls found out about a process group."""
+
+    agreed: dict[Any, list[tuple[int, int]]] = field(default_factory=dict)  # the rows of ranks that asked for the same
+    prepared: dict[Any, Any] = field(default_factory=dict)  # shares, by what tells calls apart
+    are_neighbours: bool | None = None  # whether ranks may have windows to each other; None where nobody has asked
+    windows: dict[str, Window] = field(default_factory=dict)  # of each channel
+
+
+_known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
+
 
 class Group:
-    """A process group as messages need it. `group` None is the default group."""
+    """A process group as messages need it. `group` None is the default group.
+
+    Nothing here keeps the group alive, since all that calls remember holds objects of this class: the threads and the
+    connections of a group that the program destroys end then, and not while the interpreter goes down.
+    """
 
     def __init__(self, group: Any = None):
-        self.group = group
+        self._group = None if group is None else ref(group)
 
-    @cached_property
+    @property
+    def group(self) -> Any:
+        group = None if self._group is None else self._group()
+        if group is None and self._group is not None:
+            raise RuntimeError("flashtile.distributed: the process group of this call has been destroyed")
+        return group
+
+    @property
     def process_group(self) -> Any:
-        return self.group if self.group is not None else dist.group.WORLD
+        return dist.group.WORLD if self._group is None else self.group
+
+    @property
+    def known(self) -> Known:
+        return _known.setdefault(self.process_group, Known())
 
     @cached_property
     def size(self) -> int:

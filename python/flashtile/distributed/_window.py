@@ -23,27 +23,24 @@ if TYPE_CHECKING:
 
 _GRANULE = 1 << 21  # bytes that a window grows by, at least
 
-_windows: dict[tuple[Any, str], Window] = {}
-_one_host: dict[Any, bool] = {}
-
 
 def window_of(group: Group, route: Route, device: torch.device) -> Window | None:
     """The window by which a group's messages go along a route, where there may be one; all ranks find the same. The
     first call for a group, and for a channel the first that needs more memory, wait for all ranks."""
     if device.type != "cuda" or len(route.tensors) < group.size or torch.cuda.is_current_stream_capturing():
         return None
-    key = group.process_group
-    if key not in _one_host:
-        _one_host[key] = _are_neighbours(group, device)
-    if not _one_host[key]:
+    known = group.known
+    if known.are_neighbours is None:
+        known.are_neighbours = _are_neighbours(group, device)
+    if not known.are_neighbours:
         return None
-    window = _windows.get((key, route.channel))
+    window = known.windows.get(route.channel)
     if window is None or window.size < route.size:
         window = _opened(group, route.size, 1 + route.ahead, device)
         if window is None:
-            _one_host[key] = False
+            known.are_neighbours = False
             return None
-        _windows[key, route.channel] = window
+        known.windows[route.channel] = window
     return window
 
 

@@ -286,7 +286,6 @@ def _attend(function, q, k, v, group, layout, method, degree, mask, documents, o
     return out if lse is None else (out, lse)
 
 
-_prepared_before: dict[Any, tuple[Share, Shape]] = {}
 _MOST_PREPARED = 1024
 
 
@@ -301,20 +300,21 @@ def _prepared(function, q, k, v, group, layout, method, degree, mask, documents,
             documents = tuple(tuple(x.tolist() if isinstance(x, Tensor) else x) for x in documents)
     except Exception as refusal:
         failure = refusal
-    key = None if failure else _key_of(function, *given, group, layout, method, degree, mask, documents, options)
-    known = None if key is None else _prepared_before.get(key)
+    key = None if failure else _key_of(function, *given, layout, method, degree, mask, documents, options)
+    prepared = group.known.prepared
+    known = None if key is None else prepared.get(key)
     if known is None:
         known = _prepare(function, *given, group, layout, method, degree, mask, documents, options, failure)
         if key is not None:
-            if len(_prepared_before) == _MOST_PREPARED:
-                _prepared_before.clear()
-            _prepared_before[key] = known
+            if len(prepared) == _MOST_PREPARED:
+                prepared.clear()
+            prepared[key] = known
     tensors = given if documents is None else tuple(x[None] for x in given)
     sinks = None if options["sinks"] is None else as_float32(options["sinks"])
     return known[0], tensors, sinks, known[1]
 
 
-def _key_of(function, q, k, v, group, layout, method, degree, mask, documents, options):
+def _key_of(function, q, k, v, layout, method, degree, mask, documents, options):
     """What a call is, if it has no tensor but q, k and v and nothing else that differs from call to call: the next one
     like it is prepared as this one was."""
     options = tuple(options.values())
@@ -323,7 +323,7 @@ def _key_of(function, q, k, v, group, layout, method, degree, mask, documents, o
     wanted = torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad)
     try:
         of_tensors = tuple((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, k, v))
-        key = function, group.process_group, layout, method, degree, of_tensors, wanted, documents, options
+        key = function, layout, method, degree, of_tensors, wanted, documents, options
         hash(key)
     except (TypeError, RuntimeError):  # a list for a tuple, or tensors that have no memory
         return None
