@@ -60,7 +60,7 @@ Given to_given(const char* function, handle q, handle k, handle v, const nb::tup
   const char* const dtypes = given.tensors.q.dtype == DType::kE4M3 ? kE4M3 : kFloats;
   given.tensors.k = tensor_view(function, "k", k, dtypes);
   given.tensors.v = tensor_view(function, "v", v, dtypes);
-  given.tensors.alibi_slopes = optional_view(function, "alibi_slopes", option_of(options, kAlibiSlopes));
+  given.tensors.alibi_slopes = optional_view(function, "alibi_slopes", option_of(options, kAlibiSlopes), kFloat32);
   given.tensors.sinks = optional_view(function, "sinks", option_of(options, kSinks));
   given.tensors.mask = optional_view(function, "mask", option_of(options, kMask), kInts);
   given.tensors.max_logits = optional_view(function, "max_logits", option_of(options, kMaxLogits), kFloat32);

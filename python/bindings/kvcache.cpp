@@ -49,7 +49,7 @@ KvcacheTensors to_tensors(handle q, handle k_cache, handle v_cache, const nb::tu
       .cache_batch_idx = optional("cache_batch_idx", kCacheBatchIdx, kInts),
       .leftpad = optional("leftpad", kLeftpad, kInts),
       .cu_seqlens_q = optional("cu_seqlens_q", kCuSeqlensQ, kInts),
-      .alibi_slopes = optional_view(kFunction, "alibi_slopes", option_of(options, kAlibiSlopes)),
+      .alibi_slopes = optional_view(kFunction, "alibi_slopes", option_of(options, kAlibiSlopes), kFloat32),
       .sinks = optional_view(kFunction, "sinks", option_of(options, kSinks)),
       .mask = optional_view(kFunction, "mask", option_of(options, kMask), kInts),
       .k_descale = optional("k_descale", kKDescale, kFloat32),

@@ -269,6 +269,32 @@ def test_any_strides(module):
         assert_bitwise(found, expected)
 
 
+@of_each_module
+def test_tables_of_any_strides(module):
+    x = torch.randn(10, 2, 16)
+    begins = torch.arange(0, 11, 5, dtype=torch.int32)
+    expected = module.flash_attn_varlen_func(x, x, x, begins, begins, 5, 5)
+    strided = torch.arange(20, dtype=torch.int32)[0:11:5]
+    if module is fa3:  # flash-attn 2 refuses such tables
+        assert_bitwise(module.flash_attn_varlen_func(x, x, x, strided, strided, 5, 5), expected)
+        used = torch.tensor([5, 9, 5], dtype=torch.int32)[::2]
+        assert_bitwise(module.flash_attn_varlen_func(x, x, x, strided, begins, 5, 5, seqused_k=used), expected)
+
+
+@of_each_module
+def test_flags_are_whatever_says_yes_or_no(module):
+    q, k, v = SMALL.tensors()
+    for causal in (True, False):
+        expected = module.flash_attn_func(q, k, v, causal=causal)
+        for flag in (int(causal), numpy.bool_(causal), torch.tensor(causal), *([] if causal else [None])):
+            assert_bitwise(module.flash_attn_func(q, k, v, causal=flag, deterministic=flag), expected)
+            found = module.flash_attn_with_kvcache(q, k, v, causal=flag, return_softmax_lse=flag)
+            assert isinstance(found, tuple) is causal
+            assert_bitwise(found[0] if causal else found, module.flash_attn_with_kvcache(q, k, v, causal=causal))
+    with pytest.raises(TypeError, match="causal is 'yes', expected a bool"):
+        module.flash_attn_func(q, k, v, causal="yes")
+
+
 def test_dropout_follows_the_generator():
     results = []
     for seed in (1, 1, 2):
@@ -339,7 +365,7 @@ import importlib.util, sys, types
 from packaging.version import parse
 import flashtile.compat as compat
 NAMES = "flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding", "flash_attn.layers"
-NAMES += "flash_attn.layers.rotary", "flash_attn_interface"
+NAMES += "flash_attn.layers.rotary", "flash_attn_interface", "flash_attn_3", "flash_attn_3.flash_attn_interface"
 assert not any(name in sys.modules for name in NAMES), "importing installs"
 for name in NAMES:
     theirs = sys.modules[name] = types.ModuleType(name)
@@ -361,6 +387,8 @@ from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
 from flash_attn.flash_attn_interface import flash_attn_func as same
 from flash_attn.flash_attn_interface import _flash_attn_forward, _wrapped_flash_attn_backward
 from flash_attn_interface import _flash_attn_backward, get_scheduler_metadata
+from flash_attn_3 import flash_attn_interface as interface_3
+from flash_attn_3.flash_attn_interface import flash_attn_func as func_3
 import flash_attn.layers.rotary
 from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
 assert flash_attn_func is same is compat.flash_attn.flash_attn_func is flash_attn.flash_attn_interface.flash_attn_func
@@ -368,6 +396,7 @@ assert padding is flash_attn.bert_padding is compat.bert_padding and unpad_input
 assert flash_attn.layers.rotary is compat.layers.rotary
 assert apply_rotary_emb is flash_attn.layers.rotary.apply_rotary_emb
 assert flash_attn_interface is compat.flash_attn_interface and flash_attn_interface is not flash_attn
+assert interface_3 is flash_attn_interface and func_3 is interface_3.flash_attn_func
 assert all(importlib.util.find_spec(name) is not None for name in NAMES)
 assert parse("2.8.3") < parse(flash_attn.__version__) < parse("2.8.4")
 compat.uninstall()

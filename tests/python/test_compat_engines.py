@@ -120,6 +120,7 @@ def test_versions(monkeypatch):
 
     assert said(False, False, 0) is None  # there are the CPU's kernels
     assert said(True, True, 80) is None and said(True, True, 90) is None
+    assert vllm_flash_attn.is_fa_version_supported(3, device="cuda:0")
     assert said(True, True, 75) == "the GPU has compute capability 7.5, expected 8.0 or newer"
     assert said(True, False, 90) == f"flashtile was built without CUDA; {_C.CUDA_REMEDY}"
 
@@ -189,6 +190,45 @@ def test_a_place_that_does_not_fit_is_refused():
     for place, error in ((torch.empty(3, 4, 64), ValueError), (torch.empty(3, 4, 60, dtype=F16), TypeError)):
         with pytest.raises(error, match=r"^flash_attn_varlen_func: out has (shape|dtype)"):
             by_vllm(given, out=place)
+
+
+@each_module
+def test_a_place_or_sinks_that_do_not_fit_change_no_cache(module):
+    """Also where rows are appended by a call of its own, or to a copy of the cache."""
+    sinks = "s_aux" if module is vllm_flash_attn else "sinks"
+    for head_dim, wrong in (
+        (12, dict(out=torch.empty(1, 2, 4, 12, dtype=F16))),
+        (16, dict(out=torch.empty(1, 2, 4, 8), rotary_seqlens=ints([3]))),
+        (16, {sinks: torch.zeros(3), "rotary_seqlens": ints([3])}),
+    ):
+        if module is vllm_flash_attn and "rotary_seqlens" in wrong:
+            continue
+        caches = torch.zeros(2, 1, 10, 2, head_dim)
+        q, new = torch.randn(1, 2, 4, head_dim), torch.ones(2, 1, 3, 2, head_dim)
+        turned = torch.ones(9, 8) if head_dim == 16 else None
+        options = dict(cache_seqlens=ints([2]), rotary_cos=turned, rotary_sin=turned)
+        with pytest.raises((TypeError, ValueError), match=r"has (shape|dtype)"):
+            module.flash_attn_with_kvcache(q, *caches, *new, **options, **wrong)
+        assert not caches.any()
+
+
+def test_some_queries_over_pages():
+    """seqused_q: the others have no results, wherever they stand."""
+    given = Cached("drafts", dtype=F32, page_size=16, **STAGES["drafts"]).arguments()
+    q, k, v, table, begins = (given[name] for name in ("q", "k_cache", "v_cache", "block_table", "cu_seqlens_q"))
+    lengths, used = begins.diff(), (begins.diff() - 1).clamp(min=0)
+    options = dict(page_table=table, causal=True, return_softmax_lse=True)
+    function = functools.partial(sgl_kernel.flash_attn_varlen_func, cu_seqlens_k=None, seqused_k=given["cache_seqlens"])
+    rows = torch.cat([torch.arange(n) + begin for begin, n in zip(begins.tolist(), used.tolist(), strict=False)])
+    few = torch.nn.functional.pad(used.cumsum(0), (1, 0)).int()
+    expected = function(q[rows], k, v, few, max_seqlen_q=9, max_seqlen_k=130, **options)
+    place = torch.empty_like(q)
+    out, lse, *_ = function(q, k, v, begins, max_seqlen_q=9, max_seqlen_k=130, seqused_q=used, out=place, **options)
+    assert out is place and rows.numel() < len(q) and used.equal((lengths - 1).clamp(min=0))
+    assert_bitwise(out[rows], expected[0])
+    assert_bitwise(lse[:, rows], expected[1])
+    others = torch.ones(len(q), dtype=torch.bool).index_fill(0, rows, False)
+    assert not out[others].any() and (lse[:, others] == -torch.inf).all()
 
 
 INSTALLED = """

@@ -11,10 +11,11 @@ from compare import assert_accurate
 from flashtile.compat.flashmask import flashmask_attention
 
 SEQLEN = 60
-# Of paddle.nn.functional.flashmask_attention, and the last two of the package flash_mask.
+# Of paddle.nn.functional.flashmask_attention, and the last four of the package flash_mask.
 OPTIONS = [("dropout", 0.0), ("causal", False), ("window_size", None), ("return_softmax_lse", False)]
 OPTIONS += [("return_seed_offset", False), ("fixed_seed_offset", None), ("rng_name", ""), ("training", True)]
-OPTIONS += [("name", None), ("softmax_scale", None), ("block_mask", None)]
+OPTIONS += [("name", None), ("softmax_scale", None), ("block_mask", None), ("use_varlen", False)]
+OPTIONS += [("learnable_sink", None)]
 
 
 def test_the_signature_is_theirs():
@@ -61,6 +62,18 @@ def test_windows(window_size, causal, window):
     q, k, v = tensors()
     exact, rough = (reference.attention(q, k, v, window=window, dtype=dtype)[0] for dtype in (torch.float64, F32))
     assert_accurate(flashmask_attention(q, k, v, window_size=window_size, causal=causal), exact, rough)
+
+
+def test_a_sink_is_learnt():
+    q, k, v = tensors()
+    sink = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True)
+    exact, rough = (
+        reference.attention(q, k, v, causal=True, sinks=sink.detach(), dtype=x)[0] for x in (torch.float64, F32)
+    )
+    out = flashmask_attention(q, k, v, causal=True, learnable_sink=sink, use_varlen=True)
+    assert_accurate(out.detach(), exact, rough)
+    out.sum().backward()
+    assert sink.grad.any()
 
 
 @pytest.mark.parametrize("window_size", [-1, (-1, 3), (3, -1)])

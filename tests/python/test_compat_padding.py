@@ -22,6 +22,8 @@ def test_padding_there_and_back(batch, seqlen, rest, data):
     rows, indices, cu_seqlens, max_seqlen, seqused = bert_padding.unpad_input(x, *masks)
 
     assert torch.equal(rows, x[kept]) and torch.equal(bert_padding.index_first_axis(x.flatten(0, 1), indices), rows)
+    found, residual = bert_padding.index_first_axis_residual(x.flatten(0, 1), indices)
+    assert torch.equal(found, rows) and torch.equal(residual, x.flatten(0, 1)) and not residual.requires_grad
     counts = kept.sum(1).tolist()
     assert cu_seqlens.dtype is seqused.dtype is torch.int32 and type(max_seqlen) is int
     assert cu_seqlens.tolist() == [sum(counts[:b]) for b in range(batch + 1)] and max_seqlen == max(counts, default=0)
@@ -51,6 +53,8 @@ def test_concatenated_sequences(batch, seqlen, data):
     rows, indices, cu_seqlens, max_seqlen = bert_padding.unpad_input_for_concatenated_sequences(x, lengths)
 
     assert torch.equal(rows, x[kept]) and torch.equal(bert_padding.index_first_axis(x.flatten(0, 1), indices), rows)
+    found, residual = bert_padding.index_first_axis_residual(x.flatten(0, 1), indices)
+    assert torch.equal(found, rows) and torch.equal(residual, x.flatten(0, 1)) and not residual.requires_grad
     given = lengths[lengths != 0].tolist()
     assert cu_seqlens.dtype is torch.int32 and cu_seqlens.tolist() == [sum(given[:n]) for n in range(len(given) + 1)]
     assert type(max_seqlen) is int and max_seqlen == max(given, default=0)

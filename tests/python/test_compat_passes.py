@@ -220,11 +220,18 @@ def test_one_forward_is_all_of_them():
     assert_refuses(
         function, TypeError, "out_ has dtype torch.int64, expected torch.float32", q, k, v, out_=place.long()
     )
-    assert_refuses(function, NotImplementedError, "seqused_q is a tensor", *given, seqused_k=lengths, seqused_q=lengths)
+    out, lse, *_ = fa3._flash_attn_forward(*given, seqused_k=lengths, seqused_q=torch.tensor([3, 1]).int(), causal=True)
+    expected = fa3._flash_attn_forward(*(x[:1] for x in given), seqused_k=lengths[:1], causal=True)
+    assert_bitwise(out[:1], expected[0])
+    assert_bitwise(lse[:1], expected[1])
+    first = (given[0][1:, :1], *(x[1:] for x in given[1:]))
+    expected = fa3._flash_attn_forward(*first, seqused_k=lengths[1:], causal=True)
+    assert_bitwise(out[1:, :1], expected[0])
+    assert not out[1:, 1:].any() and (lse[1:, :, 1:] == -torch.inf).all()
 
 
 def test_padding_of_keys():
-    """leftpad_k of FlashAttention-2's ragged forward: with pages alone."""
+    """leftpad_k of FlashAttention-2's ragged forward, of pages and of sequences."""
     pages, q = torch.randn(2, 4, 16, 2, 16), torch.randn(6, 2, 16)
     table, begins = torch.tensor([[2, 1], [0, 3]], dtype=torch.int32), torch.tensor([0, 2, 6], dtype=torch.int32)
     begins_k, leftpad = torch.tensor([0, 20, 45], dtype=torch.int32), torch.tensor([3, 7], dtype=torch.int32)
@@ -235,9 +242,11 @@ def test_padding_of_keys():
         exact, exact_lse = reference.attention(q[None, rows], k, v, causal=True, scale=0.25)
         torch.testing.assert_close(out[rows].double(), exact[0], rtol=0, atol=2e-6)
         torch.testing.assert_close(lse[:, rows].double(), exact_lse[0], rtol=0, atol=2e-6)
-    given = (q, *pages.flatten(1, 2), begins, begins_k, 4, 25, 0.0, 0.25, True)
-    message = r"leftpad_k is a tensor of shape \(2,\), expected None; nearest supported: "
-    assert_refuses(fa2._flash_attn_varlen_forward, NotImplementedError, message, *given, leftpad_k=leftpad)
+    k, v = (torch.cat([x[table[0].long()].flatten(0, 1)[:20], x[table[1].long()].flatten(0, 1)[:25]]) for x in pages)
+    given = (q, k, v, begins, begins_k, 4, 25, 0.0, 0.25, True)
+    for seqused in (None, torch.tensor([20, 25]).int()):
+        found = fa2._flash_attn_varlen_forward(*given, leftpad_k=leftpad, seqused_k=seqused)
+        torch.testing.assert_close(found[:2], (out, lse), rtol=0, atol=2e-6)
 
 
 RING = """

@@ -160,14 +160,14 @@ def test_keys_with_gaps(name, starts):
     check(bias, seen, tensors(sum(QUERIES), 24))
 
 
-@pytest.mark.parametrize("heads", [(2,), (2, 3)], ids=["heads", "groups"])
+@pytest.mark.parametrize("heads, width", [((2,), 16), ((2, 3), 16), ((2,), 12)], ids=["heads", "groups", "odd width"])
 @pytest.mark.parametrize("name", PAGED)
-def test_pages(name, heads):
+def test_pages(name, heads, width):
     """Are rows that stand together, in another order."""
     keys, size = [7, 2, 9, 0], 4
     tables = torch.randperm(12, generator=torch.Generator().manual_seed(1), dtype=torch.int32).view(4, 3)
     bias = getattr(biases, name).from_seqlens(QUERIES, keys, tables, size)
-    q, k, v = tensors(sum(QUERIES), 48, heads=heads, heads_k=(*heads[:-1], 1))
+    q, k, v = tensors(sum(QUERIES), 48, heads=heads, heads_k=(*heads[:-1], 1), width=width)
     k, v = (x.expand(*x.shape[:-2], heads[-1], -1) for x in (k, v))
     found = xops.memory_efficient_attention(q, k, v, attn_bias=bias)
     rows = (tables.long()[:, :, None] * size + torch.arange(size)).flatten()

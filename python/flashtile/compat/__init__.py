@@ -41,7 +41,10 @@ _MODULES = {  # of each package
         "flash_attn.layers": layers,
         "flash_attn.layers.rotary": layers.rotary,
     },
-    "flash_attn_interface": {"flash_attn_interface": flash_attn_interface},
+    "flash_attn_interface": {
+        name: flash_attn_interface
+        for name in ("flash_attn_interface", "flash_attn_3", "flash_attn_3.flash_attn_interface")
+    },
     "vllm_flash_attn": {
         f"{package}{module}": what
         for package in ("vllm_flash_attn", "vllm.vllm_flash_attn")
@@ -65,7 +68,8 @@ def install(*packages: str) -> None:
 
     Args:
         packages: by default "flash_attn", with its ``flash_attn_interface``, ``bert_padding``, ``layers`` and
-            ``layers.rotary``, and "flash_attn_interface". "vllm_flash_attn" is vLLM's own, under this name and as
+            ``layers.rotary``, and "flash_attn_interface", also as ``flash_attn_3.flash_attn_interface``, as which its
+            package is installed. "vllm_flash_attn" is vLLM's own, under this name and as
             ``vllm.vllm_flash_attn``, with its ``flash_attn_interface``, ``layers`` and ``layers.rotary``; "sgl_kernel"
             is ``sgl_kernel.flash_attn`` alone. The rest of vllm and sgl_kernel stays as it is.
 

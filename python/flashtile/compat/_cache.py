@@ -16,13 +16,15 @@ from ._common import (
     index_within,
     integer,
     require_descales,
+    require_like,
     require_rank,
     require_table,
+    require_tensors,
     softcap_of,
     window_of,
     written,
 )
-from ._ragged import dense_results, equal_lengths
+from ._ragged import dense_results, equal_lengths, those_first
 from ._rotation import angles_at, check_angles, positions_of, rotated
 
 
@@ -93,9 +95,9 @@ def attend_cache(
         leftpad=contiguous(leftpad),
         rotary_cos=contiguous(rotary_cos),
         rotary_sin=contiguous(rotary_sin),
-        rotary_interleaved=rotary_interleaved,
+        rotary_interleaved=flag(function, "rotary_interleaved", rotary_interleaved),
         cu_seqlens_q=contiguous(cu_seqlens_q),
-        causal=causal,
+        causal=flag(function, "causal", causal),
         window=window_of(function, window_size),
         scale=softmax_scale,
         softcap=softcap_of(softcap),
@@ -109,13 +111,14 @@ def attend_cache(
         return_lse=return_lse,
     )
     apart = chunk > 0 or stored or (k is not None and cu_seqlens_q is not cu_seqlens_k_new)
-    turned = rotary_cos is not None and (apart or rotary_seqlens is not None or not _rotates_alike(function, call))
+    turned = rotary_cos is not None and (apart or rotary_seqlens is not None or not _rotates_alike(call))
     named = block_table is not None and cache_batch_idx is not None
     scaled = q_descale is not None
     descales = (q_descale, k_descale, v_descale)
     inputs = _differentiated(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, alibi_slopes, sinks, *descales)
     if not (apart or turned or named or odd or scaled or inputs):
         return attention_kvcache(**call)
+    _require_place(function, out, q, v_cache)  # which is written to at the end, when the cache has been
     with torch.no_grad() if inputs else contextlib.nullcontext():
         if named:
             _name_rows(function, call)
@@ -136,17 +139,46 @@ def attend_cache(
     return tuple(_Undifferentiable.apply(function, x, *inputs) for x in result)
 
 
-def _rotates_alike(function, call):
+def attend_used_queries(
+    function, q, k_cache, v_cache, k=None, v=None, *, seqused_q=None, cu_seqlens_q=None, out=None, **options
+):
+    """`attend_cache`, of the first seqused_q queries of each sequence; others have out = 0 and lse = -inf. These stand
+    behind all sequences then, where rows are of none."""
+    if seqused_q is None:
+        return attend_cache(function, q, k_cache, v_cache, k, v, cu_seqlens_q=cu_seqlens_q, out=out, **options)
+    _require_place(function, out, q, v_cache)
+    sizes = None
+    if cu_seqlens_q is None:
+        require_rank(function, 4, "(B, S_q, H_q, D)", q=q)
+        sizes, q, cu_seqlens_q = q.shape[:2], q.flatten(0, 1), equal_lengths(q)
+    require_rank(function, 3, "(T_q, H_q, D), since cu_seqlens_q is given", q=q)
+    require_table(function, "(B + 1)", cu_seqlens_q=cu_seqlens_q)
+    require_table(function, "(B)", cu_seqlens_q.shape[0] - 1, seqused_q=seqused_q)
+    order, begins = those_first(q.shape[0], cu_seqlens_q, None, seqused_q)
+    result = attend_cache(function, q[order], k_cache, v_cache, k, v, cu_seqlens_q=begins, **options)
+    back = order.argsort()
+    result = result[back] if isinstance(result, Tensor) else (result[0][back], result[1][:, back])
+    return written(function, "out", out, result if sizes is None else dense_results(result, sizes))
+
+
+def _require_place(function, out, q, v_cache):
+    if out is not None:
+        require_tensors(function, q=q, v_cache=v_cache)
+        shape = (*q.shape[:-1], last_size(v_cache))
+        require_like(function, "out", out, torch.empty(shape, dtype=q.dtype, device="meta"))
+
+
+def _rotates_alike(call):
     """flash-attn counts positions of queries, as those of new keys, from the first of these on; without a mask all have
     that of the first. flashtile gives each that of the key which it meets on the diagonal."""
     if call["cu_seqlens_q"] is not None:
-        return _masked(function, call)
+        return _masked(call)
     queries = _rows(call["q"])
-    return queries == _rows(call["k_new"]) and (queries == 1 or _masked(function, call))
+    return queries == _rows(call["k_new"]) and (queries == 1 or _masked(call))
 
 
-def _masked(function, call):
-    return call["window"] is not None or flag(function, "causal", call["causal"])
+def _masked(call):
+    return call["window"] is not None or call["causal"]
 
 
 def _differentiated(*inputs):
@@ -221,7 +253,7 @@ def _attend_in_steps(function, call, chunk, apart, turned, stored, q_descale, ro
     if turned:
         first = call["cache_seqlens"] if rotary_seqlens is None else rotary_seqlens
         require_table(function, "(B)", batch, rotary_seqlens=first)
-        _rotate(function, call, first, cu_seqlens_k_new, counted=chunk > 0 or _masked(function, call))
+        _rotate(function, call, first, cu_seqlens_k_new, counted=chunk > 0 or _masked(call))
     if call["k_new"] is not None and apart:
         _append(call, cu_seqlens_k_new, stored)
     if chunk == 0:
@@ -232,8 +264,8 @@ def _attend_in_steps(function, call, chunk, apart, turned, stored, q_descale, ro
 
 
 def _check_queries(function, call):
-    """Before anything is written, flashtile says what is wrong with them, for no head. Rows that leftpad hides may be
-    new ones; then it is looked at when they are appended. Returns B."""
+    """Before anything is written, flashtile says what is wrong with them, for no head, and with what each head has, for
+    no row. Rows that leftpad hides may be new ones; then it is looked at when they are appended. Returns B."""
     q, cu_seqlens = call["q"], call["cu_seqlens_q"]
     if cu_seqlens is None:
         require_rank(function, 4, "(B, S_q, H_q, D)", q=q)
@@ -245,6 +277,10 @@ def _check_queries(function, call):
     heads, heads_k = q.shape[-2], call["k_cache"].shape[2]
     if heads % max(heads_k, 1) != 0:
         raise ValueError(f"{function}: q has {heads} heads, expected a multiple of H_k = {heads_k}")
+    of_heads = {name: call[name] for name in ("alibi_slopes", "sinks")}
+    if any(x is not None for x in of_heads.values()):
+        of_heads |= dict(q=q[:, :0]) if cu_seqlens is None else dict(q=q[:0], cu_seqlens_q=torch.zeros_like(cu_seqlens))
+        attention_kvcache(**(call | nothing | of_heads | dict(leftpad=None)))
     return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
@@ -276,7 +312,7 @@ def _rotate(function, call, first, cu_seqlens_k_new, counted):
     q, k = call["q"], call["k_new"]
     angles = {name: call.pop(name) for name in ("rotary_cos", "rotary_sin")}
     check_angles(function, q, **angles)
-    interleaved = flag(function, "rotary_interleaved", call["rotary_interleaved"])
+    interleaved = call["rotary_interleaved"]
     of_queries = positions_of(q, first, call["cu_seqlens_q"], counted)
     of_keys = positions_of(k, first, cu_seqlens_k_new)
     call["q"] = rotated(q, *angles_at(function, "q", of_queries, **angles), interleaved)

@@ -14,7 +14,6 @@ WindowSize = tuple[int, int]
 _COLUMNS = "flashtile.attention_kvcache or attention_varlen with a flashtile.masks.ColumnMask"
 _INSTEAD = {
     "attn_bias": "flashtile.scaled_dot_product_attention, which leaves biases to PyTorch",
-    "leftpad_k": "sequences without these rows, by cu_seqlens_k",
     "output_dtype": "out.to(output_dtype)",
     "qv": "torch.cat((q, qv), -1) as q, torch.cat((k, v), -1) as k",
     "q_v": "torch.cat((q, q_v), -1) as q, torch.cat((k, v), -1) as k",
@@ -37,7 +36,9 @@ def refuse_unserved(function, **unserved):
             refuse(function, name, described(x), None)
 
 
-def attend(function, attention, q, k, v, *, softmax_scale, window_size, softcap, deterministic, out=None, **options):
+def attend(
+    function, attention, q, k, v, *, softmax_scale, causal, window_size, softcap, deterministic, out=None, **options
+):
     """``flashtile.attention`` or ``attention_varlen``. As in flash-attn, last dimensions need neither be contiguous nor
     multiples of 8."""
     options |= {} if out is None else dict(out=out)
@@ -46,6 +47,7 @@ def attend(function, attention, q, k, v, *, softmax_scale, window_size, softcap,
         q,
         k,
         v,
+        causal=flag(function, "causal", causal),
         window=window_of(function, window_size),
         scale=softmax_scale,
         softcap=softcap_of(softcap),
@@ -95,8 +97,12 @@ def new_seed(dropout_p):
 
 
 def flag(function, name, x):
-    """`x` as a bool, which an integer may stand for."""
-    return x if isinstance(x, bool) else integer(function, name, x, expected="a bool") != 0
+    """`x` as a bool, which an integer, a bool of NumPy or None may stand for."""
+    if isinstance(x, bool):
+        return x
+    if x is None:
+        return False
+    return integer(function, name, x.item() if getattr(x, "dtype", None) == "bool" else x, expected="a bool") != 0
 
 
 def require_tensors(function, **tensors):

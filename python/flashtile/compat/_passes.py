@@ -53,7 +53,7 @@ def run_backward(
         given = [padded(x) for x in given]
     options = attention_options(
         alibi_slopes=alibi_slopes,
-        causal=causal,
+        causal=flag(function, "causal", causal),
         window=window_of(function, window_size),
         scale=softmax_scale,
         softcap=softcap_of(softcap),

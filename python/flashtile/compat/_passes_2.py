@@ -16,10 +16,10 @@ from torch import Tensor
 from ..attention import attention
 from ..varlen import attention_varlen
 from ._cache import attend_cache
-from ._common import attend, described, drops, flag, new_seed, refuse, refuse_unserved, require_like, require_table
+from ._common import attend, described, drops, flag, new_seed, refuse, require_like, require_table, require_tensors
 from ._dmask import signed_weights
 from ._passes import run_backward
-from ._ragged import equal_lengths
+from ._ragged import equal_lengths, those_first
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -67,7 +67,13 @@ def varlen_forward(
         del options["deterministic"]  # there is no backward
         out, lse = attend_cache(function, q, k, v, cache_seqlens=seqused_k, return_lse=True, **options)
         return out, lse, q.new_empty(0), None
-    refuse_unserved(function, leftpad_k=leftpad_k)
+    if leftpad_k is not None:
+        require_tensors(function, k=k, v=v)
+        require_table(function, "(B + 1)", cu_seqlens_k=cu_seqlens_k)
+        require_table(function, "(B)", cu_seqlens_k.shape[0] - 1, leftpad_k=leftpad_k)
+        used = None if seqused_k is None else seqused_k - leftpad_k
+        order, cu_seqlens_k = those_first(k.shape[0], cu_seqlens_k, leftpad_k, used)
+        k, v, seqused_k = k[order], v[order], None
     options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
     seed = new_seed(dropout_p)
     dropout = dict(dropout_p=dropout_p, seed=seed, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
@@ -130,7 +136,7 @@ def _flash_attn_varlen_forward(
     zero_tensors: bool = False,
     num_splits: int = 0,
 ) -> Forward:
-    """The forward pass of a ragged batch. leftpad_k is served with block_table alone; zero_tensors has no effect."""
+    """The forward pass of a ragged batch. zero_tensors has no effect."""
     *results, seed = varlen_forward(
         "_flash_attn_varlen_forward",
         q,

@@ -9,9 +9,10 @@ row, float32, of softmax_lse's shape, without the rows of padding that the origi
 import torch
 from torch import Tensor
 
+from .._padding import contiguous
 from ..attention import attention
 from ..varlen import attention_varlen
-from ._cache import attend_cache
+from ._cache import attend_used_queries
 from ._chunks import length_of
 from ._common import attend, flag, has_8_bits, refuse_unserved, require_like, require_tensors, written
 from ._passes import run_backward
@@ -43,7 +44,7 @@ def forward(
     chunk = length_of(function, attention_chunk)
     if chunk == 0 and tables is None:
         return attend(function, attention, q, k, v, **options)
-    options |= tables or {}
+    options |= {name: contiguous(x) for name, x in (tables or {}).items()}
     if chunk == 0 and options["cu_seqlens_q"] is not None and options["cu_seqlens_k"] is not None:
         return attend(function, attention_varlen, q, k, v, **options)
     return attend_ragged(function, q, k, v, attention_chunk=chunk, **options)
@@ -114,12 +115,13 @@ def _flash_attn_forward(
         options |= dict(attention_chunk=attention_chunk, tables=tables, deterministic=False, out=place)
         out, lse = forward(function, q, k, v, return_attn_probs=True, **options)
     else:
-        refuse_unserved(function, seqused_q=seqused_q, cu_seqlens_k=cu_seqlens_k)
-        out, lse = attend_cache(
+        refuse_unserved(function, cu_seqlens_k=cu_seqlens_k)
+        out, lse = attend_used_queries(
             function,
             q,
             k,
             v,
+            seqused_q=seqused_q,
             cache_seqlens=seqused_k,
             rotary_interleaved=rotary_interleaved,
             rotary_seqlens=seqlens_rotary,
@@ -180,5 +182,5 @@ def _flash_attn_backward(
         window_size=(window_size_left, window_size_right),
         softcap=softcap,
         deterministic=deterministic,
-        sequences=None if all(x is None for x in sequences) else sequences,
+        sequences=None if all(x is None for x in sequences) else tuple(map(contiguous, sequences)),
     )

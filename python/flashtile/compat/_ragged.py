@@ -2,7 +2,9 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from .._padding import visible_first
 from ..varlen import attention_varlen
 from ._chunks import in_chunks
 from ._common import attend, require_descales, require_rank, written
@@ -55,6 +57,20 @@ def dense_results(result, sizes):
         return result.unflatten(0, sizes)
     out, lse = result
     return out.unflatten(0, sizes), lse.unflatten(1, sizes).transpose(0, 1).contiguous()
+
+
+def those_first(total, cu_seqlens, skipped, used):
+    """Rows of which `used` (B) count, behind `skipped` (B) of each sequence, or None for all the rest, or for none: the
+    order (`total`) that has these in front, one sequence behind the other, and where each sequence begins then,
+    (B + 1). What is used of a sequence ends with it."""
+    begins = cu_seqlens[:-1] if skipped is None else cu_seqlens[:-1] + skipped
+    rest = (cu_seqlens[1:] - begins).clamp(min=0)
+    used = rest if used is None else used.clamp(min=0).minimum(rest)
+    row = torch.arange(total, dtype=torch.int32, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
+    # There is one sequence more here, with the rows behind the last one, none of which count.
+    counts = (row >= pad(begins, (0, 1))[sequence]) & (row < pad(begins + used, (0, 1))[sequence])
+    return visible_first(counts[None])[0][0], pad(used.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def equal_lengths(x):

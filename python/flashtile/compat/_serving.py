@@ -3,8 +3,8 @@
 import torch
 
 from .. import _C, _capability
-from ._cache import attend_cache
-from ._common import described, drops, integer, refuse, refuse_unserved
+from ._cache import attend_used_queries
+from ._common import described, drops, integer, refuse
 from ._passes_3 import forward
 
 
@@ -32,11 +32,11 @@ def attend_sequences(
         return forward(function, q, k, v, tables=tables, **options)
     if seqused_k is None:
         raise ValueError(f"{function}: seqused_k is None, expected a tensor, since block_table is given")
-    refuse_unserved(function, seqused_q=seqused_q)
     if drops(dropout_p):
         refuse(function, "dropout_p", described(dropout_p), "0.0, since block_table is given")
-    options |= dict(block_table=block_table, cu_seqlens_q=cu_seqlens_q, return_lse=return_lse)
-    return attend_cache(function, q, k, v, cache_seqlens=seqused_k, **splits_of(function, num_splits), **options)
+    options |= dict(block_table=block_table, cu_seqlens_q=cu_seqlens_q, seqused_q=seqused_q, return_lse=return_lse)
+    options |= splits_of(function, num_splits)
+    return attend_used_queries(function, q, k, v, cache_seqlens=seqused_k, **options)
 
 
 def splits_of(function, num_splits):

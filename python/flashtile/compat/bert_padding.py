@@ -17,6 +17,7 @@ from ._common import index_within, integer, require_rank, require_tensors
 
 __all__ = [
     "index_first_axis",
+    "index_first_axis_residual",
     "index_put_first_axis",
     "pad_input",
     "unpad_input",
@@ -30,6 +31,11 @@ def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
     _check_rows(function, x, indices, x=x)
     _check_range(function, indices, x.shape[0], "x")
     return x.index_select(0, indices)
+
+
+def index_first_axis_residual(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """(:func:`index_first_axis`, x without its gradient), for a residual connection."""
+    return index_first_axis(x, indices), x.detach()
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:

@@ -298,8 +298,9 @@ def flash_attn_with_kvcache(
         ValueError: k without cache_seqlens, rotary_cos without k, or on the CPU a position that rotary_cos lacks.
         NotImplementedError: a gradient is asked for; when traced by torch.compile, an input that requires one.
     """
+    function = "flash_attn_with_kvcache"
     return attend_cache(
-        "flash_attn_with_kvcache",
+        function,
         q,
         k_cache,
         v_cache,
@@ -318,5 +319,5 @@ def flash_attn_with_kvcache(
         rotary_interleaved=rotary_interleaved,
         alibi_slopes=alibi_slopes,
         num_splits=num_splits,
-        return_lse=return_softmax_lse,
+        return_lse=flag(function, "return_softmax_lse", return_softmax_lse),
     )

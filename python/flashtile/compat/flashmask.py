@@ -36,6 +36,8 @@ def flashmask_attention(
     name: str | None = None,
     softmax_scale: float | None = None,
     block_mask: Tensor | None = None,
+    use_varlen: bool = False,
+    learnable_sink: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`flashtile.attention` under the mask that `startend_row_indices` are.
 
@@ -50,7 +52,8 @@ def flashmask_attention(
             those on the left. In the place of startend_row_indices.
         return_softmax_lse: also return lse, float32, (B, H_q, S_q).
         softmax_scale: by default 1/√D.
-        name: no effect.
+        name: no effect, as use_varlen.
+        learnable_sink: (H_q), float32: a logit of each head that takes its share of the weights.
         return_seed_offset, fixed_seed_offset, rng_name, block_mask: refused, unless they are what they are by default.
 
     Returns:
@@ -85,5 +88,6 @@ def flashmask_attention(
         mask=mask,
         scale=softmax_scale,
         dropout_p=dropout if training and drops(dropout) else 0.0,
+        sinks=learnable_sink,
         return_lse=return_lse,
     )

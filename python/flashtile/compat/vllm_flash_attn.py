@@ -61,24 +61,25 @@ FA4_UNAVAILABLE_REASON = "flashtile computes what vLLM asks of FlashAttention 2 
 DEFAULT_FA_VERSION = 2
 
 Result = Tensor | tuple[Tensor, Tensor]
+Device = torch.device | str | int | None
 
 flash_attn_interface = sys.modules[__name__]  # the package has its functions in a module of this name
 
 
-def fa_version_unsupported_reason(fa_version: int) -> str | None:
-    """Why vLLM should not ask for this version, or None: 2 and 3 run on every GPU that flashtile has kernels for, and
-    on a CPU where there is no GPU.
+def fa_version_unsupported_reason(fa_version: int, device: Device = None) -> str | None:
+    """Why vLLM should not ask for this version on a GPU, by default the current one, or None: 2 and 3 run on every GPU
+    that flashtile has kernels for, and on a CPU where there is no GPU.
 
     Raises:
         ValueError: there is no such version.
     """
     _check_version("fa_version_unsupported_reason", fa_version)
-    return FA4_UNAVAILABLE_REASON if fa_version == 4 else unsupported_reason()
+    return FA4_UNAVAILABLE_REASON if fa_version == 4 else unsupported_reason(device)
 
 
-def is_fa_version_supported(fa_version: int) -> bool:
+def is_fa_version_supported(fa_version: int, device: Device = None) -> bool:
     """Whether :func:`fa_version_unsupported_reason` has none."""
-    return fa_version_unsupported_reason(fa_version) is None
+    return fa_version_unsupported_reason(fa_version, device) is None
 
 
 def flash_attn_varlen_func(

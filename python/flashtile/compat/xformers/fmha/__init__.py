@@ -225,7 +225,8 @@ def _columns(band, cu_seqlens_q, cu_seqlens_k, rows, columns):
 def _over_pages(function, bias, band, q, k, v, p, options):
     if drops(p):
         refuse(function, "p", p, f"0 with a {type(bias).__name__}")
-    return attention_kvcache(
+    return attend_padded(
+        attention_kvcache,
         q,
         *(x.unflatten(0, (-1, bias.page_size)) for x in (k, v)),
         cache_seqlens=bias.k_seqinfo.seqlen,
