@@ -146,6 +146,11 @@ BAD = {
         TypeError,
         "alibi_slopes has dtype float16, expected float32",
     ),
+    "slopes of float64": (
+        with_options(alibi_slopes=ones(4, dtype=torch.float64)),
+        TypeError,
+        r"alibi_slopes has dtype torch\.float64, expected float32(?!,)",
+    ),
     "slopes are a list": (
         with_options(alibi_slopes=[1.0] * 4),
         TypeError,
