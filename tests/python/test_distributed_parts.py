@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import flashtile
 from flashtile.bench.ranks import _Nobody
 from flashtile.distributed import Layout, _local, _rows
+from flashtile.distributed._prepare import share_of
 from flashtile.distributed._rows import Sums, kinds_of
 from flashtile.distributed._share import Attend
-from flashtile.distributed.attention import share_of
 
 ROWS, RANKS = 64, 4
 WINDOW = 9

@@ -29,9 +29,9 @@ from flashtile.bench import machine, report
 from flashtile.bench.rank_peers import RankPeer, rank_peers
 from flashtile.distributed._exchange import Group
 from flashtile.distributed._pairs import Band, calls_of, visible
+from flashtile.distributed._prepare import share_of
 from flashtile.distributed._route import Delivery, Route
 from flashtile.distributed._share import Attend
-from flashtile.distributed.attention import share_of
 from flashtile.distributed.layout import Layout
 
 ROUNDS, FEWEST_ROUNDS, ENOUGH = 7, 3, 1.5  # as many as fit into so many seconds, within these bounds

@@ -4,27 +4,50 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from ._choose import bandwidth_of
 from ._exchange import Group
+from .layout import Layout
+
+_MOST = 1024  # agreements that are remembered
 
 
-def rows_of_ranks(
-    function: str, group: Group, rows: tuple[int, int], given: Mapping[str, Any], failure: Exception | None
-) -> list[tuple[int, int]]:
-    """How many query rows and keys each rank has, once all ranks have been found to agree in what is `given`.
+class Agreement(NamedTuple):
+    """What all ranks of a group were found to have given."""
 
-    `failure` is what the caller found wrong with its own arguments. Raises on all ranks if any has one, or if `given`
-    differs somewhere: ValueError, which names the rank and the argument.
+    number: int  # which of the group's agreements it is, the same on all ranks
+    rows: list[tuple[int, int]]  # how many query rows and keys each rank has
+    bandwidth: float  # bytes a second between any two ranks
+
+
+def agree(
+    function: str,
+    group: Group,
+    rows: tuple[int, int],
+    given: Mapping[str, Any],
+    failure: Exception | None,
+    *,
+    asks: bool = False,
+) -> Agreement:
+    """What all ranks have, once they have been found to agree in what is `given`.
+
+    `failure` is what the caller found wrong with its own arguments, and `asks` says that all ranks know already that
+    they have to ask. Raises on all ranks if any has a failure, or if `given` differs somewhere: ValueError, which names
+    the rank and the argument.
     """
-    agreed = group.known.agreed
-    key = (function, rows, tuple(x for x in given.items() if x[0] != "seed"))  # which differs from call to call
-    if failure is None and key in agreed:
-        return agreed[key]
-    told = {name: str(value) for name, value in given.items()}
+    known = group.known
+    told = {name: value if isinstance(value, Layout) else str(value) for name, value in given.items()}
+    key = (function, rows, tuple(x for x in told.items() if x[0] != "seed"))  # which differs from call to call
+    before = None if failure is not None else known.agreed.get(key)
+    if not asks and group.all_say(-1 if before is None else before.number):
+        assert before is not None
+        return before
+    told = {name: str(value) for name, value in told.items()}
     mine = {"rows": rows, "given": told, "failure": None if failure is None else str(failure)}
+    mine["bandwidth"] = bandwidth_of(group.size)
     theirs: list[Any] = [None] * group.size
     dist.all_gather_object(theirs, mine, group=group.group)
     if failure is not None:
@@ -39,6 +62,10 @@ def rows_of_ranks(
             if value != usual:
                 expected = f"expected {usual:.200}, as on rank {values.index(usual)}"
                 raise ValueError(f"{function}: {name} is {value:.200} on rank {rank}, {expected}")
-    found = [one["rows"] for one in theirs]
-    agreed[key] = found
-    return found
+    known.agreements += 1
+    if known.agreements % _MOST == 0:  # on all ranks in the same call, or some would ask where others do not
+        known.agreed.clear()
+        known.prepared.clear()
+    slowest = min(one["bandwidth"] for one in theirs)
+    agreement = known.agreed[key] = Agreement(known.agreements, [one["rows"] for one in theirs], slowest)
+    return agreement

@@ -38,14 +38,14 @@ def choices(shape: Shape, bandwidth: float, method: str = "auto", degree: int | 
 
 
 @lru_cache(maxsize=256)
-def choose(function: str, shape: Shape, method: str, degree: int | None) -> Choice:
+def choose(function: str, shape: Shape, method: str, degree: int | None, bandwidth: float) -> Choice:
     """The quickest of them."""
     ranks = shape.queries.ranks
     if degree is not None and (degree < 1 or ranks % degree):
         raise ValueError(
             f"{function}: ulysses_degree is {degree}, expected a divisor of {ranks}, the size of the group"
         )
-    fitting = choices(shape, bandwidth_of(ranks), method, degree)
+    fitting = choices(shape, bandwidth, method, degree)
     if not fitting:
         raise ValueError(
             f"{function}: method is {method!r} with ulysses_degree {degree}, expected what fits {ranks} ranks"
@@ -56,7 +56,8 @@ def choose(function: str, shape: Shape, method: str, degree: int | None) -> Choi
 
 
 def bandwidth_of(ranks: int) -> float:
-    """NVLink's where torchrun says that all ranks of a group so large can be on one host."""
+    """NVLink's where torchrun says that all ranks of a group so large can be on one host: on that of the caller, so
+    that ranks may differ."""
     return NVLINK if ranks <= int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) else NETWORK
 
 

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _C
 from ._route import Delivery, Route, Tensors
 from ._window import window_of
 
 if TYPE_CHECKING:
+    from ._agree import Agreement
     from ._window import Window
 
 
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 class Known:
     """What earlier calls found out about a process group."""
 
-    agreed: dict[Any, list[tuple[int, int]]] = field(default_factory=dict)  # the rows of ranks that asked for the same
+    agreements: int = 0  # how many there have been
+    agreed: dict[Any, Agreement] = field(default_factory=dict)  # by what the caller gave
     prepared: dict[Any, Any] = field(default_factory=dict)  # shares, by what tells calls apart
     are_neighbours: bool | None = None  # whether ranks may have windows to each other; None where nobody has asked
     windows: dict[str, Window] = field(default_factory=dict)  # of each channel
@@ -39,6 +42,8 @@ class Group:
     """
 
     def __init__(self, group: Any = None):
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"flashtile.distributed: group is {_C.described(group)}, expected a process group or None")
         self._group = None if group is None else ref(group)
 
     @property
@@ -64,6 +69,21 @@ class Group:
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
+    @cached_property
+    def is_on_host(self) -> bool:
+        """Whether messages are sent from a CPU's memory."""
+        return bool(dist.get_backend(self.group) == "gloo")
+
+    def all_say(self, number: int) -> bool:
+        """Whether all ranks know what the caller knows by this number, and nothing is unknown, -1, to any. A message
+        tells where ranks wait for messages anyway. On GPUs it would hold up all that has been launched; there what one
+        rank knows all are taken to know."""
+        if not self.is_on_host:
+            return number >= 0
+        said = torch.tensor([number, -number])
+        dist.all_reduce(said, dist.ReduceOp.MIN, group=self.group)
+        return number >= 0 and said.tolist() == [number, -number]
+
     def deliver(self, route: Route, sends: Tensors, device: torch.device) -> Delivery:
         """Begins to send tensors along a route, and to receive what comes along it. All ranks of the route call it."""
         window = window_of(self, route, device)
@@ -78,7 +98,7 @@ class Group:
         and dtypes in the same order. What is for the caller itself is copied. Memory that is contiguous goes as it is.
         """
         me, peers = self.rank, [] if self.group is None else dist.get_process_group_ranks(self.group)
-        on_host = dist.get_backend(self.group) == "gloo"  # which sends what a CPU's memory holds
+        on_host = self.is_on_host
         pending, operations = Pending(), []
 
         def begin(way: Any, rank: int, message: Tensor) -> None:
@@ -88,7 +108,7 @@ class Group:
         for rank, tensors in sends.items():
             for x in tensors if rank != me else ():
                 if x.numel():
-                    message = (x.cpu() if on_host else x).contiguous()
+                    message = (x.cpu() if on_host else x).resolve_neg().contiguous()
                     pending.sent.append(message)
                     begin(dist.isend, rank, message)
         for rank, places in receives.items():

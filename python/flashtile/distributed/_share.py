@@ -98,7 +98,7 @@ class Attend(torch.autograd.Function):
         out, state = total.finish()
         lse = total.lse_of(state) if share.returns_lse or of_heads is not None else None
         ctx.share, ctx.sinks_dtype = share, None if sinks is None else sinks.dtype
-        ctx.save_for_backward(q, k, v, out, lse, state, of_heads)
+        ctx.save_for_backward(q, k, v, out, None if of_heads is None else lse, state, of_heads)
         ctx.set_materialize_grads(False)
         if share.degree > 1:
             out = ulysses.to_rows(out, queries, heads.queries, share.heads_q)
@@ -121,7 +121,7 @@ class Attend(torch.autograd.Function):
             dout = q.new_zeros(q.shape[0], rows, all_heads, v.shape[-1]) if dout is None else dout
             (dout,) = ulysses.to_heads([dout.to(q.dtype)], [queries], [heads.queries])
             if share.returns_lse:
-                dlse = lse.new_zeros(q.shape[0], all_heads, rows) if dlse is None else dlse
+                dlse = state.new_zeros(q.shape[0], all_heads, rows) if dlse is None else dlse
                 (dlse,) = ulysses.to_heads([_rows_first(dlse)], [queries], [heads.queries])
                 dlse = dlse[..., 0].transpose(1, 2).contiguous()
         if dout is None:

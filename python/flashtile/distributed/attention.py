@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _C
-from .._autograd import cast_as_eager_calls_do, refuse_tangents
-from .._core import as_float32, require_tensors
-from .._options import attention_options
 from ..attention import Window
 from ..attention import attention as local_attention
 from ..masks import ColumnMask
 from ..varlen import attention_varlen as local_attention_varlen
-from ._agree import rows_of_ranks
-from ._choose import METHODS, Shape, bandwidth_of, choices, choose
-from ._dtensor import is_dtensor, with_local
+from ._choose import choices
+from ._dtensor import is_dtensor, local_of, with_local
 from ._exchange import Group
-from ._local import Local, table_on
-from ._pairs import Band
-from ._share import Attend, Share
+from ._local import table_on
+from ._prepare import FUNCTION, OPTIONS, RAGGED, prepare
+from ._share import Attend
 from .layout import Layout
-
-_FUNCTION = "distributed.attention"
-_RAGGED = "distributed.attention_varlen"
-_OPTIONS: dict[str, Any] = dict(
-    causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None, sinks=None, dropout_p=0.0, seed=None,
-    deterministic=None, return_lse=False,
-)  # fmt: skip
-_DROPOUT_P = list(_OPTIONS).index("dropout_p")
 
 
 def attention(
@@ -99,10 +84,11 @@ def attention(
         S_local), float32. Both are differentiable with respect to q, k, v and sinks, once.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: what the local function raises; or ranks disagree: the message names
-            the rank and the argument, and all ranks raise. This is asked once for each configuration of shapes, dtypes
-            and options, as it takes a message and waits for it; a rank that changes them by itself later, or that makes
-            no call, leaves the others waiting.
+        TypeError, ValueError, NotImplementedError: what the local function raises; or batch_invariant_mode is on; or
+            ranks disagree: the message names the rank and the argument, and all ranks raise. Over NCCL this is asked
+            once for each configuration of local shapes, dtypes and options, as it waits for a message. So a rank that
+            changes them by itself later, or that makes no call, leaves the others waiting; and where S changes to what
+            ranks cannot divide, so that some have as many rows as before, the layout must be a :class:`Layout`.
 
     Example:
         >>> import torch
@@ -128,10 +114,10 @@ def attention(
         def call(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Any:
             return attention(q, k, v, group=group, layout="contiguous", **parallel, **options)
 
-        return with_local(_FUNCTION, q, k, v, 1, call)
+        return with_local(FUNCTION, q, k, v, 1, dropout_p, call)
     if group_size(group) == 1:
         return local_attention(q, k, v, mask=mask, **options)
-    return _attend(_FUNCTION, q, k, v, Group(group), layout, method, ulysses_degree, mask, None, options)
+    return _attend(FUNCTION, q, k, v, Group(group), layout, method, ulysses_degree, mask, None, options)
 
 
 def attention_varlen(
@@ -201,13 +187,13 @@ def attention_varlen(
         def call(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Any:
             return attention_varlen(q, k, v, group=group, layout="contiguous", **parallel, **options)
 
-        return with_local(_RAGGED, q, k, v, 0, call)
+        return with_local(RAGGED, q, k, v, 0, dropout_p, call)
     if group_size(group) == 1:
         begins = _table(cu_seqlens_q, q), _table(cu_seqlens_k, q)
         options |= dict(cu_seqlens_q=begins[0], cu_seqlens_k=begins[1])
         return local_attention_varlen(q, k, v, mask=mask, **options)
     documents = cu_seqlens_q, cu_seqlens_k
-    return _attend(_RAGGED, q, k, v, Group(group), layout, method, ulysses_degree, mask, documents, options)
+    return _attend(RAGGED, q, k, v, Group(group), layout, method, ulysses_degree, mask, documents, options)
 
 
 def explain(
@@ -234,14 +220,21 @@ def explain(
     >>> print(distributed.explain(q, q, q, causal=True))
     flashtile.distributed plan: one rank, the local function
     """
+    documents = None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+    function = FUNCTION if documents is None else RAGGED
+    for name in options.keys() - OPTIONS.keys():
+        raise TypeError(f"distributed.explain: {name} is given, expected an argument of {function}")
+    options = {**OPTIONS, **options}
+    if is_dtensor(q):
+        dim, layout = 1 if documents is None else 0, "contiguous"
+        q, k, v, group = local_of(function, q, k, v, dim, options["dropout_p"])
     if group_size(group) == 1:
         return "flashtile.distributed plan: one rank, the local function"
-    options = {**_OPTIONS, **options}
-    documents = None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
-    function = _FUNCTION if documents is None else _RAGGED
     group = Group(group)
-    share, *_, shape = _prepared(function, q, k, v, group, layout, method, ulysses_degree, mask, documents, options)
-    bandwidth = bandwidth_of(group.size)
+    share, *_, shape, agreement = prepare(
+        function, q, k, v, group, layout, method, ulysses_degree, mask, documents, options
+    )
+    bandwidth = agreement.bandwidth
     taken = next(x for x in choices(shape, bandwidth) if (x.degree, x.inner) == (share.degree, share.inner))
     what = "forward and backward" if shape.differentiable else "forward"
     lines = [
@@ -257,189 +250,18 @@ def _table(cu_seqlens: Tensor | Sequence[int], q: Tensor) -> Tensor:
     return cu_seqlens if isinstance(cu_seqlens, Tensor) else table_on(q.device, cu_seqlens)
 
 
-def _documents(function: str, q: tuple[int, ...], k: tuple[int, ...]) -> tuple[int, ...]:
-    """Where documents begin, from cu_seqlens_q and cu_seqlens_k."""
-    for name, begins in ("cu_seqlens_q", q), ("cu_seqlens_k", k):
-        if not begins or begins[0] != 0 or any(a > b for a, b in itertools.pairwise(begins)):
-            raise ValueError(
-                f"{function}: {name} is {_C.described(begins)}, expected 0 and numbers that never decrease"
-            )
-    if q != k:
-        raise NotImplementedError(
-            f"{function}: cu_seqlens_k is {_C.described(k)}, expected cu_seqlens_q, which is {_C.described(q)}; "
-            "nearest supported: sequences with as many keys as queries"
-        )
-    return q
-
-
 def group_size(group: Any) -> int:
     """1 where there is no group at all, so that one program serves one process and many."""
-    return dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
+    size = dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
+    if size < 1:
+        raise ValueError("flashtile.distributed: group is one without the caller, expected one that it is a member of")
+    return size
 
 
 def _attend(function, q, k, v, group, layout, method, degree, mask, documents, options):
-    share, tensors, sinks, _ = _prepared(function, q, k, v, group, layout, method, degree, mask, documents, options)
+    share, tensors, sinks, *_ = prepare(function, q, k, v, group, layout, method, degree, mask, documents, options)
     out, lse = Attend.apply(*tensors, sinks, share)
     if documents is not None:
         # Whose gradients need no copies, as those of out[0] would.
         out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)
     return out if lse is None else (out, lse)
-
-
-_MOST_PREPARED = 1024
-
-
-def _prepared(function, q, k, v, group, layout, method, degree, mask, documents, options):
-    """The caller's share, q, k and v as (B, S_local, H, D), the sinks, and what the method was chosen by."""
-    given, failure = (q, k, v), None
-    try:
-        given = q, k, v = cast_as_eager_calls_do(q, k, v)
-        require_tensors(function, q=q, k=k, v=v)
-        refuse_tangents(function, q=q, k=k, v=v)
-        if documents is not None:
-            documents = tuple(tuple(x.tolist() if isinstance(x, Tensor) else x) for x in documents)
-    except Exception as refusal:
-        failure = refusal
-    key = None if failure else _key_of(function, *given, layout, method, degree, mask, documents, options)
-    prepared = group.known.prepared
-    known = None if key is None else prepared.get(key)
-    if known is None:
-        known = _prepare(function, *given, group, layout, method, degree, mask, documents, options, failure)
-        if key is not None:
-            if len(prepared) == _MOST_PREPARED:
-                prepared.clear()
-            prepared[key] = known
-    tensors = given if documents is None else tuple(x[None] for x in given)
-    sinks = None if options["sinks"] is None else as_float32(options["sinks"])
-    return known[0], tensors, sinks, known[1]
-
-
-def _key_of(function, q, k, v, layout, method, degree, mask, documents, options):
-    """What a call is, if it has no tensor but q, k and v and nothing else that differs from call to call: the next one
-    like it is prepared as this one was."""
-    options = tuple(options.values())
-    if mask is not None or any(isinstance(x, Tensor) for x in options) or options[_DROPOUT_P]:
-        return None
-    wanted = torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad)
-    try:
-        of_tensors = tuple((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, k, v))
-        key = function, layout, method, degree, of_tensors, wanted, documents, options
-        hash(key)
-    except (TypeError, RuntimeError):  # a list for a tuple, or tensors that have no memory
-        return None
-    return key
-
-
-def _prepare(function, q, k, v, group, layout, method, degree, mask, documents, options, failure):
-    """The caller's share, and what the method was chosen by, once all ranks agree; `failure` is what was wrong so
-    far."""
-    given, rows = {}, (0, 0)
-    try:
-        if failure is not None:
-            raise failure
-        if documents is not None:
-            documents = _documents(function, *documents)
-        _check(function, q, k, v, mask, documents, options, layout, method)
-        rows = q.shape[-3], k.shape[-3]
-        given = _description(q, k, v, layout, method, degree, mask, documents is not None, options)
-    except Exception as refusal:
-        failure = refusal
-    counts = rows_of_ranks(function, group, rows, given, failure)
-    queries, keys = (
-        _layout_of(function, layout, name, [count[side] for count in counts]) for side, name in ((0, "q"), (1, "k"))
-    )
-    _check_lengths(function, queries, keys, mask, documents)
-    tensors = tuple(x if documents is None else x[None] for x in (q, k, v))
-    return _share(function, group, tensors, queries, keys, mask, documents, options, method, degree)
-
-
-def _share(function, group, tensors, queries, keys, mask, documents, options, method, degree):
-    q, k, v = tensors  # (B, S_local, H, D)
-    band = Band.of(options["causal"], options["window"], keys.length - queries.length if documents is None else 0)
-    local_options = {**options, "causal": False, "sinks": None, "window": None}
-    returns_lse = local_options.pop("return_lse")
-    sharers = max(q.shape[2] // max(k.shape[2], 1), 1)
-    ranges = None if mask is None else mask.ranges
-    local = Local((), band, documents, attention_options(**local_options), ranges, sharers=sharers, entries=q.shape[0])
-    differentiable = torch.is_grad_enabled() and any(
-        x.requires_grad for x in (*tensors, options["sinks"]) if x is not None
-    )
-    sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.element_size()
-    shape = Shape(queries, keys, band, documents, local.places(), *sizes, differentiable)
-    choice = choose(function, shape, method, degree)
-    share = Share(group, queries, keys, local, q.shape[2], k.shape[2], choice.degree, choice.inner, returns_lse)
-    return share, shape
-
-
-def share_of(group, tensors, layout, method, documents=None, options=None):
-    """The share of a rank of `group`, all of whose ranks have as many rows as these tensors (B, S_local, H, D)."""
-    queries, keys = (Layout.of(layout, x.shape[1] * group.size, group.size) for x in tensors[:2])
-    given = {**_OPTIONS, **(options or {})}
-    return _share(_FUNCTION, group, tensors, queries, keys, None, documents, given, method, None)[0]
-
-
-def _check(function, q, k, v, mask, documents, options, layout, method):
-    """Raises what the local function would, and more."""
-    if method not in METHODS:
-        raise ValueError(f"{function}: method is {method!r}, expected one of {', '.join(map(repr, METHODS))}")
-    if q.dtype == torch.float8_e4m3fn:
-        raise NotImplementedError(
-            f"{function}: q has dtype float8_e4m3fn, expected 16 or 32 bits; nearest supported: x.to(torch.bfloat16)"
-        )
-    if options["dropout_p"] and options["seed"] is None:
-        raise ValueError(f"{function}: seed is None, expected an int, the same on all ranks, as dropout_p is given")
-    if mask is not None and not isinstance(mask, ColumnMask):
-        raise TypeError(f"{function}: mask is {_C.described(mask)}, expected a flashtile.masks.ColumnMask or None")
-    if mask is not None and (mask.cu_seqlens is not None) != (documents is not None):
-        raise ValueError(f"{function}: mask is {mask}, expected one of {'a ragged' if documents else 'a dense'} batch")
-    if documents is None:
-        _C.explain(local_attention, None, q, k, v, **options)
-    else:
-        table = q.new_zeros(2, dtype=torch.int32)  # of one sequence, which may as well be empty
-        _C.explain(local_attention_varlen, None, q, k, v, cu_seqlens_q=table, cu_seqlens_k=table, **options)
-
-
-def _description(q, k, v, layout, method, degree, mask, ragged, options):
-    """What has to be the same on all ranks, as text."""
-    sizes = {name: (None if ragged else x.shape[0], *x.shape[-2:]) for name, x in (("q", q), ("k", k), ("v", v))}
-    leaves = (q, k, v, options["sinks"])
-    wanted = [torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in leaves]
-    return {
-        **{f"{name}'s batch, heads and head dimension": size for name, size in sizes.items()},
-        "q's dtype": q.dtype,
-        "the gradients wanted of q, k, v, sinks": str(wanted),
-        "layout": layout,
-        "method": (method, degree),
-        "mask": None if mask is None else tuple(mask.ranges.shape),
-        **{name: _told(value) for name, value in options.items()},
-    }
-
-
-def _check_lengths(function, queries, keys, mask, documents):
-    """What only the whole sequence shows; all ranks find the same."""
-    if documents is not None and (queries != keys or documents[-1] > queries.length):
-        raise ValueError(
-            f"{function}: cu_seqlens ends at {documents[-1]}, with {queries.length} query rows and {keys.length} keys "
-            "on all ranks, expected as many keys as rows, and no fewer than that"
-        )
-    if mask is None:
-        return
-    columns = mask.ranges.shape[2]
-    if columns != keys.length or mask.seqlen_q not in (None, queries.length):
-        raise ValueError(f"{function}: mask is {mask}, expected S_q = {queries.length} and S_k = {keys.length}")
-
-
-def _told(value):
-    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else value
-
-
-def _layout_of(function, layout, name, rows):
-    found = Layout.of(layout, sum(rows), len(rows)) if isinstance(layout, str) else layout
-    if found.ranks != len(rows):
-        raise ValueError(f"{function}: layout is of {found.ranks} ranks, expected {len(rows)}, as the group")
-    for rank, count in enumerate(rows):
-        if found.rows(rank) != count:
-            raise ValueError(
-                f"{function}: {name} has {count} rows on rank {rank}, expected {found.rows(rank)}, as the layout"
-            )
-    return found

@@ -113,7 +113,8 @@ class Layout:
                 best = imbalance, layout
             if best[0] <= 1.03:
                 break
-        assert best is not None
+        if best is None:
+            raise ValueError("Layout.balanced: rounds is empty, expected numbers of chunks")
         return best[1]
 
 
@@ -179,6 +180,8 @@ def places_in(runs: Runs, part: Runs) -> list[Run]:
 
 
 def _chunks(length: int, count: int) -> list[Run]:
+    if count < 1:
+        raise ValueError(f"Layout: there are {count} chunks, expected at least one for each of at least one rank")
     size = -(-length // count)
     return [(min(i * size, length), min((i + 1) * size, length)) for i in range(count)]
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ._exchange import Group
 from .attention import group_size
@@ -14,40 +15,111 @@ from .layout import Layout
 
 
 def shard(x: Tensor, dim: int, group: Any = None, layout: str | Layout = "zigzag") -> Tensor:
-    """The caller's rows of `x`, which all ranks have, along dimension `dim`, one behind the other."""
+    """The caller's rows of `x`, which all ranks have, along dimension `dim`, one behind the other.
+
+    Raises:
+        IndexError: `x` has no such dimension.
+        ValueError: `layout` is of another number of ranks, or of rows.
+    """
+    dim = _dimension("shard", x, dim)
     if group_size(group) == 1:
         return x
     ranks = Group(group)
-    runs = layout_of(layout, x.shape[dim], ranks).runs[ranks.rank]
-    return torch.cat([x.narrow(dim, 0, 0), *(x.narrow(dim, begin, end - begin) for begin, end in runs)], dim)
+    return _rows_of(x, dim, _layout_of("shard", layout, x.shape[dim], ranks).runs[ranks.rank])
 
 
 def positions(length: int, group: Any = None, layout: str | Layout = "zigzag", device: Any = None) -> Tensor:
-    """Where the caller's rows lie in a sequence of `length` rows, int64: for rotary embedding."""
+    """Where the caller's rows lie in a sequence of `length` rows, int64: for rotary embedding.
+
+    Raises:
+        ValueError: `layout` is of another number of ranks, or of rows.
+    """
     if group_size(group) == 1:
         return torch.arange(length, device=device)
     ranks = Group(group)
-    return layout_of(layout, length, ranks).positions(ranks.rank).to(device)
+    return _layout_of("positions", layout, length, ranks).positions(ranks.rank).to(device)
 
 
 def unshard(x: Tensor, dim: int, group: Any = None, layout: str | Layout = "zigzag") -> Tensor:
-    """The way back of :func:`shard`: the whole tensor, on all ranks."""
+    """The way back of :func:`shard`: the whole tensor, on all ranks.
+
+    Differentiable, where all ranks compute the same from the whole: the gradient of `x` is the caller's rows of that of
+    the whole.
+
+    Raises, on all ranks:
+        IndexError: `x` has no such dimension.
+        ValueError: ranks have other dtypes, sizes of the other dimensions, or numbers of rows than the layout says.
+    """
     if group_size(group) == 1:
+        _dimension("unshard", x, dim)
         return x
-    ranks = Group(group)
-    counts: list[Any] = [None] * ranks.size
-    dist.all_gather_object(counts, x.shape[dim], group=group)
-    found = layout_of(layout, sum(counts), ranks)
-    mine = x.movedim(dim, 0).contiguous()
-    whole = mine.new_empty(found.length, *mine.shape[1:])
-    first, own = 0, []
-    for begin, end in found.runs[ranks.rank]:
-        own.append(mine[first : first + end - begin])
-        first += end - begin
-    places = {rank: [whole[begin:end] for begin, end in found.runs[rank]] for rank in range(ranks.size)}
-    ranks.exchange(dict.fromkeys(places, own), places).wait()
-    return whole.movedim(0, dim)
+    ranks, failure = Group(group), None
+    mine: dict[str, Any] = {}
+    try:
+        dim = _dimension("unshard", x, dim)
+        mine = {"dtype": str(x.dtype), "sizes beside the rows": (*x.shape[:dim], *x.shape[dim + 1 :])}
+        mine |= {"the dimension": dim, "the layout": str(layout)}
+    except Exception as refusal:
+        failure = refusal
+    theirs: list[Any] = [None] * ranks.size
+    dist.all_gather_object(theirs, (mine, x.shape[dim] if mine else str(failure)), group=ranks.group)
+    if failure is not None:
+        raise failure
+    for rank, (other, refusal) in enumerate(theirs):
+        if not other:
+            raise ValueError(f"unshard: rank {rank} refuses its arguments: {refusal}")
+    for rank, (other, _) in enumerate(theirs):
+        for name, expected in theirs[0][0].items():
+            if other[name] != expected:
+                raise ValueError(f"unshard: {name} is {other[name]} on rank {rank}, expected {expected}, as on rank 0")
+    counts = [count for _, count in theirs]
+    found = _layout_of("unshard", layout, sum(counts), ranks)
+    for rank, count in enumerate(counts):
+        if count != found.rows(rank):
+            expected = f"expected {found.rows(rank)}, as the layout"
+            raise ValueError(f"unshard: x has {count} rows on rank {rank}, {expected}")
+    whole: Tensor = _Unshard.apply(x, dim, ranks, found)  # type: ignore[no-untyped-call]
+    return whole
 
 
-def layout_of(layout: str | Layout, length: int, group: Group) -> Layout:
-    return Layout.of(layout, length, group.size) if isinstance(layout, str) else layout
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, ranks: Group, layout: Layout) -> Tensor:
+        ctx.dim, ctx.runs = dim, layout.runs[ranks.rank]
+        mine = x.movedim(dim, 0).contiguous()
+        whole = mine.new_empty(layout.length, *mine.shape[1:])
+        first, own = 0, []
+        for begin, end in ctx.runs:
+            own.append(mine[first : first + end - begin])
+            first += end - begin
+        places = {rank: [whole[begin:end] for begin, end in layout.runs[rank]] for rank in range(ranks.size)}
+        ranks.exchange(dict.fromkeys(places, own), places).wait()
+        return whole.movedim(0, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor | None, ...]:
+        return _rows_of(dwhole, ctx.dim, ctx.runs), None, None, None
+
+
+def _rows_of(x: Tensor, dim: int, runs: Any) -> Tensor:
+    return torch.cat([x.narrow(dim, 0, 0), *(x.narrow(dim, begin, end - begin) for begin, end in runs)], dim)
+
+
+def _dimension(function: str, x: Tensor, dim: int) -> int:
+    """`dim`, counted from the first dimension."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{function}: x is of type {type(x).__name__}, expected a torch.Tensor")
+    if not -x.dim() <= dim < x.dim():
+        raise IndexError(f"{function}: dim is {dim}, expected a dimension of x, which has {x.dim()}")
+    return dim % x.dim()
+
+
+def _layout_of(function: str, layout: str | Layout, length: int, group: Group) -> Layout:
+    found = Layout.of(layout, length, group.size) if isinstance(layout, str) else layout
+    if (found.ranks, found.length) != (group.size, length):
+        raise ValueError(
+            f"{function}: layout is of {found.length} rows on {found.ranks} ranks, expected {length} rows on "
+            f"{group.size} ranks"
+        )
+    return found
