@@ -292,7 +292,9 @@ def _info(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     import flashtile
 
-    device = options.gpu or str(_device("explain", options.device))
+    device = str(_device("explain", options.device)) if options.gpu is None else options.gpu
+    if device == options.gpu and (not device or device.split(":")[0] in ("cpu", "cuda")):
+        raise Refusal(f"explain: --gpu is {device!r}, expected a GPU's name; --device says where tensors are")
     try:
         tensors, named = _problem(options, device)
     except RuntimeError as error:  # of sizes whose product is no int64, or a table that no memory holds
@@ -420,6 +422,12 @@ def _bench(options: argparse.Namespace) -> int:
     _need_writable(options.json, options.plots and options.plots / "suite.svg")
     from flashtile.bench import command, ranks
 
+    if options.markdown or options.suite == "distributed":
+        unused = ("full", "peer", "flex", "profile", "seed") + (() if options.markdown else ("plots",))
+        for name in unused:
+            if getattr(options, name) not in (None, False, []):
+                where = "--markdown, which measures nothing" if options.markdown else "suite 'distributed'"
+                raise Refusal(f"bench: --{name} is given with {where}, expected it with another suite")
     if options.suite == "distributed" and not options.markdown:
         return ranks.measure(quick=options.quick, json_path=options.json)
     if options.markdown:

@@ -278,7 +278,9 @@ def _mapped_by_batch(function, results, numbers):
             joined = [
                 _joined(x, m, _batch_axis(name), size) for (name, x), m in zip(given.items(), mapped, strict=True)
             ]
-            found = [_parted(x, _batch_axis(name), size) for name, x in zip(results, mappable(*joined), strict=True)]
+            batch = operands[0].shape[1 if mapped[0] else 0]
+            shares = (size, batch)
+            found = [_parted(x, _batch_axis(name), shares) for name, x in zip(results, mappable(*joined), strict=True)]
         return tuple(found), jax.tree.map(lambda _: True, tuple(found))
 
     return mappable
@@ -299,8 +301,9 @@ def _joined(x, mapped, axis, size):
     return x.reshape(*x.shape[:axis], size * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
-def _parted(x, axis, size):
+def _parted(x, axis, shares):
+    """`x` with its axis of the batch in `shares`, of which the first is an axis in front."""
     if x is None:
         return x
-    x = x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
+    x = x.reshape(*x.shape[:axis], *shares, *x.shape[axis + 1 :])
     return jnp.moveaxis(x, axis, 0)

@@ -190,6 +190,19 @@ def test_bench_refuses_a_peer_that_is_not_there(capsys):
     assert "has module 'no_such_module', expected one that can be imported" in shown.err and not shown.out
 
 
+@pytest.mark.parametrize("unused", [["--profile"], ["--seed", "3"], ["--flex"], ["--full"], ["--peer", "x"]])
+@pytest.mark.parametrize("where", [["--suite", "distributed"], ["--markdown", "stored.json"]])
+def test_bench_refuses_what_would_have_no_effect(where, unused, capsys):
+    assert main(["bench", *where, *unused]) == 2
+    assert f"{unused[0]} is given with " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["", "cpu", "cuda:0"])
+def test_explain_wants_a_gpu_by_its_name(name, capsys):
+    assert main(["explain", "2", "4", "4", "4", "4", "64", "--gpu", name]) == 2
+    assert f"--gpu is {name!r}, expected a GPU's name" in capsys.readouterr().err
+
+
 SMALL_LADDER = ["ladder", "--device", "cpu", "--seqlen", "40", "--heads", "2", "--kv-heads", "1", "--head-dim", "16"]
 
 

@@ -162,6 +162,17 @@ def test_vmap_is_a_call_for_each_entry(case, options, names, axis):
         assert_same_bits([x[i] for x in found], function(alone | {name: many[name][i] for name in names}))
 
 
+def test_vmap_over_nothing():
+    q, k, v = jnp.ones((3, 2, 5, 4, 16))
+
+    def total(q):
+        return flashtile.jax.attention(q, k, v, causal=True).sum()
+
+    none = jnp.zeros((0, *q.shape))
+    assert jax.vmap(lambda q: flashtile.jax.attention(q, k, v))(none).shape == none.shape
+    assert jax.vmap(jax.grad(total))(none).shape == none.shape
+
+
 def test_vmap_of_vmap():
     values = arrays(PLAIN, 2, 3)
     function = functools.partial(both_passes, {"causal": True})
