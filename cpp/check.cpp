@@ -236,6 +236,10 @@ void check_place(const Operand& out, std::initializer_list<Operand> read) {
   }
 }
 
+void check_place(const char* function, const TensorView& out, const char* name, const TensorView& read) {
+  check_place({function, "out", "", out}, {{function, name, "", read}});
+}
+
 Problem check_forward(const char* function, const ForwardTensors& t, const Options& options) {
   Problem problem;
   problem.ragged = t.cu_seqlens_q.given() || t.cu_seqlens_k.given();

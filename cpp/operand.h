@@ -10,6 +10,7 @@
 #include "flashtile/error.h"
 #include "flashtile/problem.h"
 #include "message.h"
+#include "overlap.h"
 
 namespace flashtile {
 
@@ -85,10 +86,11 @@ struct Operand {
     return *this;
   }
 
-  /// Checks that no two rows are one in memory, where they are to be written; else it expects what `expected` says.
+  /// Checks that no two elements are one in memory, where they are to be written; else it expects what `expected` says.
   const Operand& is_writable(const char* expected) const {
-    for (int i = 0; i < view.rank - 1; ++i)
+    for (int i = 0; i < view.rank; ++i)
       if (view.shape[i] > 1 && view.strides[i] == 0) refuse("has stride 0 in dimension " + std::to_string(i), expected);
+    if (may_overlap_itself(view)) refuse("has strides " + shape_string(view.strides.data(), view.rank), expected);
     return *this;
   }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstdlib>
 
 namespace flashtile {
 namespace {
@@ -30,6 +31,7 @@ class Sums {
   }
 
   bool reach(Size distance) { return reach(distance, 0); }
+  bool gave_up() const { return trials_ >= kTrials; }
 
  private:
   struct Step {
@@ -67,6 +69,27 @@ class Sums {
   int trials_ = 0;
 };
 
+/// Returns whether each stride exceeds all that the shorter ones reach, as in what is left of a contiguous tensor whose
+/// dimensions are put in another order, cut and padded.
+bool is_nested(const TensorView& t) {
+  std::array<Size, kMaxRank> strides{}, reaches{};
+  int count = 0;
+  for (int i = 0; i < t.rank; ++i) {
+    if (t.shape[i] <= 1) continue;
+    const Size stride = std::abs(t.strides[i]);
+    int place = count++;
+    for (; place > 0 && strides[place - 1] > stride; --place)
+      strides[place] = strides[place - 1], reaches[place] = reaches[place - 1];
+    strides[place] = stride, reaches[place] = (t.shape[i] - 1) * stride;
+  }
+  Size reach = 0;
+  for (int i = 0; i < count; ++i) {
+    if (strides[i] <= reach) return false;
+    reach += reaches[i];
+  }
+  return true;
+}
+
 }  // namespace
 
 Stretch stretch_of(const TensorView& t) {
@@ -84,6 +107,21 @@ bool share_elements(const TensorView& a, const TensorView& b) {
   if (!stretch_of(a).meets(stretch_of(b))) return false;
   const Size distance = address_of(b) - address_of(a), size = bytes_of(a.dtype);
   return distance % size == 0 && Sums(a, b).reach(distance / size);
+}
+
+bool may_overlap_itself(const TensorView& t) {
+  if (t.empty() || is_nested(t)) return false;
+  // Of two elements in one place, which differ in dimension i, one may be taken to be the first in it: both can be
+  // moved.
+  for (int i = 0; i < t.rank; ++i) {
+    if (t.shape[i] <= 1) continue;
+    TensorView first = t, others = t;
+    first.shape[i] = 1;
+    others.shape[i] = t.shape[i] - 1;
+    Sums sums(first, others);
+    if (sums.reach(t.strides[i]) || sums.gave_up()) return true;
+  }
+  return false;
 }
 
 }  // namespace flashtile

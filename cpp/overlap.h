@@ -22,4 +22,7 @@ Stretch stretch_of(const TensorView& tensor);
 /// device. Where layouts interleave so irregularly that thousands of combinations would have to be tried, it says no.
 bool share_elements(const TensorView& a, const TensorView& b);
 
+/// Returns whether two elements of one tensor lie in the same place. Of layouts so irregular it says yes.
+bool may_overlap_itself(const TensorView& tensor);
+
 }  // namespace flashtile

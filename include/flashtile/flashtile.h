@@ -17,6 +17,10 @@ namespace flashtile {
 Problem check_forward(const char* function, const ForwardTensors& tensors, const Options& options);
 Problem check_backward(const char* function, const BackwardTensors& tensors, const Options& options);
 
+/// Checks that `out` can be written where it lies, and that it shares no memory with what is `read`, called `name` in
+/// messages, as plans do: for results that are copied there, which no plan knows of.
+void check_place(const char* function, const TensorView& out, const char* name, const TensorView& read);
+
 /// Chooses the kernel. Throws Unsupported where no row of the variant table serves the problem on the device. The
 /// gradients of a batch-invariant backward have the same bits in every run, and those of a sequence, of q, k and v, do
 /// not depend on the others in its batch. A batch-invariant forward has a plan of its own where there is such a kernel;

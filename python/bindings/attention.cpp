@@ -251,6 +251,7 @@ void bind_attention(nb::module_& module) {
     const Results results = forward(q, k, v, options, nb::none(), new_lse, nothing, true);
     return nb::make_tuple(results.out, results.lse);
   });
+  module.def("check_place", &check_place, nb::arg("function"), nb::arg("out"), nb::arg("read"));
   // This is for tests of an older GPU's kernels on a newer one.
   module.def("_limit_compute_capability", &limit_compute_capability, nb::arg("limit"));
   module.def("saving_forward", &saving_forward, nb::arg("ctx"), any("q"), any("k"), any("v"), nb::arg("options"),

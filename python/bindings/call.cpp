@@ -53,6 +53,18 @@ TensorView given_out(const char* function, handle out) try {
   throw Unsupported(refusal.what());
 }
 
+/// What kernels cannot read is copied for them, and does not lie in `out` any more when that is written.
+void check_place(const char* function, handle out, const nb::dict& read) {
+  const TensorView place = given_out(function, out);
+  for (const auto& [name, tensor] : read) try {
+      const std::string called = nb::str(name).c_str();
+      if (to_dtype(nb::getattr(tensor, "dtype", nb::none())) == DType::kOther) continue;
+      const TensorView view = tensor_view(function, called.c_str(), tensor);
+      if (view.device == place.device) flashtile::check_place(function, place, called.c_str(), view);
+    } catch (const Unreadable&) {
+    }
+}
+
 /// Where out has q's shape, empty_like takes a quarter of a microsecond less than a shape would; a dtype takes as much.
 nb::object new_out(handle q, const TensorView& view, const Problem& p) {
   const handle dtype = torch_dtype(p.out_dtype);

@@ -54,6 +54,10 @@ void limit_compute_capability(int limit);
 /// for a device. It is written where it lies, so what a copy would have to stand for is refused.
 TensorView given_out(const char* function, nb::handle out);
 
+/// Checks that a result can be copied to `out`, a tensor, whose shape and dtype have been checked. It may have no
+/// element in the tensors that are `read`, by name.
+void check_place(const char* function, nb::handle out, const nb::dict& read);
+
 /// These return contiguous tensors for results. `view` is the view of q.
 nb::object new_out(nb::handle q, const TensorView& view, const Problem& problem);
 nb::object new_lse(nb::handle q, const Problem& problem);

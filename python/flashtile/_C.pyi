@@ -61,6 +61,7 @@ def kvcache(
     options: _CacheOptions,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]: ...
+def check_place(function: str, out: Tensor, read: dict[str, Tensor]) -> None: ...  # for what is copied to out
 def described(object: object) -> str: ...  # for messages: in one line, of 80 characters or so
 def check_options(function: str, options: _Options) -> None: ...  # raises what the call would
 def check_cache_options(function: str, options: _CacheOptions) -> None: ...

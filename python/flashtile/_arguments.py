@@ -41,7 +41,7 @@ def of_attention(function, q, options):
         require_tensors(function, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         _require_given(function, seqused_q=seqused_q, seqused_k=seqused_k)
     if not isinstance(seed, Tensor):
-        seed = _item(seed)
+        seed = as_number(seed)
     fits = _is_seed(seed)
     given = _plain(DENSE_ARGUMENTS, options[:SEQUENCES], fits, lambda: _C.check_options(function, options))
     return (*replaced(given, SEED_ARGUMENT, _seed_tensor(seed, q)), *(sequences or ()))
@@ -78,7 +78,7 @@ def _plain(arguments, options, fits, check):
     is_pair = isinstance(window, tuple) and len(window) == 2
     given = (*options[:WINDOW], *(window if is_pair else (None, None)), *options[WINDOW + 1 :])
     kinds = [argument.split(" ")[0] for argument in arguments.split(", ")]
-    given = [_item(x) if _is_number(kind) else x for kind, x in zip(kinds, given, strict=True)]
+    given = [_number(kind, x) if _is_number(kind) else x for kind, x in zip(kinds, given, strict=True)]
     fits = fits and (is_pair or window is None)
     if not (fits and all(_fits(kind, x) for kind, x in zip(kinds, given, strict=True))):
         check()
@@ -106,7 +106,12 @@ def _converted(kind, x):
     return as_integer(x) if kind.startswith("SymInt") else _as_real(x)
 
 
-def _item(x):
+def _number(kind, x):
+    x = as_number(x)
+    return as_integer(x) if kind.startswith("SymInt") and isinstance(x, int) else x
+
+
+def as_number(x):
     """A number of NumPy's, or a tensor that holds one, as Python's."""
     if isinstance(x, _REALS) or not hasattr(x, "item") or not all(size == 1 for size in x.shape):
         return x

@@ -4,7 +4,6 @@ PyTorch traces, the operator that stands for both."""
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad, profiler
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from . import _C
@@ -20,17 +19,32 @@ from ._core import (
     refuse_flag,
     refuse_gradients_into,
     refuse_nested,
+    require_place,
     require_tensors,
+    takes_operators,
     under_functorch,
 )
 from ._fp8 import dequantized_forward, descales_of, fp8_operator, is_fp8, refuse_gradients, requires_grad
 from ._invariance import is_batch_invariant, with_whole_sequences
-from ._ops import attend_operator, gradient_operator
-from ._options import ALIBI_SLOPES, BATCH_INVARIANT, DROPOUT_P, FP8, MASK, SEED, SEQUENCES, SINKS, TENSORS, replaced
+from ._ops import attend_operator, differentiable_once, gradient_operator
+from ._options import (
+    ALIBI_SLOPES,
+    BATCH_INVARIANT,
+    DROPOUT_P,
+    FP8,
+    MASK,
+    SCALE,
+    SEED,
+    SEQUENCES,
+    SINKS,
+    SOFTCAP,
+    TENSORS,
+    replaced,
+)
 
 _count_of_modes = torch._C._len_torch_dispatch_stack
 _is_jit_tracing = torch._C._is_tracing
-_no_dispatch = Tensor.__torch_dispatch__
+PLAIN = (type(None), float)  # types of numbers that are no tensor; to ask whether one is takes longer
 _is_vmapped = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched, not by torch.func
 
 
@@ -44,6 +58,9 @@ def attend(function, q, k, v, options, return_lse, out=None, is_recorded=False):
         refuse_tangents(function, q=q, k=k, v=v, sinks=sinks, **descales_of(options))
     if alibi_slopes is not None:
         refuse_slopes_that_learn(function, alibi_slopes)
+    scale, softcap, dropout_p = options[SCALE], options[SOFTCAP], options[DROPOUT_P]
+    if not (type(scale) in PLAIN and type(softcap) in PLAIN and type(dropout_p) in PLAIN):
+        refuse_what_learns(function, scale=scale, softcap=softcap, dropout_p=dropout_p)
     if sinks is not None:
         sinks = as_float32(sinks)
         options = replaced(options, SINKS, sinks)
@@ -55,15 +72,15 @@ def attend(function, q, k, v, options, return_lse, out=None, is_recorded=False):
         refuse_gradients_into(function, out, q, k, v, sinks, *(fp8 or ()))
     traced = is_compiling() or _count_of_modes() > 0 or _is_jit_tracing()  # is_traced(), 0.05 µs sooner
     try:
-        draws = options[DROPOUT_P] and options[SEED] is None
-    except (RuntimeError, ValueError):
-        draws = False  # of several numbers, which the module refuses
+        draws = dropout_p and 0 < dropout_p < 1 and options[SEED] is None
+    except (RuntimeError, TypeError, ValueError):
+        draws = False  # of no number, or of several, which the module refuses
     if draws:
         seed = torch.randint(2**63 - 1, (), device="cpu")
         traced = traced or under_functorch()  # vmap may have drawn many
         options = replaced(options, SEED, seed if traced else int(seed))
     if traced:
-        return copied_into(function, out, _attend_traced(function, q, k, v, options, return_lse))
+        return _attend_traced(function, q, k, v, options, return_lse, out)
     if profiler._is_profiler_enabled and not is_recorded:
         with recorded(function, q, k, v):
             return attend(function, q, k, v, options, return_lse, out, True)
@@ -91,7 +108,7 @@ def attend(function, q, k, v, options, return_lse, out=None, is_recorded=False):
     except (TypeError, RuntimeError) as refusal:
         refuse_nested(function, q=q, k=k, v=v)
         if takes_operators(q, k, v):
-            return copied_into(function, out, _attend_traced(function, q, k, v, options, return_lse))
+            return _attend_traced(function, q, k, v, options, return_lse, out)
         if is_fp8(q, options):
             if not isinstance(refusal, NotImplementedError):
                 raise
@@ -111,13 +128,18 @@ def is_traced():
     return is_compiling() or _count_of_modes() > 0 or _is_jit_tracing()
 
 
-def _attend_traced(function, q, k, v, options, return_lse):
+def _attend_traced(function, q, k, v, options, return_lse, out):
     """Casts as eager calls do, who ask the module what it serves."""
     require_tensors(function, q=q, k=k, v=v)
     if is_fp8(q, options):
-        return fp8_operator(function, q, k, v, options, return_lse)
-    q, k, v = cast_as_eager_calls_do(q, k, v)
-    return attend_operator(function, q, k, v, options, return_lse)
+        result = fp8_operator(function, q, k, v, options, return_lse)
+    else:
+        q, k, v = cast_as_eager_calls_do(q, k, v)
+        result = attend_operator(function, q, k, v, options, return_lse)
+    if out is not None:
+        found = result[0] if return_lse else result
+        require_place(function, out, found.shape, found.dtype, found.device, dict(q=q, k=k, v=v))
+    return copied_into(out, result)
 
 
 def cast_as_eager_calls_do(q, k, v):
@@ -128,24 +150,6 @@ def cast_as_eager_calls_do(q, k, v):
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def takes_operators(*tensors):
-    """Whether there is a transform of torch.func, or a class among theirs that takes operators itself, as fake tensors
-    do outside of their mode."""
-    return under_functorch() or any(
-        getattr(type(x), "__torch_dispatch__", _no_dispatch) is not _no_dispatch for x in tensors
-    )
-
-
-def _differentiable_once(backward):
-    """PyTorch's once_differentiable, without the 4 µs that it takes where the gradients get no graph anyway."""
-    guarded = once_differentiable(backward)
-
-    def guarded_where_a_graph_is_made(ctx, *gradients):
-        return (guarded if is_grad_enabled() else backward)(ctx, *gradients)
-
-    return guarded_where_a_graph_is_made
-
-
 class _Attention(torch.autograd.Function):
     """Returns out."""
 
@@ -153,7 +157,6 @@ class _Attention(torch.autograd.Function):
     forward = staticmethod(_C.saving_forward)
 
     @staticmethod
-    @_differentiable_once
     def backward(ctx, dout):
         return _gradients(ctx, dout, None, *ctx.unsaved, *ctx.saved_tensors)
 
@@ -174,7 +177,6 @@ class _AttentionWithLse(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @_differentiable_once
     def backward(ctx, dout, dlse):
         state, *saved = ctx.saved_tensors
         return _gradients(ctx, dout, dlse, state, *ctx.unsaved, *saved)
@@ -185,8 +187,15 @@ for _function in (_Attention, _AttentionWithLse):
     _function.quick_apply = super(torch.autograd.Function, _function).apply
 
 
-def _gradients(ctx, dout, dlse, state, options, q, k, v, alibi_slopes, out, sinks=None, mask=None, *sequences):
-    needed = (*ctx.needs_input_grad[:3], sinks is not None and ctx.needs_input_grad[4])
+def _gradients(ctx, *given):
+    """Where gradients get a graph of their own (create_graph), all that they depend on is told to autograd, whatever
+    the incoming ones are: it must not take the gradients for constants."""
+    compute = _gradients_with_graph if is_grad_enabled() else _gradients_of
+    return compute(ctx.needs_input_grad, *given)
+
+
+def _gradients_of(needed, dout, dlse, state, options, q, k, v, alibi_slopes, out, sinks=None, mask=None, *sequences):
+    needed = (*needed[:3], sinks is not None and needed[4])
     options = (alibi_slopes, sinks, mask, *options[TENSORS:SEQUENCES], sequences or None, None, None)
     function = "attention_varlen" if sequences else "attention"
     given = (needed, dout, dlse, q, k, v, out)
@@ -206,17 +215,29 @@ def _gradients(ctx, dout, dlse, state, options, q, k, v, alibi_slopes, out, sink
     return (*found, None) if sinks is None else (*found, None, dsinks)
 
 
+_gradients_with_graph = differentiable_once(_gradients_of)
+
+
 def refuse_slopes_that_learn(function, alibi_slopes):
-    if is_grad_enabled() and getattr(alibi_slopes, "requires_grad", False):
-        raise NotImplementedError(
-            f"{function}: alibi_slopes requires grad, expected slopes that do not: "
-            "no kernel computes their gradient; nearest supported: alibi_slopes.detach()"
-        )
+    refuse_what_learns(function, alibi_slopes=alibi_slopes)
 
 
-def refuse_tangents(function, **tensors):
-    for name, x in tensors.items():
-        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+def refuse_what_learns(function, **options):
+    """Options that are tensors, or numbers held by some: they would silently have no gradient."""
+    if forward_ad._current_level >= 0:
+        refuse_tangents(function, **options)
+    if is_grad_enabled():
+        for name, x in options.items():
+            if isinstance(x, Tensor) and x.requires_grad:
+                raise NotImplementedError(
+                    f"{function}: {name} requires grad, expected no gradient to be asked of it, as no kernel computes "
+                    f"that; nearest supported: {name}.detach()"
+                )
+
+
+def refuse_tangents(function, **operands):
+    for name, x in operands.items():
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
                 f"{function}: {name} carries a forward-mode tangent, expected none: only reverse mode is supported"
             )

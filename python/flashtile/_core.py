@@ -11,6 +11,7 @@ from ._options import BATCH_INVARIANT, DETERMINISTIC, SINKS, TENSORS, replaced
 is_compiling = torch.compiler.is_dynamo_compiling
 under_functorch = torch._C._are_functorch_transforms_active
 _CONTIGUOUS = torch.contiguous_format
+_no_dispatch = Tensor.__torch_dispatch__
 DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16), "cuda": (torch.float16, torch.bfloat16)}
 WIDEST = 256  # head dimension of Q and K, and of V
 
@@ -22,6 +23,7 @@ _FLAT = {  # what takes the parts of a jagged nested tensor
     "attention_kvcache": "values() as q, with offsets().int() as cu_seqlens_q",
     "combine": "values()",
     "max_logits": "values(), with offsets().int() as cu_seqlens_q and cu_seqlens_k",
+    "dequantize": "values(), with offsets().int() as cu_seqlens",
     "quantize": "values(), with offsets().int() as cu_seqlens_q and cu_seqlens_k",
 }
 
@@ -61,6 +63,14 @@ def gradients(needed, dout, dlse, q, k, v, out, state, options):
     except _C.Unreadable:
         _C.backward(*map(readable, operands), *found, readable_options(options))
     return found
+
+
+def takes_operators(*tensors):
+    """Whether there is a transform of torch.func, or a class among theirs that takes operators itself, as fake tensors
+    do outside of their mode."""
+    return under_functorch() or any(
+        getattr(type(x), "__torch_dispatch__", _no_dispatch) is not _no_dispatch for x in tensors
+    )
 
 
 def recorded(name, *operands):
@@ -109,10 +119,14 @@ def refuse_flag(function, name, flag):
 
 def require_like(function, name, place, like):
     """`place` is a tensor that `like` can be written into as it is."""
-    if place.shape != like.shape:
-        raise ValueError(f"{function}: {name} has shape {tuple(place.shape)}, expected {tuple(like.shape)}")
-    if place.dtype != like.dtype:
-        raise TypeError(f"{function}: {name} has dtype {place.dtype}, expected {like.dtype}")
+    _require_shape_and_dtype(function, name, place, like.shape, like.dtype)
+
+
+def _require_shape_and_dtype(function, name, place, shape, dtype):
+    if place.shape != shape:
+        raise ValueError(f"{function}: {name} has shape {tuple(place.shape)}, expected {tuple(shape)}")
+    if place.dtype != dtype:
+        raise TypeError(f"{function}: {name} has dtype {place.dtype}, expected {dtype}")
 
 
 def entries_of(q, cu_seqlens_q):
@@ -133,13 +147,29 @@ def refuse_gradients_into(function, out, *inputs):
         )
 
 
-def copied_into(function, out, result):
+def require_place(function, out, shape, dtype, device, read):
+    """Refuses an `out` that a result cannot be copied to, or that has elements in tensors that are `read`, by name. The
+    module has the same rules for results that kernels write, and knows about memory where there is some."""
+    require_tensors(function, out=out)
+    _require_shape_and_dtype(function, "out", out, shape, dtype)
+    if out.device != device:
+        raise ValueError(f"{function}: out is on {out.device}, expected {device}, as q")
+    if out.shape[-1] > 1 and out.stride(-1) != 1:
+        raise ValueError(f"{function}: out has stride {out.stride(-1)} in its last dimension, expected 1")
+    for dim, (size, stride) in enumerate(zip(out.shape, out.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            raise ValueError(
+                f"{function}: out has stride 0 in dimension {dim}, expected memory of its own for each row"
+            )
+    if not is_compiling() and not takes_operators(out, *read.values()) and device.type in DTYPES:
+        _C.check_place(function, out, read)
+
+
+def copied_into(out, result):
     """`result` of an operator, which allocates out, or (out, lse): with `out` in its place, where that is given."""
     if out is None:
         return result
     found, *lse = result if isinstance(result, tuple) else (result,)
-    require_tensors(function, out=out)
-    require_like(function, "out", out, found)
     out.copy_(found)
     return (out, *lse) if lse else out
 

@@ -5,15 +5,19 @@ import math
 import torch
 from torch import Tensor
 
-from ._autograd import attend, is_traced, takes_operators
-from ._core import entries_of, refuse_flag
+from . import _C
+from ._arguments import as_number
+from ._autograd import attend, is_traced
+from ._core import entries_of, is_compiling, refuse_flag, takes_operators
 from ._fp8 import E4M3
 from ._invariance import is_batch_invariant
 from ._ops import kvcache_operator
-from ._options import BATCH_INVARIANT, MAX_LOGITS, RETURN_LSE, SCORES, SEQUENCES, replaced
+from ._options import BATCH_INVARIANT, MAX_LOGITS, RETURN_LSE, SCALE, SCORES, SEQUENCES, replaced
 
 # Scores are multiplied with this. A power of two rounds none of them, and this one leaves room below and above.
 _SHARPNESS = 2.0**64
+# What is below can be multiplied: a scale stays within float32, and a softcap below those that count as none.
+_LARGEST_SCALE, _LARGEST_SOFTCAP = 2.0**60, 2.0**58
 
 
 def attend_with_max_logits(function, q, k, v, options, return_lse, return_max_logits, out):
@@ -26,6 +30,7 @@ def attend_with_max_logits(function, q, k, v, options, return_lse, return_max_lo
             "16 bits of what flashtile.fp8.dequantize returns"
         )
     if is_traced() or takes_operators(q, k, v) or keeps_bits(q, options[BATCH_INVARIANT]):
+        require_room(function, options)  # before anything is written
         found = attend(function, q, k, v, options, return_lse, out)
         largest = largest_scores(function, q, k, v, options[: len(SCORES)], options[SEQUENCES])
     else:
@@ -76,11 +81,31 @@ def largest_scores_over_cache(k_cache, v_cache, operands, tables, options):
     return largest_of(lse, cu_seqlens_q)
 
 
+def require_room(function, options):
+    """Refuses a scale and a softcap that cannot be multiplied, if their values are known. What is no number is left to
+    the module."""
+    if is_compiling():
+        return
+    scale, softcap = map(as_number, options[SCALE : len(SCORES)])
+    if isinstance(scale, int | float) and not abs(scale) < _LARGEST_SCALE:
+        _refuse_number(function, "scale", scale, "a number of a size below 2^60")
+    if isinstance(softcap, int | float) and not 0 <= softcap < _LARGEST_SOFTCAP:
+        _refuse_number(function, "softcap", softcap, "a number of at least 0 and below 2^58")
+
+
+def _refuse_number(function, name, number, expected):
+    raise ValueError(
+        f"{function}: {name} is {_C.described(number)}, expected {expected}, as the largest score is that of scores "
+        "times 2^64 here"
+    )
+
+
 def sharpened(scores, q):
     """The options `scores`, of scores that are so many times as large, without a sink."""
-    alibi_slopes, _, mask, causal, window, scale, softcap = scores
-    slopes = None if alibi_slopes is None else alibi_slopes * _SHARPNESS
-    scale = (q.shape[-1] ** -0.5 if scale is None else scale) * _SHARPNESS
+    slopes, _, mask, causal, window, scale, softcap = scores
+    if isinstance(slopes, Tensor) and slopes.dtype == torch.float32:
+        slopes = slopes * _SHARPNESS  # else the module refuses them
+    scale = (max(q.shape[-1], 1) ** -0.5 if scale is None else scale) * _SHARPNESS
     return slopes, None, mask, causal, window, scale, softcap * _SHARPNESS
 
 

@@ -100,14 +100,6 @@ def _differentiated_by(backward):
     return differentiate
 
 
-def _refuse_twice(ctx, *_):
-    raise NotImplementedError("attention: differentiated twice, expected once: no kernel computes second derivatives")
-
-
-def _save_nothing(ctx, inputs, output):
-    pass
-
-
 def _one_by_one(call, function="attention", written=()):
     """The rule by which vmap computes `call`: for each entry of its own, which needs what it writes for itself."""
 
@@ -144,6 +136,19 @@ def _differentiable(call, save, differentiate):
     Differentiable.setup_context = staticmethod(save)
     Differentiable.backward = staticmethod(differentiate)
     return Differentiable.apply
+
+
+def differentiable_once(compute):
+    """`compute`, which computes gradients, as a function of autograd whose results refuse to be differentiated."""
+    return _differentiable(compute, _save_nothing, _refuse_twice)
+
+
+def _save_nothing(ctx, inputs, output):
+    pass
+
+
+def _refuse_twice(ctx, *_):
+    raise NotImplementedError("attention: differentiated twice, expected once: no kernel computes second derivatives")
 
 
 def attend_operator(function, q, k, v, options, return_lse):
@@ -249,7 +254,7 @@ def _define_attention(name, options, *tags):
     inputs = f"Tensor q, Tensor k, Tensor v, {options}"
     forward = define(f"{name}_forward", inputs, _RESULTS_AND_STATE, _forward, _new_results_and_state, *tags)
     backward = define(f"{name}_backward", f"{_INCOMING}, {options}", _GRADIENTS, _backward, _new_gradients, *tags)
-    formula = _differentiated_by(_differentiable(backward, _save_nothing, _refuse_twice))
+    formula = _differentiated_by(differentiable_once(backward))
     _library.define(f"{name}({inputs}) -> {_RESULTS_AND_STATE}", tags=(torch.Tag.pt2_compliant_tag,))
     differentiable = _differentiable(forward, _save, formula)
     _library.impl(name, differentiable, "CompositeImplicitAutograd")

@@ -55,7 +55,9 @@ def _arguments(options):
 
 
 # Places in the tuple, where tensors come first.
-ALIBI_SLOPES, SINKS, MASK, WINDOW = _places(SCORES, "alibi_slopes", "sinks", "mask", "window")
+ALIBI_SLOPES, SINKS, MASK, WINDOW, SCALE, SOFTCAP = _places(
+    SCORES, "alibi_slopes", "sinks", "mask", "window", "scale", "softcap"
+)
 TENSORS = sum(option.arguments.startswith("Tensor?") for option in SCORES)
 DROPOUT_P, SEED, DETERMINISTIC, BATCH_INVARIANT, SEQUENCES, FP8, MAX_LOGITS = _places(
     ATTENTION, "dropout_p", "seed", "deterministic", "batch_invariant", "sequences", "fp8", "max_logits"

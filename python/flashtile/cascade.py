@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._autograd import is_traced, takes_operators
-from ._core import copied_into, require_tensors
+from ._autograd import is_traced
+from ._core import copied_into, refuse_gradients_into, require_tensors, takes_operators
 from .combine import combine
-from .kvcache import attention_kvcache
+from .kvcache import attention_kvcache, require_place_over_cache
 from .masks import ColumnMask
 
 _FUNCTION = "attention_cascade"
@@ -198,15 +198,25 @@ def attention_cascade(
     """
     if return_lse is not False and return_lse is not True:
         raise TypeError(f"{_FUNCTION}: return_lse is {_C.described(return_lse)}, expected True or False")
-    require_tensors(_FUNCTION, q=q, k_prefix=k_prefix, v_prefix=v_prefix)
+    require_tensors(_FUNCTION, q=q, k_prefix=k_prefix, v_prefix=v_prefix, k_cache=k_cache, v_cache=v_cache)
     if cu_seqlens_q is None:
-        dim, sizes, all_queries = 4, "(B, S_q, H_q, D)", None
+        _require_rank("q", q, 4, "(B, S_q, H_q, D)")
+        all_queries = None
     else:
         require_tensors(_FUNCTION, cu_seqlens_q=cu_seqlens_q)
-        dim, sizes, all_queries = 3, "(T_q, H_q, D)", torch.cat([cu_seqlens_q[:1], cu_seqlens_q[-1:]])
-    if q.dim() != dim:
-        raise ValueError(f"{_FUNCTION}: q has shape {tuple(q.shape)}, expected {sizes}")
+        _require_rank("q", q, 3, "(T_q, H_q, D)")
+        _require_rank("cu_seqlens_q", cu_seqlens_q, 1, "(B + 1)")
+        all_queries = torch.cat([cu_seqlens_q[:1], cu_seqlens_q[-1:]])
+    if v_prefix.shape[-1:] != v_cache.shape[-1:]:
+        raise ValueError(
+            f"{_FUNCTION}: v_prefix has shape {tuple(v_prefix.shape)}, expected D_v of v_cache, {tuple(v_cache.shape)}"
+        )
+    if out is not None:
+        refuse_gradients_into(_FUNCTION, out)
+        prefix = dict(k_prefix=k_prefix, v_prefix=v_prefix)
+        require_place_over_cache(_FUNCTION, out, q, k_cache, v_cache, k_new, v_new, **prefix)
     if prefix_table is None:
+        _require_rank("k_prefix", k_prefix, 3, "(S_p, H_k, D)")
         prefix_seqlen = len(k_prefix) if prefix_seqlen is None else prefix_seqlen
         k_prefix, v_prefix = k_prefix[None], v_prefix[None]
     elif prefix_seqlen is None:
@@ -260,7 +270,12 @@ def attention_cascade(
     else:
         whole, lse = _merged([x[None] for x in outs], [x[None] for x in lses])
         results = whole[0], lse[0]
-    return copied_into(_FUNCTION, out, results if return_lse else results[0])
+    return copied_into(out, results if return_lse else results[0])
+
+
+def _require_rank(name: str, x: Tensor, rank: int, sizes: str) -> None:
+    if x.dim() != rank:
+        raise ValueError(f"{_FUNCTION}: {name} has shape {tuple(x.shape)}, expected {sizes}")
 
 
 def _merged(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

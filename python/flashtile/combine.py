@@ -18,8 +18,8 @@ def combine(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) ->
 
     Args:
         outs: (N, B, S_q, H_q, D_v), or ragged (N, T_q, H_q, D_v), of any floating dtype; or a sequence of N tensors.
-        lses: (N, B, H_q, S_q), or (N, H_q, T_q), natural logarithms; or a sequence of N tensors. Where a part's is
-            -inf, it saw nothing, and what its out holds there does not count.
+        lses: (N, B, H_q, S_q), or (N, H_q, T_q), natural logarithms, of any floating dtype of more than 8 bits; or a
+            sequence of N tensors. Where a part's is -inf, it saw nothing, and what its out holds there does not count.
 
     Returns:
         (out, lse), of a part's shapes: out of the dtype of ``outs``, lse float32. All is computed in float32 (in
@@ -47,6 +47,8 @@ def combine(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) ->
     et al. 2023).
     """
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
+    if lses.element_size() == 1:
+        raise TypeError(f"combine: lses has dtype {lses.dtype}, expected a floating dtype of more than 8 bits")
     if lses.device != outs.device:
         raise ValueError(f"combine: lses is on {lses.device}, expected {outs.device}, as outs")
     if outs.dim() not in (4, 5) or len(outs) == 0:

@@ -8,13 +8,14 @@ random rotation of queries and keys, which leaves their products as they are, sp
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import _C
-from ._core import DTYPES, WIDEST, is_compiling, readable, require_tensors
+from ._core import DTYPES, WIDEST, is_compiling, readable, refuse_flag, require_tensors
 from ._fp8 import BLOCKS, E4M3, dequantized
 from ._ops import define
 
@@ -66,9 +67,10 @@ def quantize(
         v: (B, S_k, H_k, D_v) or (T_k, H_k, D_v), likewise; never rotated.
         block: 64 or 128 rows, of a dense batch.
         rotate: whether to rotate q and k. H is the Hadamard matrix of side p, the largest power of two that divides D;
-            where p < D, it multiplies each p neighbouring elements by themselves. Rotary embeddings come before that.
-        seed: of the signs, 1 or -1 for each of D elements: an integer of 64 bits. Queries meet keys that
-            were rotated with the same seed.
+            where p < D, it multiplies each p neighbouring elements by themselves, and sums that many in float32: from
+            3.4e38 / p on, elements may give NaN. Rotary embeddings come before that.
+        seed: of the signs, 1 or -1 for each of D elements: an integer of 64 bits, from -2^63 to 2^64 - 1. Queries meet
+            keys that were rotated with the same seed.
         cu_seqlens_q: (B + 1), int32, contiguous, on q's device: where each sequence of queries begins, and where the
             last one ends. Starts at 0, never decreases, ends at T_q or before. Sequences may be empty, B may be 0.
         cu_seqlens_k: (B + 1), the same for keys and values. Given with cu_seqlens_q, or not at all.
@@ -83,10 +85,10 @@ def quantize(
         sequence are not looked at: their numbers are 0. There are no gradients.
 
     Raises:
-        TypeError: an argument is no dense tensor, or of another dtype.
-        ValueError: shapes, devices, strides of cu_seqlens or ``block`` break the rules above; on the CPU also what
-            cu_seqlens hold. On CUDA the host does not read them: values that break the rules give unspecified results
-            there, but nothing outside the tensors is read or written.
+        TypeError: an argument is no dense tensor, or of another dtype, or an option has the wrong type.
+        ValueError: shapes, devices, strides of cu_seqlens, ``block`` or ``seed`` break the rules above; on the CPU also
+            what cu_seqlens hold. On CUDA the host does not read them: values that break the rules give unspecified
+            results there, but nothing outside the tensors is read or written.
         NotImplementedError: D or D_v is no multiple of 8, or above 256.
 
     Example:
@@ -110,7 +112,9 @@ def quantize(
     ragged = cu_seqlens_q is not None or cu_seqlens_k is not None
     _check(q, k, v, block, ragged)
     q, k, v = (x.detach() for x in (q, k, v))
-    of_q_and_k = seed if rotate else None
+    if rotate is not True and rotate is not False:
+        refuse_flag(_FUNCTION, "rotate", rotate)
+    of_q_and_k = _checked_seed(seed) if rotate else None
     if not ragged:
         of = _quantize_operator if is_compiling() else _quantize
         return Quantized(*of(q, k, v, block, of_q_and_k))
@@ -131,6 +135,7 @@ def dequantize(x: Tensor, descale: Tensor, *, cu_seqlens: Tensor | None = None) 
         cu_seqlens: (B + 1), int32: where the sequences of a ragged batch begin, and where the last one ends.
 
     Raises:
+        TypeError: an argument is no dense tensor.
         ValueError: x has another shape, or descale does not fit it, for any block of 64 or 128 rows.
 
     Example:
@@ -141,8 +146,10 @@ def dequantize(x: Tensor, descale: Tensor, *, cu_seqlens: Tensor | None = None) 
         >>> torch.equal(fp8.dequantize(x.q, x.q_descale), ones)
         True
     """
+    require_tensors("dequantize", x=x, descale=descale)
     _check_rank("dequantize", "x", x, cu_seqlens is not None)
     if cu_seqlens is not None:
+        require_tensors("dequantize", cu_seqlens=cu_seqlens)
         shape = cu_seqlens.numel() - 1, x.shape[1]
         if descale.shape != shape:
             raise ValueError(f"dequantize: descale has shape {tuple(descale.shape)}, expected {shape} = (B, H)")
@@ -151,6 +158,17 @@ def dequantize(x: Tensor, descale: Tensor, *, cu_seqlens: Tensor | None = None) 
         expected = " or ".join(str(_shape_of_descale(x, block)) for block in BLOCKS)
         raise ValueError(f"dequantize: descale has shape {tuple(descale.shape)}, expected {expected}")
     return dequantized(x, descale)
+
+
+def _checked_seed(seed: Any) -> int:
+    """The seed as operators take it: the upper half of 64 bits becomes negative numbers, which give the same signs."""
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        raise TypeError(f"{_FUNCTION}: seed is {_C.described(seed)}, expected an int") from None
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(f"{_FUNCTION}: seed is {_C.described(seed)}, expected an int from -2^63 to 2^64 - 1")
+    return number - 2**64 if number >= 2**63 else number
 
 
 def _check_rank(function: str, name: str, x: Tensor, ragged: bool) -> None:

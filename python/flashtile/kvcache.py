@@ -8,7 +8,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad, profiler
 
 from . import _C
-from ._autograd import is_traced, refuse_tangents, takes_operators
+from ._autograd import PLAIN, is_traced, refuse_tangents, refuse_what_learns
 from ._core import (
     as_float32,
     copied_into,
@@ -18,9 +18,12 @@ from ._core import (
     refuse_flag,
     refuse_gradients_into,
     refuse_nested,
+    require_place,
+    require_tensors,
+    takes_operators,
 )
 from ._invariance import is_batch_invariant
-from ._max_logits import keeps_bits, largest_scores_over_cache, new_max_logits
+from ._max_logits import keeps_bits, largest_scores_over_cache, new_max_logits, require_room
 from ._misnamed import hides_misnamed, refuse_misnamed
 from ._ops import call_kvcache, kvcache_operator
 from .attention import Window
@@ -364,6 +367,8 @@ def attention_kvcache(
         _refuse_gradients(floats)
         if out is not None:
             refuse_gradients_into("attention_kvcache", out)
+    if not (type(scale) in PLAIN and type(softcap) in PLAIN):
+        refuse_what_learns("attention_kvcache", scale=scale, softcap=softcap)
     if batch_invariant is None:
         batch_invariant = is_batch_invariant()
     if not isinstance(cache_seqlens, Tensor):
@@ -405,11 +410,23 @@ def attention_kvcache(
 def _by_operators(k_cache, v_cache, operands, tables, options, out, return_max_logits):
     """(out, lse or None, max_logits or None)."""
     q, *others = operands
+    if return_max_logits:
+        require_room("attention_kvcache", options)
     if return_max_logits and isinstance(q, Tensor):
         operands = (q.clone(), *others)  # it may lie in a cache, and is read again when that has been written
     given = (k_cache, v_cache, operands, tables, options)
-    out, lse = copied_into("attention_kvcache", out, kvcache_operator(*given))
+    if out is not None:
+        require_place_over_cache("attention_kvcache", out, q, k_cache, v_cache, *others[:2])
+    out, lse = copied_into(out, kvcache_operator(*given))
     return out, lse, largest_scores_over_cache(*given) if return_max_logits else None
+
+
+def require_place_over_cache(function, out, q, k_cache, v_cache, k_new, v_new, **read):
+    """Refuses what a result over a cache cannot be copied to, before rows are appended."""
+    read |= dict(q=q, k_cache=k_cache, v_cache=v_cache)
+    read |= {name: x for name, x in dict(k_new=k_new, v_new=v_new).items() if x is not None}
+    require_tensors(function, **read)
+    require_place(function, out, (*q.shape[:-1], *v_cache.shape[-1:]), q.dtype, q.device, read)
 
 
 def _for_all_sequences(length, q, cu_seqlens_q):

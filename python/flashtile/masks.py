@@ -251,14 +251,18 @@ class ColumnMask(MaskKinds):
         ]
 
 
-def ranges_of(function: str, mask: Any, q: Any, *, ragged: bool = False) -> Tensor | None:
-    """What kernels read of the mask that `function` is given beside q. The compiled module looks at what it reads."""
+def ranges_of(function: str, mask: Any, q: Any, cu_seqlens: Any = None, *, ragged: bool = False) -> Tensor | None:
+    """What kernels read of the mask that `function` is given beside q, of a ragged batch with the cu_seqlens of q. The
+    compiled module looks at what it reads."""
     if mask is None:
         return None
     if not isinstance(mask, ColumnMask):
         raise TypeError(f"{function}: mask is {_C.described(mask)}, expected a flashtile.masks.ColumnMask or None")
     if ragged and mask.cu_seqlens is None:
         raise ValueError(f"{function}: mask is {mask}, expected one of a ragged batch, which concatenate() makes")
+    if mask.cu_seqlens is not None and isinstance(cu_seqlens, Tensor) and cu_seqlens.shape != mask.cu_seqlens[0].shape:
+        found = f"expected one of as many sequences as cu_seqlens_q, of shape {tuple(cu_seqlens.shape)} = (B + 1)"
+        raise ValueError(f"{function}: mask is {mask}, {found}")
     if not ragged and mask.cu_seqlens is not None:
         raise ValueError(f"{function}: mask is {mask}, expected one of equally long sequences")
     if not ragged and isinstance(q, Tensor) and q.dim() == 4 and mask.seqlen_q != q.shape[1]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from . import _C
 from ._core import is_compiling, require_tensors
-from ._max_logits import largest_scores
+from ._max_logits import largest_scores, require_room
 from ._options import attention_options
 from .attention import Window
 from .masks import ColumnMask, ranges_of
@@ -56,8 +56,8 @@ def max_logits(
         causal: hide columns right of the diagonal.
         window: (left, right), inclusive distances from the diagonal, as in :func:`attention`.
         mask: a :class:`flashtile.masks.ColumnMask`, as in :func:`attention` or :func:`attention_varlen`.
-        scale: factor of the scores, below 2^60; by default 1/√D.
-        softcap: bound of the scores, below 2^60; 0: none. Without ``alibi_slopes``, what scores were before it is had
+        scale: factor of the scores, below 2^60 in size; by default 1/√D.
+        softcap: bound of the scores, below 2^58; 0: none. Without ``alibi_slopes``, what scores were before it is had
             by leaving it out.
         alibi_slopes: float32, (H_q) or (B, H_q).
 
@@ -89,6 +89,7 @@ def max_logits(
     if not is_compiling():  # before they are multiplied
         given = attention_options(causal=causal, window=window, scale=scale, softcap=softcap)
         _C.check_options("max_logits", given)
-    columns = ranges_of("max_logits", mask, q, ragged=is_ragged)
+        require_room("max_logits", given)
+    columns = ranges_of("max_logits", mask, q, cu_seqlens_q, ragged=is_ragged)
     scores = (alibi_slopes, None, columns, causal, window, scale, softcap)
     return largest_scores("max_logits", q, k, k, scores, sequences if is_ragged else None)

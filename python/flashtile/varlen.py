@@ -311,7 +311,7 @@ def attention_varlen(
     if max_seqlen_k is not None:
         _check_length("max_seqlen_k", max_seqlen_k)
     sequences = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    columns = ranges_of("attention_varlen", mask, q, ragged=True)
+    columns = ranges_of("attention_varlen", mask, q, cu_seqlens_q, ragged=True)
     fp8 = fp8_option(q_descale, k_descale, v_descale, out_dtype)
     scores = (alibi_slopes, sinks, columns, causal, window, scale, softcap)
     options = (*scores, dropout_p, seed, deterministic, batch_invariant, sequences, fp8, None)

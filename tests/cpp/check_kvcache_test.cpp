@@ -322,6 +322,9 @@ TEST(CheckKvcache, NewRowsNeedMemoryOfTheirOwn) {
             "attention_kvcache: k_cache has stride 0 in dimension 0" + expected);
   EXPECT_EQ(check([](Call& c) { c.tensors.v_cache.strides[2] = 0; }),
             "attention_kvcache: v_cache has stride 0 in dimension 2" + expected);
+  const auto meet = [](Call& c) { c.tensors.k_cache.strides[1] = c.tensors.k_cache.strides[2]; };
+  EXPECT_NE(check(meet).find("attention_kvcache: k_cache has strides ("), std::string::npos);
+  EXPECT_NE(check(meet).find(expected), std::string::npos);
   EXPECT_EQ(check([](Call& c) {
               c.tensors.k_cache.strides[0] = 0;
               c.tensors.k_new = c.tensors.v_new = {};

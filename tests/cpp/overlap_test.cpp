@@ -87,5 +87,42 @@ TEST(Overlap, IsThatOfTheElements) {
   EXPECT_LT(shared, 2700);
 }
 
+TEST(Overlap, OfOneTensorWithItself) {
+  EXPECT_FALSE(may_overlap_itself(view(0, {2, 30, 4, 16}, {1920, 64, 16, 1})));
+  EXPECT_FALSE(may_overlap_itself(view(0, {2, 30, 4, 16}, {1920, 16, 480, 1})));  // heads first
+  EXPECT_FALSE(may_overlap_itself(view(0, {2, 30, 4, 16}, {64, 128, 16, 1})));    // sequence first
+  EXPECT_FALSE(may_overlap_itself(view(0, {2, 30, 4, 16}, {-2400, 80, 20, 1})));  // padded, reversed
+  EXPECT_FALSE(may_overlap_itself(view(0, {1, 30, 4, 16}, {0, 64, 16, 1})));      // one entry
+  EXPECT_FALSE(may_overlap_itself(view(0, {0, 30, 4, 16}, {0, 0, 0, 0})));        // nothing
+  EXPECT_TRUE(may_overlap_itself(view(0, {2, 30, 4, 16}, {1920, 64, 8, 1})));
+  EXPECT_TRUE(may_overlap_itself(view(0, {1, 4, 1, 8}, {64, 4, 8, 1})));
+  EXPECT_TRUE(
+      may_overlap_itself(view(0, {2, 30, 4, 16}, {1856, 64, 16, 1})));  // the last row is the next entry's first
+  EXPECT_FALSE(may_overlap_itself(view(0, {2, 3}, {3, 2})));            // rows lie in one another
+  EXPECT_TRUE(may_overlap_itself(view(0, {3, 4}, {3, 2})));
+}
+
+TEST(Overlap, OfOneTensorIsThatOfItsElements) {
+  std::mt19937 random(2);
+  const auto pick = [&](int first, int last) {
+    return std::uniform_int_distribution<std::int64_t>(first, last)(random);
+  };
+  int overlapping = 0;
+  for (int trial = 0; trial < 3000; ++trial) {
+    std::vector<std::int64_t> shape, strides;
+    std::size_t count = 1;
+    for (int rank = static_cast<int>(pick(1, 4)); rank > 0; --rank) {
+      shape.push_back(pick(1, 4)), strides.push_back(pick(trial % 2 == 0 ? 0 : -20, 40));
+      count *= shape.back();
+    }
+    const TensorView a = view(0, shape, strides);
+    const bool expected = elements(a).size() < count;
+    EXPECT_EQ(may_overlap_itself(a), expected) << trial;
+    overlapping += expected;
+  }
+  EXPECT_GT(overlapping, 300);
+  EXPECT_LT(overlapping, 2700);
+}
+
 }  // namespace
 }  // namespace flashtile

@@ -39,6 +39,8 @@ TEST(Plan, ResultsGoToMemoryOfTheirOwn) {
   }
   EXPECT_EQ(plan([](Call& c) { c.forward.out.strides[1] = 0; }),
             "InvalidArgument: attention: out has stride 0 in dimension 1, expected memory of its own for each row");
+  EXPECT_EQ(plan([](Call& c) { c.forward.out.strides[1] /= 2; }),
+            "InvalidArgument: attention: out has strides (23040, 128, 32, 1), expected memory of its own for each row");
   // A copy would have to be copied back, so that what can be copied where it is read is refused here.
   EXPECT_EQ(plan([](Call& c) { c.forward.out.data = place + 2; }),
             "Unsupported: attention: out is at an address that is not a multiple of 16 bytes, expected one on CUDA");

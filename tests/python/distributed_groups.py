@@ -41,6 +41,17 @@ def check_lengths_that_change():
             torch.testing.assert_close(distributed.unshard(out, 0, layout=layout)[: length // 2], expected)
 
 
+def check_that_second_derivatives_are_refused():
+    """Also where the incoming gradient is a constant."""
+    x = torch.randn(1, 8, 2, 16)
+    for method in ("ring", "all_gather", "ulysses"):
+        q = x.clone().requires_grad_()
+        out = distributed.attention(q, x, x, method=method)
+        with pytest.raises(NotImplementedError, match="second derivatives"):
+            (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+            torch.autograd.grad(gradient.square().sum(), q)
+
+
 def check_bounds():
     _agree._MOST, known = 8, Group().known
     x = torch.randn(1, 4, 1, 8)
@@ -90,6 +101,7 @@ def check(rank, port):
         check_lengths_that_change()
         check_tensors_that_are_negated_lazily()
         check_groups_of_others(rank)
+        check_that_second_derivatives_are_refused()
         check_bounds()
         dist.destroy_process_group()
         assert groups[1]() is None

@@ -8,6 +8,8 @@ import torch
 from cases import BF16, CASES, DEVICE_PARAMS, F16, F32, Case, on_devices
 from compare import assert_accurate, assert_bitwise, difference_rounding, score_rounding, sink_rounding
 
+import flashtile
+
 WHAT = ("dq", "dk", "dv")
 
 
@@ -235,11 +237,43 @@ def test_backward_repeats_bitwise(attention, gradients):
             assert_bitwise(a, b, what)
 
 
-def test_second_derivative_is_refused(attention):
+def ragged(q, k, v, **options):
+    begins = torch.tensor([0, q.shape[1]], dtype=torch.int32)
+    out = flashtile.attention_varlen(q[0], k[0], v[0], cu_seqlens_q=begins, cu_seqlens_k=begins, **options)
+    return out[1][None] if isinstance(out, tuple) else out[None]
+
+
+TWICE = {
+    "out": lambda q, k, v: flashtile.attention(q, k, v),
+    "lse": lambda q, k, v: flashtile.attention(q, k, v, return_lse=True)[1],
+    "dropout": lambda q, k, v: flashtile.attention(q, k, v, dropout_p=0.5),
+    "sinks": lambda q, k, v: flashtile.attention(q, k, v, sinks=torch.zeros(q.shape[2])),
+    "max_logits": lambda q, k, v: flashtile.attention(q, k, v, return_max_logits=True)[0],
+    "ragged": ragged,
+    "ragged lse": lambda q, k, v: ragged(q, k, v, return_lse=True),
+}
+
+
+@pytest.mark.parametrize("what", TWICE)
+def test_second_derivative_is_refused(what):
+    """Also where the incoming gradient is a constant, as that of a sum."""
+    q, k, v = torch.randn(3, 1, 5, 2, 8)
+    q.requires_grad_()
+    for loss in (lambda out: out.sum(), lambda out: out.square().sum()):
+        out = loss(TWICE[what](q, k, v))
+        (dq,) = torch.autograd.grad(out, q, create_graph=True)
+        with pytest.raises(NotImplementedError, match=r"^attention: differentiated twice, expected once"):
+            (out + dq.square().sum()).backward()
+
+
+def test_first_derivatives_with_a_graph_are_those_without(attention):
     inputs = SMALL.tensors(requires_grad=True)
-    (dq,) = torch.autograd.grad(attention(*inputs).square().sum(), inputs[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        dq.sum().backward()
+    out = attention(*inputs)
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    found = torch.autograd.grad(out, inputs, dout, create_graph=True)
+    for what, a, b in zip(WHAT, found, expected, strict=True):
+        assert_bitwise(a, b, what)
 
 
 @pytest.mark.parametrize("return_lse", [False, True])

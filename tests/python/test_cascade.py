@@ -227,6 +227,21 @@ def test_in_a_cuda_graph():
 
 WRONG = {
     "a rank": (dict(q=lambda x: x[0]), ValueError, r"attention_cascade: q has shape \(1, 4, 64\), expected \(B, S_q"),
+    "a scalar of offsets": (
+        dict(q=lambda x: x[:, 0], cu_seqlens_q=lambda x: ints([3])[0]),
+        ValueError,
+        r"attention_cascade: cu_seqlens_q has shape \(\), expected \(B \+ 1\)",
+    ),
+    "a scalar of keys": (
+        dict(k_prefix=lambda x: x[0, 0, 0]),
+        ValueError,
+        r"attention_cascade: k_prefix has shape \(\), expected \(S_p, H_k, D\)",
+    ),
+    "other values": (
+        dict(v_prefix=lambda x: x[..., :8]),
+        ValueError,
+        r"attention_cascade: v_prefix has shape \(50, 2, 8",
+    ),
     "no prefix": (dict(k_prefix=lambda x: None), TypeError, "attention_cascade: k_prefix is of type NoneType"),
     "a flag": (dict(return_lse=lambda x: 1), TypeError, "attention_cascade: return_lse is 1, expected True or False"),
     "a table": (
@@ -253,5 +268,8 @@ def test_what_is_refused(name):
     k_prefix, v_prefix = prefix_of(case, 50, "cpu")
     given = arguments(case, "cpu") | dict(k_prefix=k_prefix, v_prefix=v_prefix)
     given |= {name: change(given.get(name)) for name, change in changes.items()}
+    given |= dict(zip(("k_new", "v_new"), torch.ones(2, 2, 1, 2, 64, dtype=F16), strict=True))
+    before = given["k_cache"].clone()
     with pytest.raises(exception, match=f"^{message}"):
         flashtile.attention_cascade(**given)
+    assert_bitwise(given["k_cache"], before)

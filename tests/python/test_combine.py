@@ -126,6 +126,7 @@ BAD = {
         TypeError,
         r"lses\[1\] is of type ndarray, expected a torch.Tensor",
     ),
+    "8 bits": (None, lambda x: x.to(torch.float8_e4m3fn), TypeError, "lses has dtype torch.float8_e4m3fn, expected"),
     "sparse": (None, torch.Tensor.to_sparse, TypeError, "lses is not a dense strided tensor"),
     "a sparse part": (lambda x: [x[0], x[1].to_sparse()], None, TypeError, r"outs\[1\] is not a dense strided tensor"),
     "nested": (

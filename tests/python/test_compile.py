@@ -213,6 +213,14 @@ def test_vmap_within_a_compiled_function():
     assert_bitwise(compiled(function)(*inputs), function(*inputs))
 
 
+@pytest.mark.parametrize("window", [(2**70, 3), (5, -(2**70)), (2**64, None)], ids=str)
+def test_windows_beyond_64_bits(window):
+    torch.compiler.reset()
+    q, k, v = Case("windows", dtype=F32).tensors()
+    found = compiled(lambda q: flashtile.attention(q, k, v, window=window))(q)
+    assert_bitwise(found, flashtile.attention(q, k, v, window=window))
+
+
 def test_errors_are_those_of_eager_calls():
     q, k, v = Case("errors", dtype=F32).tensors()
     with pytest.raises(ValueError, match=r"^attention: k has shape \(2, 97, 1, 32\), expected \(2, 97, 1, 64\)"):

@@ -275,6 +275,21 @@ def test_slopes_that_require_grad(device):
         flashtile.attention(q, k, v, alibi_slopes=trained)
     with torch.no_grad():
         flashtile.attention(q, k, v, alibi_slopes=trained)
+    number = torch.tensor(0.5, requires_grad=True)
+    for name in ("scale", "softcap", "dropout_p"):
+        with pytest.raises(NotImplementedError, match=rf"^attention: {name} requires grad, expected .*{name}.detach"):
+            flashtile.attention(q, k, v, **{name: number})
+        with torch.no_grad():
+            flashtile.attention(q, k, v, **{name: number})
+
+
+@pytest.mark.parametrize("dropout_p", [-0.5, 1.0, 2, math.nan, torch.tensor([-0.5])], ids=str)
+def test_a_refused_dropout_draws_no_seed(dropout_p):
+    q, k, v = tensors("cpu")
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"^attention: dropout_p is .*, expected a probability"):
+        flashtile.attention(q, k, v, dropout_p=dropout_p)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

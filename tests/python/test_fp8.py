@@ -162,8 +162,13 @@ def test_gradients_and_empty_tensors():
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
 def test_compiled_is_eager(device):
     q, k, v = operands(2, 100, 4, 64, dtype=BF16, device=device)
-    compiled = torch.compile(lambda *x: fp8.quantize(*x, block=64, seed=3), fullgraph=True, backend="aot_eager")
-    assert_same_bits(compiled(q, k, v), fp8.quantize(q, k, v, block=64, seed=3))
+    for seed in (3, 2**63, 2**64 - 1, -(2**63)):
+        torch.compiler.reset()
+        options = dict(block=64, seed=seed)
+        compiled = torch.compile(
+            lambda *x, options=options: fp8.quantize(*x, **options), fullgraph=True, backend="eager"
+        )
+        assert_same_bits(compiled(q, k, v), fp8.quantize(q, k, v, **options))
 
 
 @GPU
@@ -236,11 +241,29 @@ GOOD = torch.zeros(1, 4, 2, 64)
         (dict(k=GOOD[..., :32]), ValueError, r"quantize: k has shape \(1, 4, 2, 32\), expected B and D of q"),
         (dict(v=GOOD[:, :3]), ValueError, r"quantize: v has shape \(1, 3, 2, 64\), expected \(B, S_k, H_k\) of k"),
         (dict(block=96), ValueError, "quantize: block is 96, expected 64 or 128"),
+        (
+            dict(rotate=torch.tensor(True)),
+            TypeError,
+            "quantize: rotate is a tensor of shape .*, expected True or False",
+        ),
+        (dict(seed=1.5), TypeError, "quantize: seed is 1.5, expected an int"),
+        (dict(seed="a"), TypeError, "quantize: seed is 'a', expected an int"),
+        (dict(seed=2**64), ValueError, r"quantize: seed is 18446744073709551616, expected an int from -2\^63 to"),
     ],
 )
 def test_errors_name_the_argument(change, error, message):
     with pytest.raises(error, match=message):
         fp8.quantize(**(dict(q=GOOD, k=GOOD, v=GOOD) | change))
+
+
+def test_dequantize_asks_for_tensors():
+    x = fp8.quantize(GOOD, GOOD, GOOD)
+    with pytest.raises(TypeError, match=r"^dequantize: x is of type NoneType, expected a torch.Tensor"):
+        fp8.dequantize(None, x.q_descale)
+    with pytest.raises(TypeError, match=r"^dequantize: descale is of type float, expected a torch.Tensor"):
+        fp8.dequantize(x.q, 1.0)
+    with pytest.raises(TypeError, match=r"^dequantize: cu_seqlens is of type list, expected a torch.Tensor"):
+        fp8.dequantize(x.q[0], x.q_descale[:, :, 0], cu_seqlens=[0, 4])
 
 
 def test_dequantize_asks_for_a_descale_of_its_blocks():

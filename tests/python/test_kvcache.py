@@ -151,11 +151,17 @@ def test_inputs_that_require_a_gradient_are_refused():
             flashtile.attention_kvcache(**given)
         with torch.no_grad():
             assert not flashtile.attention_kvcache(**given).requires_grad
+    for name in ("scale", "softcap"):
+        with pytest.raises(NotImplementedError, match=rf"^attention_kvcache: {name} requires grad, expected .*detach"):
+            flashtile.attention_kvcache(**case.arguments() | {name: torch.tensor(0.5, requires_grad=True)})
     given = case.arguments()
     with torch.autograd.forward_ad.dual_level():
         given["q"] = torch.autograd.forward_ad.make_dual(given["q"], given["q"])
         with pytest.raises(NotImplementedError, match=r"^attention_kvcache: q carries a forward-mode tangent"):
             flashtile.attention_kvcache(**given)
+        number = torch.autograd.forward_ad.make_dual(torch.tensor(0.5), torch.tensor(1.0))
+        with pytest.raises(NotImplementedError, match=r"^attention_kvcache: scale carries a forward-mode tangent"):
+            flashtile.attention_kvcache(**case.arguments() | dict(scale=number))
 
 
 def test_autograd_notices_a_cache_that_has_changed():

@@ -124,14 +124,44 @@ def test_it_has_no_gradient():
     assert not flashtile.max_logits(q, k, alibi_slopes=torch.ones(2, requires_grad=True)).requires_grad
 
 
+@pytest.mark.parametrize("softcap", [2.0**57, 2.0**40])
+def test_large_softcaps_bound_it(softcap):
+    q = torch.full((1, 1, 1, 8), 1e9)
+    found = flashtile.max_logits(q, q, scale=100.0, softcap=softcap)
+    assert found.item() == pytest.approx(softcap * math.tanh(8e20 / softcap))
+
+
 OFFSETS = torch.tensor([0, 5], dtype=torch.int32)
 BAD = {
     "no tensor": (dict(q=None), TypeError, "max_logits: q is of type NoneType, expected a torch.Tensor"),
     "a window": (dict(window=3), TypeError, "max_logits: window is 3, expected"),
     "a scale": (dict(scale="x"), TypeError, "max_logits: scale is 'x', expected a number"),
     "a softcap": (dict(softcap=None), TypeError, "max_logits: softcap is None, expected"),
-    "a negative softcap": (dict(softcap=-1.0), ValueError, "attention: softcap is -1.84467e.19, expected"),
+    "a negative softcap": (dict(softcap=-1.0), ValueError, r"max_logits: softcap is -1\.0, expected a number of at le"),
+    "a softcap that would be none": (
+        dict(softcap=3e17),
+        ValueError,
+        r"max_logits: softcap is 3e\+17, expected .* 2\^58",
+    ),
+    "a softcap that is none": (dict(softcap=math.nan), ValueError, "max_logits: softcap is nan, expected"),
+    "a large scale": (dict(scale=-1e20), ValueError, r"max_logits: scale is -1e\+20, expected .* below 2\^60"),
+    "slopes of int64": (
+        dict(alibi_slopes=torch.ones(2).long()),
+        TypeError,
+        "attention: alibi_slopes has dtype torch.int64",
+    ),
+    "slopes of bool": (
+        dict(alibi_slopes=torch.ones(2).bool()),
+        TypeError,
+        "attention: alibi_slopes has dtype torch.bool",
+    ),
+    "slopes of a list": (
+        dict(alibi_slopes=[1.0]),
+        TypeError,
+        "attention: alibi_slopes is of type list, expected a torch",
+    ),
     "a mask": (dict(mask=torch.ones(5, 5)), TypeError, "max_logits: mask is .*, expected a flashtile.masks.ColumnMask"),
+    "no element": (dict(q=torch.ones(1, 5, 2, 0), k=torch.ones(1, 5, 2, 0)), ValueError, "attention: q has shape"),
     "other keys": (dict(k=torch.ones(1, 5, 2, 16)), ValueError, "attention: k has shape"),
     "rows of no sequence": (dict(seqused_k=OFFSETS), TypeError, "max_logits: cu_seqlens_q is of type NoneType"),
     "queries alone": (

@@ -29,7 +29,7 @@ RAGGED = dict(zip("qkv", _ragged.tensors(), strict=True)) | _ragged.tables()
 CACHED = Cached("options", dtype=F32, head_dim=16, held=(5, 9), room=3).arguments()
 MASKS = {
     "attention": ColumnMask.full(5, 7),
-    "attention_varlen": ColumnMask.concatenate([ColumnMask.full(5, 7)]),
+    "attention_varlen": ColumnMask.concatenate([ColumnMask.full(5, 7)] * (len(RAGGED["cu_seqlens_q"]) - 1)),
     "attention_kvcache": ColumnMask.full(1, 7),
 }
 OTHERS = ("sequences", "fp8", "max_logits")  # which are made of several arguments, or of none

@@ -1,5 +1,6 @@
 """out=: the same bits as without it, in the tensor that is given and nowhere else, without a copy."""
 
+import contextlib
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from compare import assert_bitwise
 from ragged import Ragged
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 from traced import compiled, quiet
 
 import flashtile
@@ -126,6 +128,10 @@ def test_rows_between_those_of_inputs_are_its_own_memory():
     expected = flashtile.attention(q, k, v)
     assert_bitwise(flashtile.attention(q, k, v, out=place), expected)
     assert_bitwise(rows[:, :, 3], expected)
+    rows[:, :, 3] = 0
+    with FlopCounterMode(display=False):
+        flashtile.attention(q, k, v, out=place)
+    assert_bitwise(rows[:, :, 3], expected)
 
 
 def test_without_gradients_inputs_may_require_one():
@@ -148,7 +154,7 @@ def test_autograd_notices_that_it_has_changed():
 
 def spoiled(q):
     """what: (out, exception, what the message holds)."""
-    wide = torch.randn(2, 30, 4, 32)
+    wide, rows = torch.randn(2, 30, 4, 32), q.stride(1)
     return {
         "shape": (torch.empty(2, 30, 4, 8), ValueError, r"out has shape \(2, 30, 4, 8\), expected \(2, 30, 4, 16\)"),
         "rank": (torch.empty(30, 4, 16), ValueError, r"out has shape \(30, 4, 16\)"),
@@ -157,39 +163,87 @@ def spoiled(q):
         "type": ([1.0], TypeError, "out is of type list, expected a torch.Tensor"),
         "last stride": (wide[..., ::2], ValueError, "out has stride 2 in its last dimension, expected 1"),
         "one row": (q.new_empty(16).expand(2, 30, 4, 16), ValueError, "out has stride 0 in dimension 0, expected mem"),
+        "device": (q.to("meta"), (TypeError, ValueError), "out is "),
+        "rows that meet": (
+            torch.zeros(q.numel()).as_strided(q.shape, (q.stride(0), rows // 2, 16, 1)),
+            ValueError,
+            rf"out has strides \({q.stride(0)}, {rows // 2}, 16, 1\), expected memory of its own for each row",
+        ),
         "q": (q, ValueError, "out shares memory with q, expected memory of its own"),
         "negated": (torch._neg_view(torch.empty_like(q)), NotImplementedError, "out is negated lazily"),
         "gradient": (torch.empty_like(q).requires_grad_(), NotImplementedError, "out is given and a gradient is asked"),
     }
 
 
-NAMES = ("shape", "rank", "dtype", "integers", "type", "last stride", "one row", "q", "negated", "gradient")
+NAMES = tuple(spoiled(torch.empty(2, 30, 4, 16)))
+
+
+def over_cache(q, k, v, **more):
+    """With rows to append, of which nothing may be seen when the call is refused."""
+    return flashtile.attention_kvcache(q, k, v, cache_seqlens=20, k_new=q[:, :5], v_new=q[:, :5], **more)
+
+
+def behind_a_prefix(q, k, v, **more):
+    new = dict(k_new=q[:, :5], v_new=q[:, :5])
+    return flashtile.attention_cascade(q, k[0] * 2, v[0] * 2, k, v, cache_seqlens=20, **new, **more)
+
+
+FUNCTIONS = {
+    "attention": flashtile.attention,
+    "attention_kvcache": over_cache,
+    "attention_cascade": behind_a_prefix,
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("function", [flashtile.attention, flashtile.attention_kvcache])
-def test_what_cannot_be_written_is_refused(function, name):
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_what_cannot_be_written_is_refused(function, traced, name):
     q, k, v = torch.randn(3, 2, 30, 4, 16).unbind()
-    more = {} if function is flashtile.attention else {"cache_seqlens": 30}
     place, error, message = spoiled(q)[name]
-    before = q.clone()
-    with pytest.raises(error, match=f"^{function.__name__}: {message}") as raised:
-        function(q, k, v, out=place, **more)
-    assert raised.type is error and "\n" not in str(raised.value)
-    assert torch.equal(q, before)
+    before = [x.clone() for x in (q, k, v)]
+    with FlopCounterMode(display=False) if traced else contextlib.nullcontext():
+        with pytest.raises(error, match=f"^{function}: {message}") as raised:
+            FUNCTIONS[function](q, k, v, out=place)
+    assert name == "device" or raised.type is error
+    assert "\n" not in str(raised.value)
+    assert all(map(torch.equal, (q, k, v), before))
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
-@pytest.mark.parametrize("function", [flashtile.attention, flashtile.attention_kvcache])
-def test_memory_of_inputs_is_refused(function, name):
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_memory_of_inputs_is_refused(function, traced, name):
     """Also where rows are not the same ones."""
     memory = torch.randn(2, 60, 4, 16)
     q = torch.randn(2, 30, 4, 16)
-    k, v, place = memory[:, 25:45], torch.randn(2, 20, 4, 16), memory[:, :30]
-    more, suffix = ({}, "") if function is flashtile.attention else ({"cache_seqlens": 20}, "_cache")
+    k, v, place = memory[:, 25:55], torch.randn(2, 30, 4, 16), memory[:, :30]
+    suffix = "" if function == "attention" else "_cache"
     given = (q, k, v) if name == "k" else (q, v, k)
-    with pytest.raises(ValueError, match=f"^{function.__name__}: out shares memory with {name}{suffix}, expected"):
-        function(*given, out=place, **more)
+    before = memory.clone()
+    with FlopCounterMode(display=False) if traced else contextlib.nullcontext():
+        with pytest.raises(ValueError, match=f"^{function}: out shares memory with {name}{suffix}, expected"):
+            FUNCTIONS[function](*given, out=place)
+    assert torch.equal(memory, before)
+
+
+def test_memory_of_a_prefix_is_refused():
+    q, k, v = torch.randn(3, 2, 30, 4, 16).unbind()
+    prefix = torch.randn(60, 4, 16)
+    place = prefix.view(2, 30, 4, 16)
+    for name, first in (("k_prefix", (prefix, prefix.clone())), ("v_prefix", (prefix.clone(), prefix))):
+        with pytest.raises(ValueError, match=f"^attention_cascade: out shares memory with {name}, expected"):
+            flashtile.attention_cascade(q, *first, k, v, cache_seqlens=30, out=place)
+
+
+def test_caches_whose_rows_meet_are_refused():
+    q, (k, v) = torch.randn(2, 3, 4, 16), torch.zeros(2, 2, 30, 4, 16)
+    meeting = torch.zeros(k.numel()).as_strided(k.shape, (k.stride(0), 32, 16, 1))
+    message = r"k_cache has strides \(1920, 32, 16, 1\), expected a cache of its own memory, as k_new is given"
+    with pytest.raises(ValueError, match=f"^attention_kvcache: {message}"):
+        flashtile.attention_kvcache(q, meeting, v, cache_seqlens=20, k_new=q, v_new=q)
+    assert not meeting.any() and not v.any()
+    flashtile.attention_kvcache(q, meeting, v, cache_seqlens=20)  # nothing is written
 
 
 def test_memory_of_new_rows_is_refused():

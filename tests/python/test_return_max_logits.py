@@ -2,6 +2,7 @@
 attention_kvcache, whatever else a call is asked for, and without a bit of it being another."""
 
 import math
+import re
 
 import pytest
 import ragged
@@ -20,6 +21,7 @@ from test_kvcache_fp8 import E4M3
 from test_kvcache_laws import assert_close
 from test_kvcache_masks import Masked
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 from traced import compiled, quiet
 
 import flashtile
@@ -363,6 +365,22 @@ def test_transforms():
     caches = k.clone(), v.clone(), k.clone(), v.clone()
     alone = [over_entry(q[b], caches[0][b], caches[1][b]) for b in range(3)]
     assert_same_largest(torch.func.vmap(over_entry)(q, *caches[2:]), torch.stack(alone))
+
+
+@pytest.mark.parametrize("wrong", [dict(scale=1e20), dict(softcap=3e17), dict(softcap=-1.0)], ids=str)
+def test_a_traced_call_writes_nothing_when_it_is_refused(wrong):
+    """It finds the largest scores in a call of its own, which has limits that the first one does not have."""
+    (name, value), q = *wrong.items(), torch.ones(1, 2, 1, 8)
+    place, caches = torch.zeros_like(q), torch.zeros(2, 1, 4, 1, 8)
+    message = f": {name} is {re.escape(str(value))}, expected"
+    with FlopCounterMode(display=False):
+        with pytest.raises(ValueError, match=f"^attention{message}"):
+            flashtile.attention(q, q, q, return_max_logits=True, out=place, **wrong)
+        with pytest.raises(ValueError, match=f"^attention_kvcache{message}"):
+            flashtile.attention_kvcache(
+                q, *caches, cache_seqlens=0, k_new=q, v_new=q, return_max_logits=True, out=place, **wrong
+            )
+    assert not place.any() and not caches.any()
 
 
 def test_queries_that_lie_in_the_cache():

@@ -204,6 +204,13 @@ def test_forward_mode_is_refused():
         sinks = torch.autograd.forward_ad.make_dual(torch.zeros(2), torch.ones(2))
         with pytest.raises(NotImplementedError, match=r"^attention: sinks carries a forward-mode tangent"):
             flashtile.attention(q, k, v, sinks=sinks)
+        slopes = torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        with pytest.raises(NotImplementedError, match=r"^attention: alibi_slopes carries a forward-mode tangent"):
+            flashtile.attention(q, k, v, alibi_slopes=slopes)
+        number = torch.autograd.forward_ad.make_dual(torch.tensor(0.5), torch.tensor(1.0))
+        for name in ("scale", "softcap", "dropout_p"):
+            with pytest.raises(NotImplementedError, match=rf"^attention: {name} carries a forward-mode tangent"):
+                flashtile.attention(q, k, v, **{name: number})
         flashtile.attention(q, k, v)
 
 

@@ -11,6 +11,7 @@ from ragged import Ragged
 import flashtile
 from flashtile import _C
 from flashtile._options import attention_options
+from flashtile.masks import ColumnMask
 
 
 def test_forward_mode_is_refused():
@@ -20,6 +21,9 @@ def test_forward_mode_is_refused():
         dual = torch.autograd.forward_ad.make_dual(k, k)
         with pytest.raises(NotImplementedError, match=r"^attention_varlen: k carries a forward-mode tangent"):
             flashtile.attention_varlen(q, dual, v, **tables)
+        dual = torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        with pytest.raises(NotImplementedError, match=r"^attention_varlen: alibi_slopes carries a forward-mode"):
+            flashtile.attention_varlen(q, k, v, alibi_slopes=dual, **tables)
     slopes = torch.ones(2, requires_grad=True)
     with pytest.raises(NotImplementedError, match=r"^attention_varlen: alibi_slopes requires grad"):
         flashtile.attention_varlen(q, k, v, alibi_slopes=slopes, **tables)
@@ -204,6 +208,17 @@ def test_tables_are_keywords_and_required():
 
 
 # The compiled module is checked too: it must not write through what Python would never hand it.
+def test_a_mask_of_other_sequences():
+    q = torch.ones(6, 2, 8)
+    mask = ColumnMask.concatenate([ColumnMask.causal(3, 3)] * 2)
+    whole = torch.tensor([0, 6], dtype=torch.int32)
+    message = r": mask is ColumnMask\(B=2, .*, expected one of as many sequences as cu_seqlens_q, of shape \(2,\)"
+    with pytest.raises(ValueError, match=f"^attention_varlen{message}"):
+        flashtile.attention_varlen(q, q, q, cu_seqlens_q=whole, cu_seqlens_k=whole, mask=mask)
+    with pytest.raises(ValueError, match=f"^max_logits{message}"):
+        flashtile.max_logits(q, q, cu_seqlens_q=whole, cu_seqlens_k=whole, mask=mask)
+
+
 @pytest.mark.parametrize("missing", ["dout", "out", "lse", "dk"])
 def test_backward_needs_what_the_forward_wrote(missing):
     given = arguments({}, "cpu")

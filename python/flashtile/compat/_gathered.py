@@ -1,11 +1,11 @@
 """A rank's rows over keys of all ranks, which it gathers at once: as Llama 3 was trained (Dubey et al. 2024)."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .._autograd import cast_as_eager_calls_do, refuse_slopes_that_learn, refuse_tangents
 from .._core import forward_with_state, gradients
 from .._invariance import is_batch_invariant
+from .._ops import differentiable_once
 from .._options import attention_options
 from ..distributed._exchange import Group
 from ..distributed._rows import Sums
@@ -39,17 +39,21 @@ class _AttendGathered(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, dlse):
-        q, k, v, out, state = ctx.saved_tensors
-        group, keys, options = ctx.given
-        needed = ctx.needs_input_grad
-        of_keys = needed[1] or needed[2]
-        given = q, *_gathered(group, keys, k, v)
-        dq, dk, dv, _ = gradients((needed[0], of_keys, of_keys, False), dout, dlse, *given, out, state, options)
-        if of_keys:
-            dk, dv = _summed(group, keys, len(k), dk, dv)
-        return dq, dk if needed[1] else None, dv if needed[2] else None, None, None, None
+        compute = _gradients_with_graph if torch.is_grad_enabled() else _gradients
+        return (*compute(*ctx.given, ctx.needs_input_grad, dout, dlse, *ctx.saved_tensors), None, None, None)
+
+
+def _gradients(group, keys, options, needed, dout, dlse, q, k, v, out, state):
+    of_keys = needed[1] or needed[2]
+    given = q, *_gathered(group, keys, k, v)
+    dq, dk, dv, _ = gradients((needed[0], of_keys, of_keys, False), dout, dlse, *given, out, state, options)
+    if of_keys:
+        dk, dv = _summed(group, keys, len(k), dk, dv)
+    return dq, dk if needed[1] else None, dv if needed[2] else None
+
+
+_gradients_with_graph = differentiable_once(_gradients)
 
 
 def _gathered(group, keys, *tensors):

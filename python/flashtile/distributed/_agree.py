@@ -46,8 +46,8 @@ def agree(
         assert before is not None
         return before
     told = {name: str(value) for name, value in told.items()}
-    mine = {"rows": rows, "given": told, "failure": None if failure is None else str(failure)}
-    mine["bandwidth"] = bandwidth_of(group.size)
+    refusal = None if failure is None else str(failure)
+    mine = {"rows": rows, "given": told, "failure": refusal, "bandwidth": bandwidth_of(group.size)}
     theirs: list[Any] = [None] * group.size
     dist.all_gather_object(theirs, mine, group=group.group)
     if failure is not None:

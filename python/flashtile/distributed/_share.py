@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .._ops import differentiable_once
 from .._options import ALIBI_SLOPES, replaced
 from ._exchange import Group
 from ._heads import Heads, Ulysses
@@ -109,43 +109,68 @@ class Attend(torch.autograd.Function):
         return out, lse.contiguous()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        share: Share = ctx.share
-        q, k, v, out, lse, state, sinks = ctx.saved_tensors
-        queries, keys = share.of_neighbours(share.queries), share.of_neighbours(share.keys)
-        ulysses, heads = share.ulysses, share.heads
-        if share.degree > 1:
-            # All ranks must send, so one that has no gradient sends zeros.
-            rows, all_heads = rows_of(queries[share.place]), share.heads_q
-            dout = q.new_zeros(q.shape[0], rows, all_heads, v.shape[-1]) if dout is None else dout
-            (dout,) = ulysses.to_heads([dout.to(q.dtype)], [queries], [heads.queries])
-            if share.returns_lse:
-                dlse = state.new_zeros(q.shape[0], all_heads, rows) if dlse is None else dlse
-                (dlse,) = ulysses.to_heads([_rows_first(dlse)], [queries], [heads.queries])
-                dlse = dlse[..., 0].transpose(1, 2).contiguous()
-        if dout is None:
-            dout = torch.zeros_like(out)
-        needed = ctx.needs_input_grad
-        # What several ranks have for a KV head is summed yet.
-        of_keys = torch.float32 if heads.replicates else q.dtype
-        found = share.attends.backward(Saved(needed[:3], dout, dlse, out, state), q, k, v, of_keys)
-        dsinks = None
-        if sinks is not None and needed[3]:
-            count = share.rows_that_count()
-            shares = (sinks.float()[:, None] - lse[..., :count]).exp()  # (B, H, S)
-            delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)[..., :count]
-            of_heads = (shares * (delta.neg() if dlse is None else dlse[..., :count] - delta)).sum((0, 2))
-            dsinks = of_heads.new_zeros(share.heads_q)
-            dsinks[slice(*heads.queries[share.place])] = of_heads
-            dsinks = dsinks.to(ctx.sinks_dtype)
-        if share.degree > 1:
-            dq, dk, dv = found
-            dq = ulysses.to_rows(dq, queries, heads.queries, share.heads_q)
-            dk, dv = (ulysses.to_rows(x, keys, heads.keys, share.heads_k) for x in (dk, dv))
-            found = dq, dk, dv
-        gradients = [x.to(q.dtype) if wanted else None for x, wanted in zip(found, needed[:3], strict=True)]
-        return (*gradients, dsinks, None)
+        if torch.is_grad_enabled() and ctx.share.degree > 1:
+            # What is saved are rows of several ranks, of which autograd does not know that q, k and v are among them.
+            raise NotImplementedError(
+                "distributed.attention: backward has create_graph=True, expected False with ulysses, as no kernel "
+                "computes second derivatives"
+            )
+        compute = _gradients_with_graph if torch.is_grad_enabled() else _gradients
+        found = compute(ctx.share, ctx.needs_input_grad, ctx.sinks_dtype, dout, dlse, *ctx.saved_tensors)
+        return (*found, None)
+
+
+def _gradients(
+    share: Share,
+    needed: tuple[bool, bool, bool, bool],
+    sinks_dtype: torch.dtype | None,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    state: Tensor,
+    sinks: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Of q, k, v and sinks."""
+    queries, keys = share.of_neighbours(share.queries), share.of_neighbours(share.keys)
+    ulysses, heads = share.ulysses, share.heads
+    if share.degree > 1:
+        # All ranks must send, so one that has no gradient sends zeros.
+        rows, all_heads = rows_of(queries[share.place]), share.heads_q
+        dout = q.new_zeros(q.shape[0], rows, all_heads, v.shape[-1]) if dout is None else dout
+        (dout,) = ulysses.to_heads([dout.to(q.dtype)], [queries], [heads.queries])
+        if share.returns_lse:
+            dlse = state.new_zeros(q.shape[0], all_heads, rows) if dlse is None else dlse
+            (dlse,) = ulysses.to_heads([_rows_first(dlse)], [queries], [heads.queries])
+            dlse = dlse[..., 0].transpose(1, 2).contiguous()
+    if dout is None:
+        dout = torch.zeros_like(out)
+    # What several ranks have for a KV head is summed yet.
+    of_keys = torch.float32 if heads.replicates else q.dtype
+    found = share.attends.backward(Saved(needed[:3], dout, dlse, out, state), q, k, v, of_keys)
+    dsinks = None
+    if sinks is not None and lse is not None and needed[3]:
+        count = share.rows_that_count()
+        shares = (sinks.float()[:, None] - lse[..., :count]).exp()  # (B, H, S)
+        delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)[..., :count]
+        of_heads = (shares * (delta.neg() if dlse is None else dlse[..., :count] - delta)).sum((0, 2))
+        dsinks = of_heads.new_zeros(share.heads_q)
+        dsinks[slice(*heads.queries[share.place])] = of_heads
+        dsinks = dsinks.to(sinks_dtype)
+    if share.degree > 1:
+        dq, dk, dv = found
+        dq = ulysses.to_rows(dq, queries, heads.queries, share.heads_q)
+        dk, dv = (ulysses.to_rows(x, keys, heads.keys, share.heads_k) for x in (dk, dv))
+        found = dq, dk, dv
+    gradients = [x.to(q.dtype) if wanted else None for x, wanted in zip(found, needed[:3], strict=True)]
+    return (*gradients, dsinks)
+
+
+_gradients_with_graph = differentiable_once(_gradients)
 
 
 def _rows_first(x: Tensor) -> Tensor:

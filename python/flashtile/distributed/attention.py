@@ -222,8 +222,9 @@ def explain(
     """
     documents = None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     function = FUNCTION if documents is None else RAGGED
-    for name in options.keys() - OPTIONS.keys():
-        raise TypeError(f"distributed.explain: {name} is given, expected an argument of {function}")
+    unknown = ", ".join(options.keys() - OPTIONS.keys())
+    if unknown:
+        raise TypeError(f"distributed.explain: {unknown} is given, expected arguments of {function}")
     options = {**OPTIONS, **options}
     if is_dtensor(q):
         dim, layout = 1 if documents is None else 0, "contiguous"

@@ -59,8 +59,8 @@ def unshard(x: Tensor, dim: int, group: Any = None, layout: str | Layout = "zigz
         dim = _dimension("unshard", x, dim)
         mine = {"dtype": str(x.dtype), "sizes beside the rows": (*x.shape[:dim], *x.shape[dim + 1 :])}
         mine |= {"the dimension": dim, "the layout": str(layout)}
-    except Exception as refusal:
-        failure = refusal
+    except Exception as found_wrong:
+        failure = found_wrong
     theirs: list[Any] = [None] * ranks.size
     dist.all_gather_object(theirs, (mine, x.shape[dim] if mine else str(failure)), group=ranks.group)
     if failure is not None:
@@ -78,7 +78,7 @@ def unshard(x: Tensor, dim: int, group: Any = None, layout: str | Layout = "zigz
         if count != found.rows(rank):
             expected = f"expected {found.rows(rank)}, as the layout"
             raise ValueError(f"unshard: x has {count} rows on rank {rank}, {expected}")
-    whole: Tensor = _Unshard.apply(x, dim, ranks, found)  # type: ignore[no-untyped-call]
+    whole: Tensor = _Unshard.apply(x, dim, ranks, found)
     return whole
 
 
