@@ -1,11 +1,11 @@
 """The program that test_distributed.py runs on two ranks: what calls remember of a group ends with it, has a bound, and
 is not relied on where lengths change.
 
-    python distributed_groups.py 2 PORT
+    python distributed_groups.py 2
 """
 
-import os
 import sys
+import tempfile
 import weakref
 
 import pytest
@@ -79,13 +79,12 @@ def check_groups_of_others(rank):
             function(*given, group=group)
 
 
-def check(rank, port):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def check(rank, folder):
     torch.set_num_threads(1)
     x = torch.randn(1, 8, 2, 16, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     found = []
-    for _ in range(2):  # the second time as if there had been no first
-        dist.init_process_group("gloo", rank=rank, world_size=2)
+    for turn in ("first", "second"):  # as if there had been no first
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{turn}", 2), rank=rank, world_size=2)
         group = dist.new_group([1, 0])  # whose first rank is the default group's second
         groups = [weakref.ref(group), weakref.ref(dist.group.WORLD)]
         for of in (None, group):
@@ -110,5 +109,5 @@ def check(rank, port):
 
 
 if __name__ == "__main__":
-    size, port = map(int, sys.argv[1:])
-    torch.multiprocessing.start_processes(check, (port,), nprocs=size, start_method="fork")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(check, (folder,), nprocs=int(sys.argv[1]), start_method="fork")

@@ -56,7 +56,7 @@ def test_counters_are_of_gpus():
 
 @pytest.mark.parametrize("program, ranks", [("faults", 3), ("groups", 2), ("hosts", 4)])
 def test_programs(program, ranks, free_port):
-    """distributed_*.py, which say what they are."""
+    """distributed_*.py, which say what they are; not all need a port."""
     command = [sys.executable, str(HERE / f"distributed_{program}.py"), str(ranks), str(free_port)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=HERE)
     assert ended.returncode == 0, ended.stderr[-4000:]
