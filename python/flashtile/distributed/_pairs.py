@@ -127,7 +127,7 @@ def needed_keys(
     rows: Runs, keys: Runs, band: Band, documents: Sequence[int] | None = None, places: Places = Places.ANY
 ) -> Runs:
     """Which of the keys any of the rows sees, and where places count, those before them from a multiple of ALIGNED."""
-    of_document, needed = _by_document(pieces_of(keys, documents)), []
+    of_document, needed = _by_document(keys, documents), []
     for piece in pieces_of(rows, documents):
         begin, end = band.keys(piece.run)
         if places == Places.ALL:
@@ -219,9 +219,11 @@ def _cut(begin: int, end: int, documents: Sequence[int]) -> Iterator[tuple[int, 
         document += 1
 
 
-def _by_document(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
+@lru_cache(maxsize=64)
+def _by_document(runs: Runs, documents: Sequence[int] | None) -> dict[int, list[Piece]]:
+    """The pieces of runs, which nobody changes: a count of what methods take asks for those of the same runs often."""
     found: dict[int, list[Piece]] = {}
-    for piece in pieces:
+    for piece in pieces_of(runs, documents):
         found.setdefault(piece.document, []).append(piece)
     return found
 
@@ -229,7 +231,7 @@ def _by_document(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
 def _in_order(runs: Runs, documents: Sequence[int] | None, band: Band) -> Iterator[Part]:
     """A rank's rows over its own keys, where gaps do not matter: a sequence for each document."""
     window = None if band.right else (None, 0)
-    for document, pieces in _by_document(pieces_of(runs, documents)).items():
+    for document, pieces in _by_document(runs, documents).items():
         last = pieces[-1]
         lies = pieces[0].first, last.first + last.run[1] - last.run[0]
         yield Part(document, lies, lies, tuple(piece.run for piece in pieces), window)
@@ -238,7 +240,7 @@ def _in_order(runs: Runs, documents: Sequence[int] | None, band: Band) -> Iterat
 def _pairs(rows: Runs, keys: Runs, band: Band, documents: Sequence[int] | None, aligned: int) -> list[Part]:
     """Each run of rows over each run of keys, without what sees nothing and is not seen, but for up to `aligned` - 1 of
     each before the first."""
-    of_document, found = _by_document(pieces_of(keys, documents)), []
+    of_document, found = _by_document(keys, documents), []
     for q in pieces_of(rows, documents):
         for k in of_document.get(q.document, ()):
             begin, end = band.keys(q.run)
