@@ -70,6 +70,7 @@ def check_sharding(rank, whole):
     refused(rank, unshard, "unshard: " + message, rows[:, :4], 1, layout=layout)
     wrong = distributed.Layout.zigzag(24, 4)
     refused(rank, shard, "shard: layout is of 24 rows on 4 ranks, expected 24 rows on 3 ranks", whole, 1, layout=wrong)
+    refused(rank, shard, "shard: layout is None, expected a str or a Layout", whole, 1, layout=None)
     refused(rank, shard, "dim is 4, expected a dimension of x, which has 4", whole, 4)
     refused(rank, unshard, "dim is 0, expected a dimension of x, which has 0", torch.tensor(1.0), 0)
     odd = rank == 1

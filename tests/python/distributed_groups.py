@@ -46,10 +46,26 @@ def check_that_second_derivatives_are_refused():
     x = torch.randn(1, 8, 2, 16)
     for method in ("ring", "all_gather", "ulysses"):
         q = x.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(distributed.attention(q, x, x, method=method).sum(), q)
         out = distributed.attention(q, x, x, method=method)
+        (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        assert torch.equal(gradient, expected)
         with pytest.raises(NotImplementedError, match="second derivatives"):
-            (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-            torch.autograd.grad(gradient.square().sum(), q)
+            torch.autograd.grad(out.sum() + gradient.square().sum(), q)
+    rows = torch.full((2,), 3.0, requires_grad=True)
+    whole = distributed.unshard(rows, 0)
+    (gradient,) = torch.autograd.grad((whole**3).sum(), rows, create_graph=True)
+    assert gradient.tolist() == [27.0, 27.0]
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        torch.autograd.grad(gradient.sum() + rows.sum(), rows)
+    whole.add_(1)  # which is nobody's view
+
+
+def check_groups_of_two_backends(folder, rank):
+    """As init_process_group() makes where no backend is named: gloo carries what is on CPUs."""
+    dist.init_process_group(store=dist.FileStore(f"{folder}/unnamed", 2), rank=rank, world_size=2)
+    check_lengths_that_change()
+    dist.destroy_process_group()
 
 
 def check_bounds():
@@ -75,6 +91,8 @@ def check_groups_of_others(rank):
         assert torch.equal(distributed.attention(x, x, x, group=group), flashtile.attention(x, x, x))
         return
     for function, given in ((distributed.attention, (x, x, x)), (distributed.shard, (x, 1))):
+        with pytest.raises(TypeError, match="group is 'x', expected a process group or None"):
+            function(*given, group="x")
         with pytest.raises(ValueError, match="group is one without the caller"):
             function(*given, group=group)
 
@@ -104,6 +122,7 @@ def check(rank, folder):
         check_bounds()
         dist.destroy_process_group()
         assert groups[1]() is None
+    check_groups_of_two_backends(folder, rank)
     for a, b in zip(found[:4], found[4:], strict=True):
         assert torch.equal(a, b)
 

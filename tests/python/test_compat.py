@@ -413,3 +413,14 @@ def test_install_and_uninstall():
     example = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
     run = subprocess.run([sys.executable, "-c", INSTALLED, example], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+def test_flags_may_be_symbols():
+    q = torch.randn(1, 4, 2, 16)
+    compiled = torch.compile(
+        lambda q, flag: fa2.flash_attn_func(q, q, q, return_attn_probs=flag),
+        backend="aot_eager",
+        fullgraph=True,
+        dynamic=True,
+    )
+    assert isinstance(compiled(q, 2), tuple)

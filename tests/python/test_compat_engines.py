@@ -16,7 +16,7 @@ from theirs import assert_refuses, seen_in_chunks
 from traced import quiet
 
 from flashtile import _C, _capability
-from flashtile.compat import _cache, _serving, flash_attn, sgl_kernel, vllm_flash_attn
+from flashtile.compat import _cache, _serving, flash_attn, flash_attn_interface, sgl_kernel, vllm_flash_attn
 
 pytestmark = quiet
 
@@ -210,6 +210,17 @@ def test_a_place_or_sinks_that_do_not_fit_change_no_cache(module):
         with pytest.raises((TypeError, ValueError), match=r"has (shape|dtype)"):
             module.flash_attn_with_kvcache(q, *caches, *new, **options, **wrong)
         assert not caches.any()
+
+
+def test_some_queries_of_8_bits_over_pages():
+    kind, one = torch.float8_e4m3fn, torch.full((2, 2), 0.5)
+    q, cache = torch.randn(2, 3, 2, 16).to(kind), [torch.randn(4, 16, 2, 16).to(kind) for _ in "kv"]
+    options = dict(page_table=ints([[0, 1], [2, 3]]), seqused_k=ints([10, 20]), causal=True)
+    options |= dict(q_descale=one, k_descale=one, v_descale=one)
+    place = torch.empty(2, 3, 2, 16, dtype=torch.bfloat16)
+    out, *_ = flash_attn_interface._flash_attn_forward(q, *cache, seqused_q=ints([3, 3]), out_=place, **options)
+    assert out is place
+    assert_bitwise(out, flash_attn_interface._flash_attn_forward(q, *cache, **options)[0])
 
 
 def test_some_queries_over_pages():

@@ -284,3 +284,18 @@ def test_explain_plans_with_it():
     assert not place.any()
     shapes = [x.to("meta", BF16) for x in (q, k, v, place)]
     assert "sm90" in flashtile.explain(*shapes[:3], out=shapes[3], device="H100")
+
+
+def test_place_of_a_size_that_only_values_tell(monkeypatch):
+    """In graphs, where it is a symbol that nothing may be asked of."""
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+
+    class Some(torch.nn.Module):
+        def forward(self, x, wanted):
+            q = x[wanted.nonzero()[:, 0]][None]
+            return flashtile.attention(q, q, q, out=torch.empty_like(q))
+
+    given = torch.randn(10, 2, 16), torch.arange(10) % 2
+    expected = Some()(*given)
+    assert torch.equal(torch.compile(Some(), fullgraph=True, backend="aot_eager")(*given), expected)
+    assert torch.equal(torch.export.export(Some(), given).module()(*given), expected)

@@ -76,7 +76,7 @@ def attend_cache(
     if not has_8_bits(k_cache):
         q_descale = k_descale = v_descale = None
     elif has_8_bits(q):
-        q = q.to(getattr(out, "dtype", torch.bfloat16))  # which holds each number; descales come later
+        q = _as_16_bits(q, k_cache, out)  # descales come later
     else:
         q_descale = None
     stored = has_8_bits(k) and all(getattr(x, "dtype", None) is k.dtype for x in (v, k_cache, v_cache))
@@ -146,7 +146,7 @@ def attend_used_queries(
     behind all sequences then, where rows are of none."""
     if seqused_q is None:
         return attend_cache(function, q, k_cache, v_cache, k, v, cu_seqlens_q=cu_seqlens_q, out=out, **options)
-    _require_place(function, out, q, v_cache)
+    _require_place(function, out, _as_16_bits(q, k_cache, out), v_cache)
     sizes = None
     if cu_seqlens_q is None:
         require_rank(function, 4, "(B, S_q, H_q, D)", q=q)
@@ -155,10 +155,17 @@ def attend_used_queries(
     require_table(function, "(B + 1)", cu_seqlens_q=cu_seqlens_q)
     require_table(function, "(B)", cu_seqlens_q.shape[0] - 1, seqused_q=seqused_q)
     order, begins = those_first(q.shape[0], cu_seqlens_q, None, seqused_q)
+    if out is not None:  # of whose dtype the result is where q has 8 bits
+        options |= dict(out=out.new_empty((*q.shape[:-1], last_size(v_cache))))
     result = attend_cache(function, q[order], k_cache, v_cache, k, v, cu_seqlens_q=begins, **options)
     back = order.argsort()
     result = result[back] if isinstance(result, Tensor) else (result[0][back], result[1][:, back])
     return written(function, "out", out, result if sizes is None else dense_results(result, sizes))
+
+
+def _as_16_bits(q, k_cache, out):
+    """A q of 8 bits over a cache of such as the dtype of the result, which holds each number."""
+    return q.to(getattr(out, "dtype", torch.bfloat16)) if has_8_bits(q) and has_8_bits(k_cache) else q
 
 
 def _require_place(function, out, q, v_cache):

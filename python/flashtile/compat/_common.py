@@ -102,6 +102,8 @@ def flag(function, name, x):
         return x
     if x is None:
         return False
+    if isinstance(x, (int, torch.SymInt)):  # of a symbol nothing else may be asked
+        return x != 0
     return integer(function, name, x.item() if getattr(x, "dtype", None) == "bool" else x, expected="a bool") != 0
 
 

@@ -30,19 +30,20 @@ def agree(
     given: Mapping[str, Any],
     failure: Exception | None,
     *,
+    on_cpu: bool,
     asks: bool = False,
 ) -> Agreement:
     """What all ranks have, once they have been found to agree in what is `given`.
 
-    `failure` is what the caller found wrong with its own arguments, and `asks` says that all ranks know already that
-    they have to ask. Raises on all ranks if any has a failure, or if `given` differs somewhere: ValueError, which names
-    the rank and the argument.
+    `failure` is what the caller found wrong with its own arguments, `on_cpu` says where its tensors are, and `asks`
+    that all ranks know already that they have to ask. Raises on all ranks if any has a failure, or if `given` differs
+    somewhere: ValueError, which names the rank and the argument.
     """
     known = group.known
     told = {name: value if isinstance(value, Layout) else str(value) for name, value in given.items()}
     key = (function, rows, tuple(x for x in told.items() if x[0] != "seed"))  # which differs from call to call
     before = None if failure is not None else known.agreed.get(key)
-    if not asks and group.all_say(-1 if before is None else before.number):
+    if not asks and group.all_say(-1 if before is None else before.number, on_cpu):
         assert before is not None
         return before
     told = {name: str(value) for name, value in told.items()}

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _C
 from ._route import Delivery, Route, Tensors
 from ._window import window_of
 
@@ -42,8 +41,6 @@ class Group:
     """
 
     def __init__(self, group: Any = None):
-        if group is not None and not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"flashtile.distributed: group is {_C.described(group)}, expected a process group or None")
         self._group = None if group is None else ref(group)
 
     @property
@@ -74,11 +71,20 @@ class Group:
         """Whether messages are sent from a CPU's memory."""
         return bool(dist.get_backend(self.group) == "gloo")
 
-    def all_say(self, number: int) -> bool:
+    @cached_property
+    def reaches_hosts(self) -> bool:
+        """Whether tensors of a CPU can be sent, as by gloo beside NCCL."""
+        try:
+            self.process_group._get_backend(torch.device("cpu"))
+        except RuntimeError:
+            return False
+        return True
+
+    def all_say(self, number: int, on_cpu: bool) -> bool:
         """Whether all ranks know what the caller knows by this number, and nothing is unknown, -1, to any. A message
-        tells where ranks wait for messages anyway. On GPUs it would hold up all that has been launched; there what one
-        rank knows all are taken to know."""
-        if not self.is_on_host:
+        tells where ranks wait for messages anyway: over gloo, and where tensors are `on_cpu`. On GPUs it would hold up
+        all that has been launched; there what one rank knows all are taken to know."""
+        if not (self.is_on_host or (on_cpu and self.reaches_hosts)):
             return number >= 0
         said = torch.tensor([number, -number])
         dist.all_reduce(said, dist.ReduceOp.MIN, group=self.group)
@@ -108,7 +114,7 @@ class Group:
         for rank, tensors in sends.items():
             for x in tensors if rank != me else ():
                 if x.numel():
-                    message = (x.cpu() if on_host else x).resolve_neg().contiguous()
+                    message = (x.cpu() if on_host else x).resolve_conj().resolve_neg().contiguous()
                     pending.sent.append(message)
                     begin(dist.isend, rank, message)
         for rank, places in receives.items():

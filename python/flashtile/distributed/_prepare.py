@@ -57,10 +57,13 @@ def prepare(function, q, k, v, group, layout, method, degree, mask, documents, o
     key = None if failure else _key_of(function, *given, layout, method, degree, mask, documents, options)
     prepared = group.known.prepared
     known, asks = None if key is None else prepared.get(key), False
-    if known is not None and not group.all_say(known[2].number):
+    on_cpu = not any(getattr(x, "is_cuda", False) for x in given)
+    if known is not None and not group.all_say(known[2].number, on_cpu):
         known, asks = None, True
     if known is None:
-        known = _prepare(function, *given, group, layout, method, degree, mask, documents, options, failure, asks)
+        known = _prepare(
+            function, *given, group, layout, method, degree, mask, documents, options, failure, on_cpu, asks
+        )
         if key is not None:
             if len(prepared) == _MOST_PREPARED:
                 prepared.clear()
@@ -106,7 +109,7 @@ def _key_of(function, q, k, v, layout, method, degree, mask, documents, options)
     return key
 
 
-def _prepare(function, q, k, v, group, layout, method, degree, mask, documents, options, failure, asks):
+def _prepare(function, q, k, v, group, layout, method, degree, mask, documents, options, failure, on_cpu, asks):
     """The caller's share, and what the method was chosen by, once all ranks agree; `failure` is what was wrong so far,
     and `asks` whether all know that they have to ask."""
     given, rows = {}, (0, 0)
@@ -120,7 +123,7 @@ def _prepare(function, q, k, v, group, layout, method, degree, mask, documents, 
         given = _description(q, k, v, layout, method, degree, mask, documents is not None, options)
     except Exception as refusal:
         failure = refusal
-    agreement = agree(function, group, rows, given, failure, asks=asks)
+    agreement = agree(function, group, rows, given, failure, on_cpu=on_cpu, asks=asks)
     queries, keys = (
         _layout_of(function, layout, name, [count[side] for count in agreement.rows])
         for side, name in ((0, "q"), (1, "k"))

@@ -84,7 +84,7 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, share: Share
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, share: Share, *anchors: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         queries, keys = share.of_neighbours(share.queries), share.of_neighbours(share.keys)
         ulysses, heads = share.ulysses, share.heads
@@ -98,7 +98,7 @@ class Attend(torch.autograd.Function):
         out, state = total.finish()
         lse = total.lse_of(state) if share.returns_lse or of_heads is not None else None
         ctx.share, ctx.sinks_dtype = share, None if sinks is None else sinks.dtype
-        ctx.save_for_backward(q, k, v, out, None if of_heads is None else lse, state, of_heads)
+        ctx.save_for_backward(q, k, v, out, None if of_heads is None else lse, state, of_heads, *anchors)
         ctx.set_materialize_grads(False)
         if share.degree > 1:
             out = ulysses.to_rows(out, queries, heads.queries, share.heads_q)
@@ -110,15 +110,18 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and ctx.share.degree > 1:
-            # What is saved are rows of several ranks, of which autograd does not know that q, k and v are among them.
-            raise NotImplementedError(
-                "distributed.attention: backward has create_graph=True, expected False with ulysses, as no kernel "
-                "computes second derivatives"
-            )
         compute = _gradients_with_graph if torch.is_grad_enabled() else _gradients
-        found = compute(ctx.share, ctx.needs_input_grad, ctx.sinks_dtype, dout, dlse, *ctx.saved_tensors)
-        return (*found, None)
+        needed = ctx.needs_input_grad
+        found = compute(ctx.share, needed[:4], ctx.sinks_dtype, dout, dlse, *ctx.saved_tensors)
+        return (*found, *[None] * (len(needed) - 4))
+
+
+def anchors_of(share: Share, *tensors: Tensor | None) -> list[Tensor]:
+    """What ulysses saves are rows of several ranks, of which autograd does not know that q, k and v are among them.
+    These stand for them, without an element: gradients that are differentiated once more depend on them."""
+    if share.degree == 1 or not torch.is_grad_enabled():
+        return []
+    return [x[:0].clone() for x in tensors if x is not None]
 
 
 def _gradients(
@@ -134,6 +137,7 @@ def _gradients(
     lse: Tensor | None,
     state: Tensor,
     sinks: Tensor | None,
+    *anchors: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """Of q, k, v and sinks."""
     queries, keys = share.of_neighbours(share.queries), share.of_neighbours(share.keys)

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _C
 from ..attention import Window
 from ..attention import attention as local_attention
 from ..masks import ColumnMask
@@ -17,7 +18,7 @@ from ._dtensor import is_dtensor, local_of, with_local
 from ._exchange import Group
 from ._local import table_on
 from ._prepare import FUNCTION, OPTIONS, RAGGED, prepare
-from ._share import Attend
+from ._share import Attend, anchors_of
 from .layout import Layout
 
 
@@ -222,7 +223,7 @@ def explain(
     """
     documents = None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     function = FUNCTION if documents is None else RAGGED
-    unknown = ", ".join(options.keys() - OPTIONS.keys())
+    unknown = ", ".join(sorted(options.keys() - OPTIONS.keys()))
     if unknown:
         raise TypeError(f"distributed.explain: {unknown} is given, expected arguments of {function}")
     options = {**OPTIONS, **options}
@@ -253,6 +254,9 @@ def _table(cu_seqlens: Tensor | Sequence[int], q: Tensor) -> Tensor:
 
 def group_size(group: Any) -> int:
     """1 where there is no group at all, so that one program serves one process and many."""
+    kinds: Any = (dist.ProcessGroup, type(dist.GroupMember.NON_GROUP_MEMBER))
+    if group is not None and not isinstance(group, kinds):
+        raise TypeError(f"flashtile.distributed: group is {_C.described(group)}, expected a process group or None")
     size = dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
     if size < 1:
         raise ValueError("flashtile.distributed: group is one without the caller, expected one that it is a member of")
@@ -261,7 +265,7 @@ def group_size(group: Any) -> int:
 
 def _attend(function, q, k, v, group, layout, method, degree, mask, documents, options):
     share, tensors, sinks, *_ = prepare(function, q, k, v, group, layout, method, degree, mask, documents, options)
-    out, lse = Attend.apply(*tensors, sinks, share)
+    out, lse = Attend.apply(*tensors, sinks, share, *anchors_of(share, *tensors, sinks))
     if documents is not None:
         # Whose gradients need no copies, as those of out[0] would.
         out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)

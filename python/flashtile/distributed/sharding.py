@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .. import _C
+from .._ops import differentiable_once
 from ._exchange import Group
 from .attention import group_size
-from .layout import Layout
+from .layout import Layout, Runs
 
 
 def shard(x: Tensor, dim: int, group: Any = None, layout: str | Layout = "zigzag") -> Tensor:
@@ -78,15 +80,15 @@ def unshard(x: Tensor, dim: int, group: Any = None, layout: str | Layout = "zigz
         if count != found.rows(rank):
             expected = f"expected {found.rows(rank)}, as the layout"
             raise ValueError(f"unshard: x has {count} rows on rank {rank}, {expected}")
-    whole: Tensor = _Unshard.apply(x, dim, ranks, found)
-    return whole
+    whole: Tensor = _Unshard.apply(x.movedim(dim, 0), ranks, found)
+    return whole.movedim(0, dim)
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, ranks: Group, layout: Layout) -> Tensor:
-        ctx.dim, ctx.runs = dim, layout.runs[ranks.rank]
-        mine = x.movedim(dim, 0).contiguous()
+    def forward(ctx: Any, x: Tensor, ranks: Group, layout: Layout) -> Tensor:
+        ctx.runs = layout.runs[ranks.rank]
+        mine = x.contiguous()
         whole = mine.new_empty(layout.length, *mine.shape[1:])
         first, own = 0, []
         for begin, end in ctx.runs:
@@ -94,15 +96,23 @@ class _Unshard(torch.autograd.Function):
             first += end - begin
         places = {rank: [whole[begin:end] for begin, end in layout.runs[rank]] for rank in range(ranks.size)}
         ranks.exchange(dict.fromkeys(places, own), places).wait()
-        return whole.movedim(0, dim)
+        return whole
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor | None, ...]:
-        return _rows_of(dwhole, ctx.dim, ctx.runs), None, None, None
+        # A second derivative would need what the other ranks made of the whole.
+        compute = _gradient_with_graph if torch.is_grad_enabled() else _gradient
+        return (*compute(dwhole, ctx.runs), None, None)
 
 
-def _rows_of(x: Tensor, dim: int, runs: Any) -> Tensor:
+def _gradient(dwhole: Tensor, runs: Runs) -> tuple[Tensor]:
+    return (_rows_of(dwhole, 0, runs),)
+
+
+_gradient_with_graph = differentiable_once(_gradient)
+
+
+def _rows_of(x: Tensor, dim: int, runs: Runs) -> Tensor:
     return torch.cat([x.narrow(dim, 0, 0), *(x.narrow(dim, begin, end - begin) for begin, end in runs)], dim)
 
 
@@ -110,12 +120,15 @@ def _dimension(function: str, x: Tensor, dim: int) -> int:
     """`dim`, counted from the first dimension."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{function}: x is of type {type(x).__name__}, expected a torch.Tensor")
+    dim = operator.index(dim)
     if not -x.dim() <= dim < x.dim():
         raise IndexError(f"{function}: dim is {dim}, expected a dimension of x, which has {x.dim()}")
     return dim % x.dim()
 
 
 def _layout_of(function: str, layout: str | Layout, length: int, group: Group) -> Layout:
+    if not isinstance(layout, (str, Layout)):
+        raise TypeError(f"{function}: layout is {_C.described(layout)}, expected a str or a Layout")
     found = Layout.of(layout, length, group.size) if isinstance(layout, str) else layout
     if (found.ranks, found.length) != (group.size, length):
         raise ValueError(
