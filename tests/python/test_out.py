@@ -286,9 +286,9 @@ def test_explain_plans_with_it():
     assert "sm90" in flashtile.explain(*shapes[:3], out=shapes[3], device="H100")
 
 
-def test_place_of_a_size_that_only_values_tell(monkeypatch):
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_place_of_a_size_that_only_values_tell():
     """In graphs, where it is a symbol that nothing may be asked of."""
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
 
     class Some(torch.nn.Module):
         def forward(self, x, wanted):
