@@ -293,7 +293,7 @@ def _explain(options: argparse.Namespace) -> int:
     import flashtile
 
     device = str(_device("explain", options.device)) if options.gpu is None else options.gpu
-    if device == options.gpu and (not device or device.split(":")[0] in ("cpu", "cuda")):
+    if options.gpu is not None and device.split(":")[0] in ("", "cpu", "cuda"):
         raise Refusal(f"explain: --gpu is {device!r}, expected a GPU's name; --device says where tensors are")
     try:
         tensors, named = _problem(options, device)
@@ -423,11 +423,11 @@ def _bench(options: argparse.Namespace) -> int:
     from flashtile.bench import command, ranks
 
     if options.markdown or options.suite == "distributed":
-        unused = ("full", "peer", "flex", "profile", "seed") + (() if options.markdown else ("plots",))
-        for name in unused:
-            if getattr(options, name) not in (None, False, []):
-                where = "--markdown, which measures nothing" if options.markdown else "suite 'distributed'"
-                raise Refusal(f"bench: --{name} is given with {where}, expected it with another suite")
+        given = dict(full=options.full, peer=options.peer, flex=options.flex, profile=options.profile)
+        given |= dict(seed=options.seed is not None, plots=options.plots and not options.markdown)
+        where = "--markdown, which measures nothing" if options.markdown else "suite 'distributed', which has none"
+        for name in (name for name, is_given in given.items() if is_given):
+            raise Refusal(f"bench: --{name} is given with {where}, expected it without")
     if options.suite == "distributed" and not options.markdown:
         return ranks.measure(quick=options.quick, json_path=options.json)
     if options.markdown:

@@ -23,7 +23,7 @@ from ._choose import METHODS, Shape, bandwidth_of, choose
 from ._local import Local
 from ._pairs import Band
 from ._share import Share
-from .layout import Layout
+from .layout import Layout, require_layout, require_rows
 
 FUNCTION = "distributed.attention"
 RAGGED = "distributed.attention_varlen"
@@ -76,8 +76,7 @@ def prepare(function, q, k, v, group, layout, method, degree, mask, documents, o
 
 def _check_kinds(function, layout, method, degree):
     """What is asked of each call, so that a call like one before is like it."""
-    if not isinstance(layout, (str, Layout)):
-        raise TypeError(f"{function}: layout is {_C.described(layout)}, expected a str or a Layout")
+    require_layout(function, layout)
     if not isinstance(method, str):
         raise TypeError(f"{function}: method is {_C.described(method)}, expected a str")
     if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int)):
@@ -249,9 +248,5 @@ def _layout_of(function, layout, name, rows):
     found = Layout.of(layout, sum(rows), len(rows)) if isinstance(layout, str) else layout
     if found.ranks != len(rows):
         raise ValueError(f"{function}: layout is of {found.ranks} ranks, expected {len(rows)}, as the group")
-    for rank, count in enumerate(rows):
-        if found.rows(rank) != count:
-            raise ValueError(
-                f"{function}: {name} has {count} rows on rank {rank}, expected {found.rows(rank)}, as the layout"
-            )
+    require_rows(function, name, found, rows)
     return found

@@ -6,9 +6,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from .. import _C
 
 Run = tuple[int, int]  # rows [begin, end)
 Runs = tuple[Run, ...]  # in ascending order, none of them empty, no two of them adjacent
@@ -116,6 +119,29 @@ class Layout:
         if best is None:
             raise ValueError("Layout.balanced: rounds is empty, expected numbers of chunks")
         return best[1]
+
+
+def require_layout(function: str, layout: Any) -> None:
+    if not isinstance(layout, (str, Layout)):
+        raise TypeError(f"{function}: layout is {_C.described(layout)}, expected a str or a Layout")
+
+
+def layout_of(function: str, layout: Any, length: int, ranks: int) -> Layout:
+    """The layout that a caller of `function` gave, by its name or as it is, of so many rows and ranks."""
+    require_layout(function, layout)
+    found = Layout.of(layout, length, ranks) if isinstance(layout, str) else layout
+    if (found.ranks, found.length) != (ranks, length):
+        expected = f"{length} rows on {ranks} ranks"
+        raise ValueError(f"{function}: layout is of {found.length} rows on {found.ranks} ranks, expected {expected}")
+    return found
+
+
+def require_rows(function: str, name: str, layout: Layout, rows: Sequence[int]) -> None:
+    """Refuses a tensor `name` of which ranks have other `rows` than the layout says."""
+    for rank, count in enumerate(rows):
+        if count != layout.rows(rank):
+            expected = f"expected {layout.rows(rank)}, as the layout"
+            raise ValueError(f"{function}: {name} has {count} rows on rank {rank}, {expected}")
 
 
 @lru_cache(maxsize=1024)

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _C
 from .._ops import differentiable_once
 from ._exchange import Group
 from .attention import group_size
-from .layout import Layout, Runs
+from .layout import Layout, Runs, layout_of, require_rows
 
 
 def shard(x: Tensor, dim: int, group: Any = None, layout: str | Layout = "zigzag") -> Tensor:
@@ -27,7 +26,7 @@ def shard(x: Tensor, dim: int, group: Any = None, layout: str | Layout = "zigzag
     if group_size(group) == 1:
         return x
     ranks = Group(group)
-    return _rows_of(x, dim, _layout_of("shard", layout, x.shape[dim], ranks).runs[ranks.rank])
+    return _rows_of(x, dim, layout_of("shard", layout, x.shape[dim], ranks.size).runs[ranks.rank])
 
 
 def positions(length: int, group: Any = None, layout: str | Layout = "zigzag", device: Any = None) -> Tensor:
@@ -39,7 +38,7 @@ def positions(length: int, group: Any = None, layout: str | Layout = "zigzag", d
     if group_size(group) == 1:
         return torch.arange(length, device=device)
     ranks = Group(group)
-    return _layout_of("positions", layout, length, ranks).positions(ranks.rank).to(device)
+    return layout_of("positions", layout, length, ranks.size).positions(ranks.rank).to(device)
 
 
 def unshard(x: Tensor, dim: int, group: Any = None, layout: str | Layout = "zigzag") -> Tensor:
@@ -75,11 +74,8 @@ def unshard(x: Tensor, dim: int, group: Any = None, layout: str | Layout = "zigz
             if other[name] != expected:
                 raise ValueError(f"unshard: {name} is {other[name]} on rank {rank}, expected {expected}, as on rank 0")
     counts = [count for _, count in theirs]
-    found = _layout_of("unshard", layout, sum(counts), ranks)
-    for rank, count in enumerate(counts):
-        if count != found.rows(rank):
-            expected = f"expected {found.rows(rank)}, as the layout"
-            raise ValueError(f"unshard: x has {count} rows on rank {rank}, {expected}")
+    found = layout_of("unshard", layout, sum(counts), ranks.size)
+    require_rows("unshard", "x", found, counts)
     whole: Tensor = _Unshard.apply(x.movedim(dim, 0), ranks, found)
     return whole.movedim(0, dim)
 
@@ -124,15 +120,3 @@ def _dimension(function: str, x: Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
         raise IndexError(f"{function}: dim is {dim}, expected a dimension of x, which has {x.dim()}")
     return dim % x.dim()
-
-
-def _layout_of(function: str, layout: str | Layout, length: int, group: Group) -> Layout:
-    if not isinstance(layout, (str, Layout)):
-        raise TypeError(f"{function}: layout is {_C.described(layout)}, expected a str or a Layout")
-    found = Layout.of(layout, length, group.size) if isinstance(layout, str) else layout
-    if (found.ranks, found.length) != (group.size, length):
-        raise ValueError(
-            f"{function}: layout is of {found.length} rows on {found.ranks} ranks, expected {length} rows on "
-            f"{group.size} ranks"
-        )
-    return found
