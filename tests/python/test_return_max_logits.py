@@ -154,49 +154,6 @@ def test_scores_that_are_exact(device, data):
     assert_bitwise(found, torch.cat(exact), "max_logits")
 
 
-@pytest.mark.parametrize("row, key", [(5, 7), (290, 299)])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("device", DEVICE_PARAMS)
-def test_a_score_beyond_float32(device, head_dim, row, key):
-    """It is found wherever it stands, and that of the other head is what it is without it."""
-    generator = torch.Generator().manual_seed(0)
-    q, k = (integers(generator, -2, 2, 1, 300, 2, head_dim).to(device, BF16) for _ in range(2))
-    q[0, row, 0], k[0, key, 0] = 1e30, 1e30
-    _, found = flashtile.attention(q, k, k, scale=0.5, return_max_logits=True)
-    assert found[0, 0] >= 0.5 * torch.finfo(F32).max
-    exact = reference.max_logits(q[:, :, 1:], k[:, :, 1:], scale=0.5).float()
-    assert_bitwise(found[:, 1:], exact, "max_logits")
-
-
-# Where the largest score of a head stands: kernels look for one in few of the blocks of keys that they take.
-PLACES = {"rising": lambda n: range(n), "falling": lambda n: range(n, 0, -1), "level": lambda n: [5] * n}
-
-
-@pytest.mark.parametrize("capability", [1000, 80])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("device", DEVICE_PARAMS)
-def test_many_tiles(device, head_dim, causal, capability):
-    """Thread blocks raise what others have raised. Of one head; of packed ones; of few queries over many keys."""
-    long = 4096 if device == "cuda" else 700
-    generator = torch.Generator().manual_seed(head_dim)
-    for rows, heads_q, heads_k in ((long, 2, 2), (long, 4, 4), (long // 4, 8, 1), (3, 8, 2), (40, 14, 2)):
-        q = integers(generator, -2, 2, 2, rows, heads_q, head_dim).to(device, F16)
-        k = integers(generator, -2, 2, 2, long, heads_k, head_dim).to(device, F16)
-        v = torch.randn(2, long, heads_k, head_dim, generator=generator).to(device, F16)
-        for name, factors in PLACES.items():
-            steps = torch.tensor([*factors(8)], device=device, dtype=F16).repeat_interleave(-(-long // 8))[:long]
-            keys = k * steps[:, None, None]
-            if name == "level":  # but for one key
-                spike = int(torch.randint(long, (), generator=generator))
-                keys[:, spike] = 12 * q[:, rows // 2, :: heads_q // heads_k].sign()
-            with _capability.limited(capability):
-                _, found = flashtile.attention(q, keys, v, causal=causal, return_max_logits=True)
-            # Sums of integers are exact, and one multiplication with the scale is rounded.
-            exact = reference.max_logits(q, keys, causal=causal)
-            torch.testing.assert_close(found, exact.float(), rtol=2.0**-22, atol=0)
-
-
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads(threads):
     """Several have items of the same head."""

@@ -22,7 +22,7 @@ CUTE_DEVICE void raise_largest(ForwardParams const& params, TileCoord tile, Span
   for (int r = 0; r < Softmax::kRowCount; ++r) {
     const QueriesOfRows of_rows(params.scores.packing, first_row, cute::get<0>(coord(r / 2 * 2, 0)));
     const float logit = softmax.largest_of_row(r) * params.scores.map.unit;
-    if (of_rows.query(r) >= queries.used) continue;
+    if (of_rows.query(r) >= min(queries.used, of_rows.end)) continue;  // what idle rows have, nobody loaded
     of_warp = fmaxf(of_warp, logit);
     if (of_one_head || threadIdx.x % 4 != 0) continue;
     const int head = tile.head + of_rows.head(r);

@@ -26,16 +26,19 @@ struct LargestLogits {
   typename Mainloop::Softmax& softmax;
   int row;
 
-  /// Looks at the references that OnlineSoftmax::begin() has taken, the largest scores of a tile's first block.
+  /// Looks at the references that OnlineSoftmax::begin() has taken, the largest scores of a tile's first block. Where
+  /// that is +inf, or all of a row's scores are NaN, the reference is kLargest. Then the weights are infinite or NaN, so
+  /// that the block is weighed again, and look() sees which of the two it was.
   CUTE_DEVICE void look_at_references() const {
-    const auto top_of = [](float reference) { return reference < kLargest ? reference : kInfinity; };  // as it was
+    const auto top_of = [](float reference) { return reference < kLargest ? reference : -kInfinity; };
     raise(top_of(softmax.row[0].reference), top_of(softmax.row[1].reference));
   }
 
-  /// Looks for larger scores than before in a block whose sums may hold one.
+  /// Looks for larger scores than before in a block whose sums may hold one. NaN is none.
   template <class Scores>
   CUTE_DEVICE void look(Scores const& scores) const {
-    raise(softmax.top_of_row(scores, 0), softmax.top_of_row(scores, 1));
+    const auto top_of = [&](int r) { return fmaxf(softmax.top_of_row(scores, r), -kInfinity); };
+    raise(top_of(0), top_of(1));
   }
 
  private:
@@ -60,9 +63,11 @@ struct LargestLogits {
       return;
     }
     const QueriesOfRows of_rows(params.scores.packing, work.tile.m_block * Mainloop::kM, row);
+    // Nothing is loaded into the rows that a pack leaves idle: their scores are of whatever lay there.
+    const int end = min(work.sequence.q.used, of_rows.end);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const bool counts = of_rows.query(r) < work.sequence.q.used;  // the scores of idle rows do not
+      const bool counts = of_rows.query(r) < end;
       int* const of_head = largest + of_rows.head(r);
       const int top = in_order(r == 0 ? first : second), before = read(of_head);
       raise_if(counts & (top > before), of_head, top);
