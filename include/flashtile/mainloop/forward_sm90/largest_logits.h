@@ -27,8 +27,8 @@ struct LargestLogits {
   int row;
 
   /// Looks at the references that OnlineSoftmax::begin() has taken, the largest scores of a tile's first block. Where
-  /// that is +inf, or all of a row's scores are NaN, the reference is kLargest. Then the weights are infinite or NaN, so
-  /// that the block is weighed again, and look() sees which of the two it was.
+  /// that is +inf, or all of a row's scores are NaN, the reference is kLargest. Then the weights are infinite or NaN,
+  /// so that the block is weighed again, and look() sees which of the two it was.
   CUTE_DEVICE void look_at_references() const {
     const auto top_of = [](float reference) { return reference < kLargest ? reference : -kInfinity; };
     raise(top_of(softmax.row[0].reference), top_of(softmax.row[1].reference));
