@@ -1,6 +1,7 @@
 """return_max_logits: the largest score is found wherever it stands, and what is no score is none."""
 
 import math
+import re
 
 import pytest
 import reference
@@ -31,16 +32,21 @@ def test_a_score_beyond_float32(device, head_dim, row, key):
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
 def test_rows_without_a_query(device, head_dim, group):
-    """Where the heads of a group are packed, 16 rows hold few whole queries, and what is left of these holds whatever
-    another call left in shared memory: here rows whose scores would be the largest by far."""
+    """Where the heads of a group are packed, 16 rows hold as many whole queries as fit, and the rest of them whatever
+    another call left in shared memory: here numbers whose scores would be the largest by far."""
     generator = torch.Generator().manual_seed(group)
     before = torch.full((8, 128, 40, head_dim), -100.0, dtype=F16, device=device)
+    heads = []  # of the packs
     for rows in (2, 45):  # with so many entries that packs make fewer waves of thread blocks
         q = integers(generator, 1, 3, 60, rows, group, head_dim).to(device, F16)
         k = integers(generator, -3, -1, 60, 200, 1, head_dim).to(device, F16)
+        shapes = q.to("meta"), k.to("meta"), k.to("meta")
+        plan = flashtile.explain(*shapes, device="H200", return_max_logits=True)
+        heads.append(int(re.search(r"a row is one of (\d+) heads of a query", plan)[1]))
         flashtile.attention(before, before, before)
         _, found = flashtile.attention(q, k, k, scale=0.5, return_max_logits=True)
         assert_bitwise(found, reference.max_logits(q, k, scale=0.5).float(), "max_logits")
+    assert any(16 % n != 0 for n in heads), heads  # or no row is left over, and nothing is tested
 
 
 @pytest.mark.parametrize("capability", [1000, 80])
