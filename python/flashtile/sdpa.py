@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ._core import DTYPES, WIDEST, is_compiling, under_functorch
 from ._invariance import is_batch_invariant
+from ._legible import legible_mask, legible_operand
 from ._padding import attend_padded, attend_visible, visible_first
 from ._sdpa_mask import first_columns, refuse_misfit, written_out
 from .attention import attention
@@ -111,8 +112,9 @@ def scaled_dot_product_attention(
     if isinstance(attn_mask, ColumnMask):
         legible, is_causal = written_out(attn_mask, query, key, is_causal), False
     else:
-        legible = _legible_mask(attn_mask, query, key)
-    out = _pytorch(
+        legible = legible_mask(attn_mask, query, key)
+    query, key, value = (legible_operand(x) for x in (query, key, value))
+    out = _by_pytorch(
         query, key, value, legible, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
     if reason is None:
@@ -154,17 +156,12 @@ def _refuse_misfits(query, key, value, enable_gqa):
         )
 
 
-def _legible_mask(attn_mask, query, key):
-    """The mask to hand to PyTorch, in a form that its kernels read aright."""
-    if type(attn_mask) is not Tensor or type(key) is not Tensor or not isinstance(query, Tensor) or key.is_nested:
-        return attn_mask
-    if attn_mask.dtype is torch.float32 and query.dtype is torch.float64:
-        return attn_mask.double()  # PyTorch 2.13 takes it on the CPU, whose kernel then reads pairs as one number
-    if attn_mask.is_cuda and attn_mask.dim() > 0 and key.dim() > 1 and attn_mask.shape[-1] == 1:
-        # PyTorch 2.11 gives cuDNN one of shape (S_q, 1) as it is, whose kernel then reads pairs at odd addresses, and
-        # no CUDA call works any more.
-        return attn_mask.expand(*attn_mask.shape[:-1], key.shape[-2]).contiguous()
-    return attn_mask
+def _by_pytorch(query, key, value, attn_mask, **options):
+    if not all(isinstance(x, Tensor) and x.is_cuda and x.numel() == 0 for x in (query, key, value)):
+        return _pytorch(query, key, value, attn_mask, **options)
+    # PyTorch 2.11 has no kernel for an empty batch on some GPUs, or gives None.
+    mask = attn_mask.cpu() if isinstance(attn_mask, Tensor) else attn_mask
+    return _pytorch(query.cpu(), key.cpu(), value.cpu(), mask, **options).to(query.device)
 
 
 def served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse=False):
