@@ -27,6 +27,7 @@ import flashtile
 from flashtile import distributed
 from flashtile.bench import machine, report
 from flashtile.bench.rank_peers import RankPeer, rank_peers
+from flashtile.bench.timing import orders
 from flashtile.distributed._exchange import Group
 from flashtile.distributed._pairs import Band, calls_of, visible
 from flashtile.distributed._prepare import share_of
@@ -34,14 +35,17 @@ from flashtile.distributed._route import Delivery, Route
 from flashtile.distributed._share import Attend
 from flashtile.distributed.layout import Layout
 
-ROUNDS, FEWEST_ROUNDS, ENOUGH = 7, 3, 1.5  # as many as fit into so many seconds, within these bounds
-ROUND, MOST_CALLS = 0.05, 20  # a round is of calls one behind the other, as layers are, for so many seconds
+ROUNDS, FEWEST_ROUNDS, ENOUGH = 25, 5, 0.5  # as many as fit into so many seconds, within these bounds
+ROUND, MOST_CALLS = 0.02, 20  # a round is of calls one behind the other, as layers are, for so many seconds
+HEAD_START = 4_000_000  # cycles for which a GPU waits before each round
 LONG = 1.0  # seconds of a call that is timed once
 LONGEST_WITH_PEERS = 1 << 17  # rows of all ranks
 MOST_ROWS_ALONE = 1 << 14  # of a rank
 SHARERS = 4  # ranks, where there is one process
 METHODS = ("ring", "all_gather", "ulysses", "ulysses_ring")
 WORKS = ("forward", "forward and backward")
+
+Run = Callable[[], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +173,16 @@ class _Grid:
         return f"{1e3 * found:.3g}" + (f" ({seconds['ideal'][work] / found:.2f})" if name != "ideal" else "")
 
 
+@dataclasses.dataclass
+class _Rounds:
+    """Those of one work of a call: the seconds of a call in each so far, and how many of how many calls are left."""
+
+    run: Run
+    seconds: list[float]
+    calls: int = 1
+    left: int = 0
+
+
 class _Run:
     """One case: calls by name, forward and with gradients."""
 
@@ -193,7 +207,7 @@ class _Run:
         flat = [x.squeeze(0) for x in leaves]
         return flashtile.attention_varlen(*flat, cu_seqlens_q=begins, cu_seqlens_k=begins, **options)[None]
 
-    def times(self, call: Callable[[list[Tensor]], Tensor], leaves: list[Tensor], dout: Tensor) -> dict[str, float]:
+    def works(self, call: Callable[[list[Tensor]], Tensor], leaves: list[Tensor], dout: Tensor) -> dict[str, Run]:
         def forward() -> None:
             with torch.no_grad():
                 call(leaves)
@@ -201,29 +215,52 @@ class _Run:
         def both() -> None:
             torch.autograd.grad(call(leaves), leaves, dout)
 
-        return {work: self.timed(run) for work, run in zip(WORKS, (forward, both), strict=True)}
+        return dict(zip(WORKS, (forward, both), strict=True))
 
-    def timed(self, run: Callable[[], None]) -> float:
-        """Seconds of a call: the median of a few rounds, of each the time of the rank that takes longest."""
+    def timed(self, calls: Mapping[str, Mapping[str, Run]]) -> dict[str, dict[str, float]]:
+        """Seconds of each work of each call: the median of a few rounds, of each the time of the rank that takes
+        longest. Calls take turns, round by round: a GPU slows down within some tens of milliseconds of full work, and
+        what runs first would look quicker than what it is compared with."""
+        found = {name: {work: self._rounds(run) for work, run in works.items()} for name, works in calls.items()}
+        of_works = [x for works in found.values() for x in works.values()]
+        order = orders(len(of_works))  # the same on all ranks
+        while any(x.left for x in of_works):
+            for x in (of_works[position] for position in next(order)):
+                if x.left:
+                    x.seconds.append(self._round(x.run, x.calls))
+                    x.left -= 1
+        return {
+            name: {work: statistics.median(x.seconds) for work, x in works.items()} for name, works in found.items()
+        }
+
+    def _rounds(self, run: Run) -> _Rounds:
         run()
         one = self._round(run, 1)  # the same on all ranks, as what follows from it
         if one > LONG:
-            return one
+            return _Rounds(run, [one])
         calls = min(max(round(ROUND / one), 1), MOST_CALLS)
-        rounds = min(max(round(ENOUGH / (calls * one)), FEWEST_ROUNDS), ROUNDS)
-        return statistics.median(self._round(run, calls) for _ in range(rounds))
+        return _Rounds(run, [], calls, min(max(round(ENOUGH / (calls * one)), FEWEST_ROUNDS), ROUNDS))
 
-    def _round(self, run: Callable[[], None], calls: int) -> float:
-        if self.device.type == "cuda":
+    def _round(self, run: Run, calls: int) -> float:
+        is_cuda = self.device.type == "cuda"
+        if is_cuda:
             torch.cuda.synchronize()
         if dist.is_initialized():
             dist.barrier()
+        if is_cuda:
+            torch.cuda._sleep(HEAD_START)  # so that the host is ahead, as it is in the middle of a model
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
         start = time.perf_counter()
         for _ in range(calls):
             run()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = torch.tensor((time.perf_counter() - start) / calls, dtype=torch.float64, device=self.device)
+        if is_cuda:
+            end.record()
+            end.synchronize()
+            took = begin.elapsed_time(end) / 1e3
+        else:
+            took = time.perf_counter() - start
+        seconds = torch.tensor(took / calls, dtype=torch.float64, device=self.device)
         if dist.is_initialized():
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return seconds.item()
@@ -233,22 +270,22 @@ class _Together(_Run):
     """On the ranks of torchrun."""
 
     def seconds(self) -> dict[str, dict[str, float]]:
-        leaves, dout = self.tensors(self.ranks * self.rows)
-        found = {"ideal": {work: x / self.ranks for work, x in self.times(self.whole, leaves, dout).items()}}
-        del leaves, dout
+        works = {"ideal": self.works(self.whole, *self.tensors(self.ranks * self.rows))}
         leaves, dout = self.tensors(self.rows)
-        for method in METHODS:
+        for method in (*METHODS, "auto"):
             if method == "ulysses_ring" and (self.ranks % 2 or self.ranks == 2):
                 continue
             degree = 2 if method == "ulysses_ring" else None
-            found[method] = self.times(lambda x: self._call(x, method, degree), leaves, dout)  # noqa: B023
-        found["auto"] = self.times(lambda x: self._call(x, "auto", None), leaves, dout)
+            call = functools.partial(self._call, method=method, degree=degree)
+            works[method] = self.works(call, leaves, dout)
+        found = self.timed(works)
+        found["ideal"] = {work: x / self.ranks for work, x in found["ideal"].items()}
         is_causal = self.case.documents == 1 and self.case.options == (("causal", True),)
         if is_causal and self.ranks * self.rows <= LONGEST_WITH_PEERS:
             for peer in rank_peers(self.device):
                 with peer.setting():
                     self._require_same(peer, leaves, dout)
-                    found[peer.name] = self.times(peer.call, leaves, dout)
+                    found |= self.timed({peer.name: self.works(peer.call, leaves, dout)})
         return found
 
     def _require_same(self, peer: RankPeer, leaves: list[Tensor], dout: Tensor) -> None:
@@ -282,14 +319,16 @@ class _Alone(_Run):
         super().__init__(case, SHARERS, device)
 
     def seconds(self) -> dict[str, dict[str, float]]:
-        leaves, dout = self.tensors(self.ranks * self.rows)
-        found = {"ideal": {work: x / self.ranks for work, x in self.times(self.whole, leaves, dout).items()}}
-        del leaves, dout
-        (leaves, dout), parts = self.tensors(self.rows), self._parts()
-        for method in ("ring", "all_gather"):
-            of_ranks = [self.times(call, leaves, dout) for call in self._calls(method, leaves)]
+        works = {"ideal": self.works(self.whole, *self.tensors(self.ranks * self.rows))}
+        (leaves, dout), methods = self.tensors(self.rows), ("ring", "all_gather")
+        for method in methods:
+            for rank, call in enumerate(self._calls(method, leaves)):
+                works[f"{method} {rank}"] = self.works(call, leaves, dout)
+        timed, parts = self.timed(works), self._parts()
+        found = {"ideal": {work: x / self.ranks for work, x in timed["ideal"].items()}}
+        for method in methods:
             found[method] = {
-                work: max(x[work] / part for x, part in zip(of_ranks, parts, strict=True)) for work in WORKS
+                work: max(timed[f"{method} {rank}"][work] / part for rank, part in enumerate(parts)) for work in WORKS
             }
         return found
 

@@ -94,7 +94,7 @@ def _time_cuda(
     # Writing twice the L2 cache leaves none of the inputs in it.
     eviction = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
     events = [[_Events() for _ in contestants] for _ in range(rounds)]
-    for row, order in zip(events, _orders(len(contestants)), strict=False):
+    for row, order in zip(events, orders(len(contestants)), strict=False):
         if head_start:
             torch.cuda._sleep(head_start)
         for position in order:
@@ -109,7 +109,7 @@ def _time_cuda(
 
 def _time_cpu(contestants: Sequence[Contestant], rounds: int, device: torch.device) -> list[list[float]]:
     samples = [[0.0] * len(contestants) for _ in range(rounds)]
-    for row, order in zip(samples, _orders(len(contestants)), strict=False):
+    for row, order in zip(samples, orders(len(contestants)), strict=False):
         for position in order:
             with contestants[position].setting():
                 start = time.perf_counter()
@@ -127,7 +127,7 @@ class _Events:
         return self.start.elapsed_time(self.end) / 1e3
 
 
-def _orders(count: int) -> Iterator[list[int]]:
+def orders(count: int) -> Iterator[list[int]]:
     """Who goes in which order, round by round: mixed, so that nobody always follows the same neighbour, whose heat and
     whose code in the caches it would find; and never itself."""
     generator = random.Random(0)
