@@ -53,9 +53,7 @@ void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device, bool batch_invari
   if (v.two_passes()) plan.tiles += workspace.tiles;
   const int tiles = countable("k", plan.tiles, kTiles);
   plan.grid = order.persistent == 0 ? tiles : std::min(tiles, order.persistent);
-  // Where dQ is summed in a fixed order, the blocks of a head have to be taken in order too. Of two passes, one fills
-  // the tail of the other.
-  plan.parts_of_sequence = p.deterministic || v.two_passes() ? 1 : parts_of_sequence(ordered.problem);
+  plan.parts_of_sequence = parts_of_sequence(ordered.problem, v);
   plan.blocks_of_section = blocks_of_section(ordered.problem, v, device);
   plan.workspace_bytes = workspace.bytes();
   plan.most_that_store = batch_invariant ? -1 : most_that_store(p, v, workspace, device);

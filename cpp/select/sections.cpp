@@ -21,6 +21,7 @@ constexpr int kManyTiles = 8;
 constexpr int kManyBlocks = 16;     // a head of at least this many blocks of keys gains by sections
 constexpr int kLongHead = 2048;     // a head is long from here on, in blocks of keys times head dimension;
 constexpr int kBlocksTogether = 8;  // then this many of its blocks run at the same time and add to its dQ in order
+constexpr int kShortWindow = 2;     // a window is short in sequences that are so many times as long
 
 }  // namespace h200
 
@@ -33,6 +34,13 @@ int few_enough(double blocks_of_section) {
 /// Returns whether blocks of keys wait for each other to add to dQ.
 bool adds_in_order(const Problem& p, const Variant& v) {
   return p.deterministic && v.parts_of_dq() > 0;
+}
+
+/// Returns whether most blocks of keys of ragged sequences see equally many queries, as under a window that is short by
+/// the mean of their lengths. Hopper's kernel of one pass then takes them as it takes those of dense ones.
+bool are_even(const Problem& p, const Variant& v) {
+  const std::int64_t window = std::int64_t{p.band.left} + p.band.right;
+  return p.ragged && v.one_pass() && !p.column_masked() && h200::kShortWindow * window * p.batch <= p.seqlen_q;
 }
 
 /// Returns the size of a section of a backward in blocks of keys, of which each head has `key_blocks`, or 1 where the
@@ -74,13 +82,19 @@ int parts_of_sequence(const Problem& p) {
   return p.band == Band::full() || p.batch > kMost ? 1 : RaggedOrder::kMostParts;
 }
 
+int parts_of_sequence(const Problem& p, const Variant& v) {
+  // Where dQ is summed in a fixed order, the blocks of a head have to be taken in order too. Of two passes, one fills
+  // the tail of the other.
+  return p.deterministic || v.two_passes() || are_even(p, v) ? 1 : parts_of_sequence(p);
+}
+
 int blocks_of_section(const ForwardPlan& plan, const DeviceInfo& device) {
   if (plan.problem.band == Band::full() || plan.tiles / h200::kManyTiles >= plan.grid) return 0;
   return few_enough(cached_bytes(device) / key_bytes_of_head(plan, plan.packing.queries_of(plan.variant.tile_m)));
 }
 
 int blocks_of_section(const Problem& p, const Variant& v, const DeviceInfo& device) {
-  return few_enough(static_cast<double>(backward_section(p, v, device, 1, v.one_pass())));
+  return few_enough(static_cast<double>(backward_section(p, v, device, 1, v.one_pass() && !are_even(p, v))));
 }
 
 int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, int key_blocks, bool several) {

@@ -22,6 +22,9 @@ double query_bytes_of_head(const Problem& p, const Variant& v);
 /// int.
 int parts_of_sequence(const Problem& p);
 
+/// Returns the same of a backward, whose blocks of keys are listed.
+int parts_of_sequence(const Problem& p, const Variant& v);
+
 /// Returns the size of a section of a ragged forward, in blocks of rows (see RaggedOrder): as many heads are
 /// interleaved as have their keys and values in the L2 cache together. It is 0, and one head follows the other, under a
 /// full mask, where all tiles of a sequence have equal work, and where a thread block takes many tiles: there the parts

@@ -21,6 +21,8 @@ def legible_mask(attn_mask, query, key):
     if attn_mask.shape[-1] == 1 and key.dim() > 1:
         # cuDNN gets one of shape (S_q, 1) as it is, reads pairs at odd addresses, and no CUDA call works any more.
         attn_mask = attn_mask.expand(*attn_mask.shape[:-1], key.shape[-2]).contiguous()
+    if attn_mask.dtype is torch.bool:
+        return attn_mask  # PyTorch makes a bias of it, which lies as it should
     mask = attn_mask.resolve_conj().resolve_neg()
     if mask.dtype is torch.float32 and query.dtype in (torch.float16, torch.bfloat16):
         # cuDNN takes it as it is, and gives other results; other kernels refuse it. autocast rounds it likewise.

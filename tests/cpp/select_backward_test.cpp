@@ -210,6 +210,25 @@ TEST(SelectBackward, RefusesWhatItCannotCount) {
   EXPECT_EQ(refusal_of_backward(1, 1).find("q has 288230376151711744 tiles"), 0u);
 }
 
+TEST(SelectBackward, RaggedSequencesUnderAShortWindowAreListedWhole) {
+  const DeviceInfo device = gpu(90, 227);
+  const auto plan = [&](int batch, Band band, int head_dim = 128, bool column_masked = false) {
+    Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim, 16384);
+    problem.ragged = true;
+    problem.batch = batch;
+    problem.band = band;
+    problem.masks_of_entry = problem.masked_entries = column_masked ? 1 : 0;
+    return select_backward(problem, device);
+  };
+  const Band window = {4096, 0};
+  EXPECT_EQ(plan(2, window).parts_of_sequence, 1);
+  EXPECT_GT(plan(2, window).blocks_of_section, plan(2, Band::causal()).blocks_of_section);
+  EXPECT_GT(plan(3, window).parts_of_sequence, 1) << "sequences are about as long as the window";
+  EXPECT_GT(plan(1, Band::causal()).parts_of_sequence, 1);
+  EXPECT_GT(plan(1, window, 128, true).parts_of_sequence, 1) << "what is hidden the host does not know";
+  EXPECT_EQ(plan(3, window, 256).parts_of_sequence, 1) << "one of two passes fills the tail of the other";
+}
+
 TEST(SelectBackward, WorkspaceIsFourFloatsARowAndDqAndAnInt) {
   const DeviceInfo device = gpu(80, 163);
   Problem problem = problem_on(device, DType::kFloat16, 128, 128, 1024);
