@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flashtile
 from flashtile import distributed
+from flashtile.compat import ring_flash_attn as ring
 from flashtile.masks import ColumnMask
 
 
@@ -59,6 +60,33 @@ def check_slopes_of_each_sequence():
     for method in ("ring", "all_gather"):
         out = distributed.attention_varlen(rows, rows, rows, method=method, **tables)
         torch.testing.assert_close(distributed.unshard(out, 0), expected)
+
+
+def check_drop_ins(rank):
+    """What a rank alone refuses before it gets to distributed.attention, also where a call like the others' went well,
+    and where ranks share a seed."""
+    odd, q, begins = rank == 1, torch.randn(1, 32, 2, 16), torch.tensor([0, 32], dtype=torch.int32)
+    kv, flat = torch.stack((q, q), 2), q[0]
+
+    def check(function, message, *given, wrong=None, dropout_p=0.0, **options):
+        function(*given, dropout_p=dropout_p)
+        given, options = wrong if odd and wrong else given, options if odd else {}
+        own = "" if odd else "rank 1 refuses its arguments: "
+        refused(rank, function, own, *given, dropout_p=dropout_p, **options)
+        refused(rank, function, message, *given, dropout_p=dropout_p, **options)
+
+    zigzag = ring.zigzag_ring_flash_attn_func
+    for p in (0.0, 0.5):
+        check(zigzag, "window_size is 3, expected two integers", q, q, q, window_size=3, dropout_p=p)
+        check(zigzag, "q has 31 rows, expected an even number", q, q, q, wrong=[q[:, :31]] * 3, dropout_p=p)
+        check(zigzag, "q has shape (32, 2, 16), expected (B, S_local, H, D)", q, q, q, wrong=[flat] * 3, dropout_p=p)
+    packed = ring.ring_flash_attn_kvpacked_func
+    check(packed, "ring_flash_attn_kvpacked_func: kv has shape (1, 32, 2, 16)", q, kv, wrong=(q, q))
+    varlen = ring.ring_flash_attn_varlen_func
+    wrong = (flat, flat, flat, begins.long(), 32)
+    check(varlen, "cu_seqlens has dtype torch.int64", flat, flat, flat, begins, 32, wrong=wrong)
+    wrong = (flat, flat, flat, begins[1:], 32)
+    check(varlen, "cu_seqlens is (32,), expected 0 and numbers", flat, flat, flat, begins, 32, wrong=wrong)
 
 
 def check_sharding(rank, whole):
@@ -166,6 +194,7 @@ def check(rank, port):
     assert torch.equal(whole[0, distributed.positions(24)], mine[0])
     check_dtensors(whole)
     check_sharding(rank, whole)
+    check_drop_ins(rank)
     text = distributed.explain(mine, mine, mine, causal=True)
     assert text.startswith("flashtile.distributed plan: ") and "3 ranks, forward\n" in text, text
     dist.destroy_process_group()

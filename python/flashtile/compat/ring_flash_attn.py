@@ -25,6 +25,9 @@ What they share:
 - group: a process group of torch.distributed, by default the default group; with gloo ranks may be on CPUs. Without
   any, the caller has all rows.
 
+Where ranks disagree, or one refuses its arguments, all raise, and the message names the rank; of the llama3 functions
+each refuses alone.
+
 How rows meet the keys of other ranks is what :func:`flashtile.distributed.explain` says, whatever the function is
 called: round a ring, gathered, or by an exchange of heads.
 
@@ -44,7 +47,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._common import WindowSize, unpacked
+from ._common import WindowSize
 from ._llama3 import (
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_func,
@@ -103,7 +106,7 @@ def ring_flash_attn_func(
     options = Options(
         dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
     )
-    return ring("ring_flash_attn_func", "contiguous", q, k, v, options)
+    return ring("ring_flash_attn_func", "contiguous", (q, k, v), options)
 
 
 def ring_flash_attn_kvpacked_func(
@@ -119,9 +122,10 @@ def ring_flash_attn_kvpacked_func(
     group: Any = None,
 ) -> Result:
     """:func:`ring_flash_attn_func` of q, (B, S_local, H_q, D), and kv, (B, S_local, 2, H_k, D)."""
-    options = (dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group)
-    k, v = unpacked("ring_flash_attn_kvpacked_func", "kv", kv, "(B, S_local, 2, H_k, D)")
-    return ring_flash_attn_func(q, k, v, *options)
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
+    )
+    return ring("ring_flash_attn_kvpacked_func", "contiguous", (q, kv), options)
 
 
 def ring_flash_attn_qkvpacked_func(
@@ -136,9 +140,10 @@ def ring_flash_attn_qkvpacked_func(
     group: Any = None,
 ) -> Result:
     """:func:`ring_flash_attn_func` of qkv, (B, S_local, 3, H, D)."""
-    options = (dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group)
-    q, k, v = unpacked("ring_flash_attn_qkvpacked_func", "qkv", qkv, "(B, S_local, 3, H, D)")
-    return ring_flash_attn_func(q, k, v, *options)
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
+    )
+    return ring("ring_flash_attn_qkvpacked_func", "contiguous", (qkv,), options)
 
 
 def zigzag_ring_flash_attn_func(
@@ -168,7 +173,7 @@ def zigzag_ring_flash_attn_func(
     options = Options(
         dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
     )
-    return ring("zigzag_ring_flash_attn_func", "zigzag", q, k, v, options)
+    return ring("zigzag_ring_flash_attn_func", "zigzag", (q, k, v), options)
 
 
 def zigzag_ring_flash_attn_kvpacked_func(
@@ -184,9 +189,10 @@ def zigzag_ring_flash_attn_kvpacked_func(
     group: Any = None,
 ) -> Result:
     """:func:`zigzag_ring_flash_attn_func` of q, (B, S_local, H_q, D), and kv, (B, S_local, 2, H_k, D)."""
-    options = (dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group)
-    k, v = unpacked("zigzag_ring_flash_attn_kvpacked_func", "kv", kv, "(B, S_local, 2, H_k, D)")
-    return zigzag_ring_flash_attn_func(q, k, v, *options)
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
+    )
+    return ring("zigzag_ring_flash_attn_kvpacked_func", "zigzag", (q, kv), options)
 
 
 def zigzag_ring_flash_attn_qkvpacked_func(
@@ -201,9 +207,10 @@ def zigzag_ring_flash_attn_qkvpacked_func(
     group: Any = None,
 ) -> Result:
     """:func:`zigzag_ring_flash_attn_func` of qkv, (B, S_local, 3, H, D)."""
-    options = (dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group)
-    q, k, v = unpacked("zigzag_ring_flash_attn_qkvpacked_func", "qkv", qkv, "(B, S_local, 3, H, D)")
-    return zigzag_ring_flash_attn_func(q, k, v, *options)
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
+    )
+    return ring("zigzag_ring_flash_attn_qkvpacked_func", "zigzag", (qkv,), options)
 
 
 def ring_flash_attn_varlen_func(
@@ -237,7 +244,7 @@ def ring_flash_attn_varlen_func(
     options = Options(
         dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
     )
-    return ring_varlen("ring_flash_attn_varlen_func", 1, q, k, v, cu_seqlens, options)
+    return ring_varlen("ring_flash_attn_varlen_func", 1, (q, k, v), cu_seqlens, options)
 
 
 def ring_flash_attn_varlen_kvpacked_func(
@@ -255,9 +262,10 @@ def ring_flash_attn_varlen_kvpacked_func(
     group: Any = None,
 ) -> Result:
     """:func:`ring_flash_attn_varlen_func` of q, (T_local, H_q, D), and kv, (T_local, 2, H_k, D)."""
-    options = (dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group)
-    k, v = unpacked("ring_flash_attn_varlen_kvpacked_func", "kv", kv, "(T_local, 2, H_k, D)")
-    return ring_flash_attn_varlen_func(q, k, v, cu_seqlens, max_seqlen, *options)
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
+    )
+    return ring_varlen("ring_flash_attn_varlen_kvpacked_func", 1, (q, kv), cu_seqlens, options)
 
 
 def ring_flash_attn_varlen_qkvpacked_func(
@@ -274,9 +282,10 @@ def ring_flash_attn_varlen_qkvpacked_func(
     group: Any = None,
 ) -> Result:
     """:func:`ring_flash_attn_varlen_func` of qkv, (T_local, 3, H, D)."""
-    options = (dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group)
-    q, k, v = unpacked("ring_flash_attn_varlen_qkvpacked_func", "qkv", qkv, "(T_local, 3, H, D)")
-    return ring_flash_attn_varlen_func(q, k, v, cu_seqlens, max_seqlen, *options)
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
+    )
+    return ring_varlen("ring_flash_attn_varlen_qkvpacked_func", 1, (qkv,), cu_seqlens, options)
 
 
 def zigzag_ring_flash_attn_varlen_func(
@@ -310,7 +319,7 @@ def zigzag_ring_flash_attn_varlen_func(
     options = Options(
         dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
     )
-    return ring_varlen("zigzag_ring_flash_attn_varlen_func", 2, q, k, v, cu_seqlens, options)
+    return ring_varlen("zigzag_ring_flash_attn_varlen_func", 2, (q, k, v), cu_seqlens, options)
 
 
 def zigzag_ring_flash_attn_varlen_kvpacked_func(
@@ -328,9 +337,10 @@ def zigzag_ring_flash_attn_varlen_kvpacked_func(
     group: Any = None,
 ) -> Result:
     """:func:`zigzag_ring_flash_attn_varlen_func` of q, (T_local, H_q, D), and kv, (T_local, 2, H_k, D)."""
-    options = (dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group)
-    k, v = unpacked("zigzag_ring_flash_attn_varlen_kvpacked_func", "kv", kv, "(T_local, 2, H_k, D)")
-    return zigzag_ring_flash_attn_varlen_func(q, k, v, cu_seqlens, max_seqlen, *options)
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
+    )
+    return ring_varlen("zigzag_ring_flash_attn_varlen_kvpacked_func", 2, (q, kv), cu_seqlens, options)
 
 
 def zigzag_ring_flash_attn_varlen_qkvpacked_func(
@@ -347,6 +357,7 @@ def zigzag_ring_flash_attn_varlen_qkvpacked_func(
     group: Any = None,
 ) -> Result:
     """:func:`zigzag_ring_flash_attn_varlen_func` of qkv, (T_local, 3, H, D)."""
-    options = (dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group)
-    q, k, v = unpacked("zigzag_ring_flash_attn_varlen_qkvpacked_func", "qkv", qkv, "(T_local, 3, H, D)")
-    return zigzag_ring_flash_attn_varlen_func(q, k, v, cu_seqlens, max_seqlen, *options)
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
+    )
+    return ring_varlen("zigzag_ring_flash_attn_varlen_qkvpacked_func", 2, (qkv,), cu_seqlens, options)
