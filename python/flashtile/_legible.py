@@ -45,9 +45,16 @@ def legible_operand(x):
 def _is_legible(x):
     """Whether rows are contiguous and begin at multiples of _ALIGNMENT bytes, or follow each other without a gap, in
     which case PyTorch pads them if their length asks for it."""
-    size, has_address = x.element_size(), not (is_compiling() or under_functorch())
-    if (x.data_ptr() if has_address else x.storage_offset() * size) % _ALIGNMENT:
+    size = x.element_size()
+    if _first_byte(x) % _ALIGNMENT:
         return False
     *of_rows, of_columns = (stride if n > 1 else None for n, stride in zip(x.shape, x.stride(), strict=True))
     aligned = all(stride is None or (stride > 0 and stride * size % _ALIGNMENT == 0) for stride in of_rows)
     return x.is_contiguous() or (aligned and of_columns in (1, None))
+
+
+def _first_byte(x):
+    """The address, or as much of it as is known."""
+    if is_compiling():
+        return 0  # a graph cannot ask; PyTorch's compiler copies inputs that are not aligned
+    return x.storage_offset() * x.element_size() if under_functorch() else x.data_ptr()

@@ -70,7 +70,8 @@ def scaled_dot_product_attention(
 
     Whatever else PyTorch takes, it computes: biases, masks that differ from query to query or head to head, wider
     heads, other dtypes and devices, broadcast keys, nested tensors and subclasses, transforms of torch.func,
-    forward-mode differentiation. A :class:`flashtile.sdpa.FallbackWarning` names the argument, once for each reason in
+    forward-mode differentiation. On a GPU it gets copies of what its kernels would misread, and a float32 bias of
+    16-bit queries in their dtype. A :class:`flashtile.sdpa.FallbackWarning` names the argument, once for each reason in
     a process; ``warnings.simplefilter("error", FallbackWarning)`` makes an error of every such call. Nothing is said
     under torch.compile. In a :func:`batch_invariant_mode` such calls are refused. The function may take the place of
     PyTorch's, ``torch.nn.functional.scaled_dot_product_attention = flashtile.scaled_dot_product_attention``.

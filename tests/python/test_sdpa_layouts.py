@@ -136,3 +136,17 @@ def test_an_empty_batch(head_dim, mask, device):
     """PyTorch has None for some of these."""
     size = (5, 7, head_dim, head_dim)
     _check(_tensors(size, BF16, device, batch=0), _masks(size, BF16, device, batch=0)[mask], enable_gqa=True)
+
+
+@on_each_device
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "an odd address"])
+def test_in_a_compiled_function(layout, device):
+    """The graph does not break where operands are copied."""
+    torch.compiler.reset()
+    compiled = torch.compile(flashtile.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    size = SIZES[2]
+    operands = [LAYOUTS[layout](x) for x in _tensors(size, BF16, device)]
+    for attn_mask in _masks(size, BF16, device).values():
+        out = compiled(*operands, attn_mask, enable_gqa=True)
+        expected = _left_to_pytorch(*operands, attn_mask, enable_gqa=True)
+        torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
