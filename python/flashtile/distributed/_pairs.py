@@ -240,9 +240,11 @@ def _in_order(runs: Runs, documents: Sequence[int] | None, band: Band) -> Iterat
 def _pairs(rows: Runs, keys: Runs, band: Band, documents: Sequence[int] | None, aligned: int) -> list[Part]:
     """Each run of rows over each run of keys, without what sees nothing and is not seen, but for up to `aligned` - 1 of
     each before the first."""
-    of_document, found = _by_document(keys, documents), []
-    for q in pieces_of(rows, documents):
-        for k in of_document.get(q.document, ()):
+    of_rows, of_keys, found = _by_document(rows, documents), _by_document(keys, documents), []
+    # Two ranks have rows of few documents in common, of however many each has.
+    pieces = [q for document in of_rows.keys() & of_keys.keys() for q in of_rows[document]]
+    for q in sorted(pieces, key=lambda q: q.first):
+        for k in of_keys[q.document]:
             begin, end = band.keys(q.run)
             seen = max(_down(begin - k.run[0], aligned) + k.run[0], k.run[0]), min(end, k.run[1])
             begin, end = band.rows(seen)
