@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ._core import is_compiling, under_functorch
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors that are no subclass with a way of its own
 _ALIGNMENT = 16  # bytes
 
 
@@ -36,7 +36,7 @@ def legible_operand(x):
     """query, key or value to hand to PyTorch: where its rows do not lie as kernels read them, a copy. cuDNN and the
     memory-efficient kernel give wrong numbers otherwise, or end at a misaligned address; a query that is broadcast by
     a stride of 0 confuses the one, and a value the backward of the other."""
-    if type(x) not in _PLAIN or x.is_nested or not x.is_cuda or x.layout is not torch.strided or x.dim() < 2:
+    if type(x) not in PLAIN or x.is_nested or not x.is_cuda or x.layout is not torch.strided or x.dim() < 2:
         return x
     x = x.resolve_conj().resolve_neg()
     return x if _is_legible(x) else x.clone(memory_format=torch.contiguous_format)

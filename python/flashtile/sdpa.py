@@ -9,14 +9,13 @@ from torch import Tensor
 
 from ._core import DTYPES, WIDEST, is_compiling, under_functorch
 from ._invariance import is_batch_invariant
-from ._legible import legible_mask, legible_operand
+from ._legible import PLAIN, legible_mask, legible_operand
 from ._padding import attend_padded, attend_visible, visible_first
 from ._sdpa_mask import first_columns, refuse_misfit, written_out
 from .attention import attention
 from .masks import ColumnMask
 
 _pytorch = F.scaled_dot_product_attention  # at import: who puts flashtile's in its place still wants fallbacks
-_PLAIN = (Tensor, torch.nn.Parameter)
 _said: set[str] = set()  # what calls would have had to be, of all that fell back
 
 
@@ -160,7 +159,7 @@ def _refuse_misfits(query, key, value, enable_gqa):
 def _by_pytorch(query, key, value, attn_mask, **options):
     if not all(isinstance(x, Tensor) and x.is_cuda and x.numel() == 0 for x in (query, key, value)):
         return _pytorch(query, key, value, attn_mask, **options)
-    # PyTorch 2.11 has no kernel for an empty batch on some GPUs, or gives None.
+    # Of an empty batch PyTorch 2.11 gives None, or says that it has no kernel (an H200).
     mask = attn_mask.cpu() if isinstance(attn_mask, Tensor) else attn_mask
     return _pytorch(query.cpu(), key.cpu(), value.cpu(), mask, **options).to(query.device)
 
@@ -175,7 +174,7 @@ def served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         if not isinstance(option, (float, int)) and not _is_number(option):
             raise NotImplementedError(f"{name} is of type {type(option).__name__}, expected a number")
     for x in (query, key, value):
-        if type(x) not in _PLAIN or x.is_nested or x.layout is not torch.strided:
+        if type(x) not in PLAIN or x.is_nested or x.layout is not torch.strided:
             kind = "nested, " if getattr(x, "is_nested", False) else ""
             found = f"query, key or value is {kind}of type {type(x).__name__} and layout {getattr(x, 'layout', None)}"
             raise NotImplementedError(f"{found}, expected a plain dense torch.Tensor")

@@ -1,5 +1,6 @@
 """scaled_dot_product_attention where PyTorch computes: operands and masks that lie in memory as its CUDA kernels do not
-expect it. Given to PyTorch 2.11 as they are, these cases have wrong numbers, or end the process, on an H200."""
+expect it. Given to PyTorch 2.11 as they are, operands and biases of such layouts have wrong numbers in some calls, or
+end the process, on an H200."""
 
 import math
 import warnings
