@@ -87,6 +87,40 @@ def check_drop_ins(rank):
     check(varlen, "cu_seqlens has dtype torch.int64", flat, flat, flat, begins, 32, wrong=wrong)
     wrong = (flat, flat, flat, begins[1:], 32)
     check(varlen, "cu_seqlens is (32,), expected 0 and numbers", flat, flat, flat, begins, 32, wrong=wrong)
+    check_llama3(rank, check, flat, begins)
+
+
+def check_llama3(rank, check, flat, begins):
+    """Functions whose ranks have sequences of their own, and agree in the rest."""
+    odd, llama3 = rank == 1, ring.llama3_flash_attn_varlen_func
+    for lengths in ([96], [40, 56], [1] * 96):
+        offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+        *tables, keys = ring.llama3_flash_attn_prepare_cu_seqlens(offsets, True, rank, 3)
+        llama3(flat, flat, flat, *tables, 1, keys, causal=True)
+    tables = (begins, begins, 32, 32, 1, slice(0, 32))
+    for p in (0.0, 0.5):
+        check(llama3, "window_size is 3, expected two integers", *[flat] * 3, *tables, window_size=3, dropout_p=p)
+        wrong = (*[flat[None]] * 3, *tables)
+        check(llama3, "q has shape (1, 32, 2, 16), expected (T_local, H, D)", *[flat] * 3, *tables, wrong=wrong)
+        wrong = (*[flat] * 3, begins, *tables[1:5], 3)
+        check(llama3, "local_k_slice is 3, expected slice(begin, end)", *[flat] * 3, *tables, wrong=wrong, dropout_p=p)
+        wrong = (*[flat] * 3, begins[:1], *tables[1:])
+        check(llama3, "cu_seqlens_k has shape (2,), expected (1,)", *[flat] * 3, *tables, wrong=wrong, dropout_p=p)
+    wrong = (flat, flat, flat.double(), *tables)
+    check(llama3, "v has dtype torch.float64", *[flat] * 3, *tables, wrong=wrong)
+    check(
+        llama3, "window_size is (1, 1), expected none where causal is False", *[flat] * 3, *tables, window_size=(1, 1)
+    )
+    wrong = (flat, torch.stack([flat] * 2), *tables)
+    packed = ring.llama3_flash_attn_varlen_kvpacked_func
+    check(
+        packed, "llama3_flash_attn_varlen_kvpacked_func: kv has", flat, torch.stack([flat] * 2, 1), *tables, wrong=wrong
+    )
+    rows, learns = flat[: 31 if odd else 32], flat.clone().requires_grad_(odd)
+    refused(rank, llama3, "the number of k's rows is 31 on rank 1, expected 32", flat, rows, rows, *tables)
+    refused(rank, llama3, "causal is True on rank 1, expected False", *[flat] * 3, *tables, causal=odd)
+    refused(rank, llama3, "q's dtype is torch.float16 on rank 1", *[flat.half() if odd else flat] * 3, *tables)
+    refused(rank, llama3, "the gradients wanted of q, k, v, sinks is [False, True", flat, learns, flat, *tables)
 
 
 def check_sharding(rank, whole):

@@ -2,28 +2,42 @@
 
 import torch
 
+from .. import _C
 from .._autograd import cast_as_eager_calls_do, refuse_slopes_that_learn, refuse_tangents
 from .._core import forward_with_state, gradients
 from .._invariance import is_batch_invariant
 from .._ops import differentiable_once
 from .._options import attention_options
+from ..distributed._agree import agree
 from ..distributed._exchange import Group
+from ..distributed._prepare import description
 from ..distributed._rows import Sums
+from ..varlen import attention_varlen as local_attention_varlen
+
+_FUNCTION = "attention_varlen"
 
 
-def attend_gathered(q, k, v, *, group, keys, cu_seqlens_q, cu_seqlens_k, return_lse, **options):
+def attend_gathered(q, k, v, *, group, keys, cu_seqlens_q, cu_seqlens_k, return_lse, seed, **options):
     """``flashtile.attention_varlen`` of the caller's q, (T_q, H_q, D), over `keys` = (begin, end) of the rows of k and
-    v of all ranks, one behind the other. All have as many; this is not asked, so that no rank waits for an answer."""
-    refuse_tangents("attention_varlen", q=q, k=k, v=v)
-    if options["alibi_slopes"] is not None:
-        refuse_slopes_that_learn("attention_varlen", options["alibi_slopes"])
-    q, k, v = cast_as_eager_calls_do(q, k, v)
-    if k.dtype != v.dtype:  # which travel together
-        raise TypeError(f"attention_varlen: v has dtype {v.dtype}, expected {k.dtype}, as k")
+    v of all ranks, one behind the other. All have as many rows of these, and the same options, or all raise; each has
+    sequences, keys and a seed of its own."""
+    group, given, failure = Group(group), {}, None
+    try:
+        q, k, v = cast_as_eager_calls_do(q, k, v)
+        refuse_tangents(_FUNCTION, q=q, k=k, v=v)
+        if options["alibi_slopes"] is not None:
+            refuse_slopes_that_learn(_FUNCTION, options["alibi_slopes"])
+        tables = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        wanted = (x.new_empty(1, *x.shape[1:]).expand(keys[1] - keys[0], -1, -1) for x in (k, v))
+        _C.explain(local_attention_varlen, None, q, *wanted, **tables, return_lse=return_lse, seed=seed, **options)
+        given = {"the number of k's rows": len(k), **description(q, k, v, options, ragged=True)}
+    except Exception as refusal:
+        failure = refusal
+    agree(_FUNCTION, group, (len(k), len(k)), given, failure, on_cpu=not q.is_cuda)
     options = attention_options(
-        **options, batch_invariant=is_batch_invariant(), sequences=(cu_seqlens_q, cu_seqlens_k, None, None)
+        **options, seed=seed, batch_invariant=is_batch_invariant(), sequences=(cu_seqlens_q, cu_seqlens_k, None, None)
     )
-    out, lse = _AttendGathered.apply(q, k, v, Group(group), keys, options)
+    out, lse = _AttendGathered.apply(q, k, v, group, keys, options)
     return (out, lse) if return_lse else out
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ..distributed.attention import group_size
 from ..varlen import attention_varlen as local_attention_varlen
-from ._common import WindowSize, described, integer, new_seed, require_rank, require_table, unpacked, window_of
+from ._common import WindowSize, described, integer, new_seed, require_rank, require_table, window_of
 from ._gathered import attend_gathered
-from ._ring import Options, Result, attend_as_given
+from ._ring import Options, Result, attend_as_given, refusing_together, unpacked_of
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
@@ -79,7 +79,7 @@ def llama3_flash_attn_varlen_func(
     R is rank r's. Each gathers the keys and values of all, a second time in backward, and takes those that it needs.
 
     Args:
-        q: (T_local, H_q, D), the caller's tokens. T_local is the same on all ranks, which is not checked.
+        q: (T_local, H_q, D), the caller's tokens. T_local is the same on all ranks.
         k: (T_local, H_k, D). H_q is a multiple of H_k.
         v: (T_local, H_k, D_v).
         cu_seqlens_q: (B + 1), int32, on q's device: where each sequence begins among the caller's tokens, and where the
@@ -101,7 +101,7 @@ def llama3_flash_attn_varlen_func(
         dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
     )
     sequences = (cu_seqlens_q, cu_seqlens_k, local_k_slice)
-    return _llama3("llama3_flash_attn_varlen_func", q, k, v, *sequences, options)
+    return _llama3("llama3_flash_attn_varlen_func", (q, k, v), *sequences, options)
 
 
 def llama3_flash_attn_varlen_kvpacked_func(
@@ -123,10 +123,11 @@ def llama3_flash_attn_varlen_kvpacked_func(
     group: Any = None,
 ) -> Result:
     """:func:`llama3_flash_attn_varlen_func` of q, (T_local, H_q, D), and kv, (T_local, 2, H_k, D)."""
-    options = (dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group)
-    k, v = unpacked("llama3_flash_attn_varlen_kvpacked_func", "kv", kv, "(T_local, 2, H_k, D)")
-    sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice)
-    return llama3_flash_attn_varlen_func(q, k, v, *sequences, *options)
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
+    )
+    sequences = (cu_seqlens_q, cu_seqlens_k, local_k_slice)
+    return _llama3("llama3_flash_attn_varlen_kvpacked_func", (q, kv), *sequences, options)
 
 
 def llama3_flash_attn_varlen_qkvpacked_func(
@@ -147,33 +148,42 @@ def llama3_flash_attn_varlen_qkvpacked_func(
     group: Any = None,
 ) -> Result:
     """:func:`llama3_flash_attn_varlen_func` of qkv, (T_local, 3, H, D)."""
-    options = (dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group)
-    q, k, v = unpacked("llama3_flash_attn_varlen_qkvpacked_func", "qkv", qkv, "(T_local, 3, H, D)")
-    sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice)
-    return llama3_flash_attn_varlen_func(q, k, v, *sequences, *options)
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
+    )
+    sequences = (cu_seqlens_q, cu_seqlens_k, local_k_slice)
+    return _llama3("llama3_flash_attn_varlen_qkvpacked_func", (qkv,), *sequences, options)
 
 
-def _llama3(function, q, k, v, cu_seqlens_q, cu_seqlens_k, local_k_slice, options):
-    require_rank(function, 3, "(T_local, H, D)", q=q, k=k, v=v)
-    require_table(function, "(B + 1)", cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    if not isinstance(local_k_slice, slice) or local_k_slice.step not in (None, 1):
-        raise TypeError(f"{function}: local_k_slice is {described(local_k_slice)}, expected slice(begin, end)")
-    group, ranks = options.group, group_size(options.group)
-    begin, end, _ = local_k_slice.indices(ranks * len(k))
-    tables = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    if ranks == 1:
-        return attend_as_given(function, local_attention_varlen, q, k[begin:end], v[begin:end], options, **tables)
-    if not options.causal:
-        window = window_of(function, options.window_size)
-        for name, x in (("window_size", window), ("alibi_slopes", options.alibi_slopes)):
-            if x is not None:
-                expected = "none where causal is False; nearest supported: causal=True, or ring_flash_attn_varlen_func"
-                raise NotImplementedError(f"{function}: {name} is {described(x)}, expected {expected}")
-    seed = new_seed(options.dropout_p)
-    if seed is not None:  # another one for each rank, as all count their rows from 0
-        seed = (int(seed) + dist.get_rank(group)) % 2**63
-    more = dict(seed=seed, group=group, keys=(begin, max(begin, end)))
-    return attend_as_given(function, attend_gathered, q, k, v, options, **tables, **more)
+def _llama3(function, operands, cu_seqlens_q, cu_seqlens_k, local_k_slice, options):
+    """`operands` are q, k and v, or q and kv, or qkv."""
+    with refusing_together(function, operands, options, _own_seed) as seeded:
+        q, k, v = unpacked_of(function, "T_local", operands)
+        require_rank(function, 3, "(T_local, H, D)", q=q, k=k, v=v)
+        require_table(function, "(B + 1)", cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        if not isinstance(local_k_slice, slice) or local_k_slice.step not in (None, 1):
+            raise TypeError(f"{function}: local_k_slice is {described(local_k_slice)}, expected slice(begin, end)")
+        ranks = group_size(options.group)
+        begin, end, _ = local_k_slice.indices(ranks * len(k))
+        tables = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        if ranks == 1:
+            return attend_as_given(function, local_attention_varlen, q, k[begin:end], v[begin:end], options, **tables)
+        if not options.causal:
+            window = window_of(function, options.window_size)
+            for name, x in (("window_size", window), ("alibi_slopes", options.alibi_slopes)):
+                if x is not None:
+                    expected = (
+                        "none where causal is False; nearest supported: causal=True, or ring_flash_attn_varlen_func"
+                    )
+                    raise NotImplementedError(f"{function}: {name} is {described(x)}, expected {expected}")
+        more = dict(group=options.group, keys=(begin, max(begin, end)))
+        return attend_as_given(function, seeded(attend_gathered), q, k, v, options, **tables, **more)
+
+
+def _own_seed(dropout_p, device, group):
+    """A seed where weights are dropped: another one for each rank, as all count their rows from 0."""
+    seed = new_seed(dropout_p)
+    return None if seed is None else (int(seed) + dist.get_rank(group)) % 2**63
 
 
 def _longest(cu_seqlens):

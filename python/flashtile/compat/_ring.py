@@ -34,8 +34,8 @@ class Options(NamedTuple):
 
 def ring(function, layout, operands, options):
     """`operands` are q, k and v, or q and kv, or qkv."""
-    with _refusing_together(function, operands, options) as seeded:
-        q, k, v = _unpacked(function, "B, S_local", operands)
+    with refusing_together(function, operands, options, _common_seed) as seeded:
+        q, k, v = unpacked_of(function, "B, S_local", operands)
         require_rank(function, 4, "(B, S_local, H, D)", q=q, k=k, v=v)
         if layout == "zigzag" and group_size(options.group) > 1:
             for name, x in (("q", q), ("k", k)):
@@ -47,8 +47,8 @@ def ring(function, layout, operands, options):
 
 def ring_varlen(function, chunks, operands, cu_seqlens, options):
     """`chunks` is how many a rank has of each sequence; `operands` are those of ring()."""
-    with _refusing_together(function, operands, options) as seeded:
-        q, k, v = _unpacked(function, "T_local", operands)
+    with refusing_together(function, operands, options, _common_seed) as seeded:
+        q, k, v = unpacked_of(function, "T_local", operands)
         require_rank(function, 3, "(T_local, H, D)", q=q, k=k, v=v)
         require_table(function, "(B + 1)", cu_seqlens=cu_seqlens)
         ranks = group_size(options.group)
@@ -60,7 +60,7 @@ def ring_varlen(function, chunks, operands, cu_seqlens, options):
         return attend_as_given(function, seeded(attention_varlen), q, k, v, options, **more)
 
 
-def _unpacked(function, rows, operands):
+def unpacked_of(function, rows, operands):
     """q, k and v of operands whose rows are (B, S_local) or (T_local)."""
     *before, packed = operands
     if len(operands) == 3:
@@ -70,13 +70,14 @@ def _unpacked(function, rows, operands):
 
 
 @contextlib.contextmanager
-def _refusing_together(function, operands, options):
-    """Gives a function that makes another, of :mod:`flashtile.distributed`, one with the group's seed. These see to it
-    that all ranks raise where any refuses its arguments. What a rank refuses before it gets there it tells the others
-    here, which would wait for it."""
+def refusing_together(function, operands, options, new_seed):
+    """Gives a function that makes another, which sees to it that all ranks raise where any refuses its arguments, one
+    with a seed. What a rank refuses before it gets there it tells the others here, which would wait for it.
+
+    `new_seed` is asked for a seed of (dropout_p, device, group), on all ranks once for each call."""
     group, begun = options.group, False
     size = group_size(group)
-    seed = functools.partial(_common_seed, options.dropout_p, _device_of(operands), group)
+    seed = functools.partial(new_seed, options.dropout_p, _device_of(operands), group)
 
     def seeded(attention):
         def call(*args, **more):

@@ -25,8 +25,7 @@ What they share:
 - group: a process group of torch.distributed, by default the default group; with gloo ranks may be on CPUs. Without
   any, the caller has all rows.
 
-Where ranks disagree, or one refuses its arguments, all raise, and the message names the rank; of the llama3 functions
-each refuses alone.
+Where ranks disagree, or one refuses its arguments, all raise, and the message names the rank.
 
 How rows meet the keys of other ranks is what :func:`flashtile.distributed.explain` says, whatever the function is
 called: round a ring, gathered, or by an exchange of heads.

@@ -119,7 +119,12 @@ def _prepare(function, q, k, v, group, layout, method, degree, mask, documents, 
             documents = _documents(function, *documents)
         _check(function, q, k, v, mask, documents, options, layout, method)
         rows = q.shape[-3], k.shape[-3]
-        given = _description(q, k, v, layout, method, degree, mask, documents is not None, options)
+        given = {
+            **description(q, k, v, options, ragged=documents is not None),
+            "layout": layout,
+            "method": (method, degree),
+            "mask": None if mask is None else tuple(mask.ranges.shape),
+        }
     except Exception as refusal:
         failure = refusal
     agreement = agree(function, group, rows, given, failure, on_cpu=on_cpu, asks=asks)
@@ -195,18 +200,15 @@ def _check_mask(function, mask, q, k, entries):
         raise ValueError(f"{function}: mask is on {mask.ranges.device}, expected {q.device}, as q")
 
 
-def _description(q, k, v, layout, method, degree, mask, ragged, options):
-    """What has to be the same on all ranks, as text."""
+def description(q, k, v, options, *, ragged):
+    """What has to be the same on all ranks of operands and options of a call."""
     sizes = {name: (None if ragged else x.shape[0], *x.shape[-2:]) for name, x in (("q", q), ("k", k), ("v", v))}
-    leaves = (q, k, v, options["sinks"])
+    leaves = (q, k, v, options.get("sinks"))
     wanted = [torch.is_grad_enabled() and getattr(x, "requires_grad", False) for x in leaves]
     return {
         **{f"{name}'s batch, heads and head dimension": size for name, size in sizes.items()},
         "q's dtype": q.dtype,
         "the gradients wanted of q, k, v, sinks": str(wanted),
-        "layout": layout,
-        "method": (method, degree),
-        "mask": None if mask is None else tuple(mask.ranges.shape),
         **{name: _told(value) for name, value in options.items()},
     }
 
