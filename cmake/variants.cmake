@@ -80,9 +80,9 @@ function(flashtile_add_kernels target)
   list(LENGTH sources count)
   set(FLASHTILE_CUDA_UNITS ${count} PARENT_SCOPE)
 
-  set(for_every_gpu cpp/cuda/append.cu cpp/cuda/join_gradients.cu cpp/cuda/join_parts.cu cpp/cuda/mask_words.cu
-                    cpp/cuda/merge.cu cpp/cuda/order_tiles.cu cpp/cuda/prefill.cu cpp/cuda/prepare_backward.cu
-                    cpp/cuda/quantize.cu cpp/cuda/quantize_ragged.cu cpp/cuda/widen.cu
+  set(for_every_gpu cpp/cuda/append.cu cpp/cuda/begin_max_logits.cu cpp/cuda/join_gradients.cu cpp/cuda/join_parts.cu
+                    cpp/cuda/mask_words.cu cpp/cuda/merge.cu cpp/cuda/order_tiles.cu cpp/cuda/prefill.cu
+                    cpp/cuda/prepare_backward.cu cpp/cuda/quantize.cu cpp/cuda/quantize_ragged.cu cpp/cuda/widen.cu
   )
   set_source_files_properties(${for_every_gpu} PROPERTIES COMPILE_OPTIONS "${FLASHTILE_GENCODE_every_gpu}")
   add_library(${target} STATIC ${sources} ${for_every_gpu} cpp/cuda/tensor_map.cpp)

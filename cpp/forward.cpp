@@ -1,5 +1,6 @@
 #include "device.h"
 #include "flashtile/flashtile.h"
+#include "max_logits.h"
 #include "operand.h"
 
 namespace flashtile {
@@ -19,6 +20,7 @@ ForwardPlan plan_forward(const char* function, const ForwardTensors& tensors, co
 }
 
 void run_forward(const ForwardPlan& plan, const ForwardTensors& tensors, void* workspace, Stream stream) {
+  clear_max_logits(plan.variant, tensors.out, tensors.max_logits, stream);
   if (tensors.out.empty()) return;
   if (plan.run == nullptr) refuse_without_cuda(name_of(plan.variant) + " is not in this build");
   const DeviceGuard guard(plan.problem.device);

@@ -2,6 +2,7 @@
 
 #include "device.h"
 #include "flashtile/error.h"
+#include "max_logits.h"
 #include "operand.h"
 
 namespace flashtile {
@@ -63,6 +64,7 @@ KvcachePlan plan_kvcache(const char* function, const KvcacheTensors& tensors, co
 
 void run_kvcache(const KvcachePlan& plan, const KvcacheTensors& tensors, void* workspace, Stream stream) {
   const bool adds_rows = tensors.k_new.given() && !tensors.k_new.empty();
+  clear_max_logits(plan.variant, tensors.out, tensors.max_logits, stream);
   if (tensors.out.empty() && !adds_rows) return;
   if (plan.run == nullptr) refuse_without_cuda(name_of(plan.variant) + " is not in this build");
   const DeviceGuard guard(plan.problem.device);

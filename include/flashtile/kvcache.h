@@ -38,7 +38,7 @@ struct KvcacheTensors {
   TensorView cache_seqlens;  // (B), int32, contiguous: rows that the cache holds of each sequence before k_new is added
   TensorView out;            // (B, S_q, H_q, D_v), or (T_q, H_q, D_v)
   TensorView lse;            // (B, H_q, S_q), or (H_q, T_q), float32, contiguous
-  TensorView max_logits;     // (B, H_q), float32, contiguous, −inf at first: the largest score of each head
+  TensorView max_logits;     // (B, H_q), float32, contiguous: the largest score of each head
 
   TensorView k_new;            // (B, S_new, H_k, D), or ragged (T_q, H_k, D): rows that are written to the cache first
   TensorView v_new;            // (B, S_new, H_k, D_v), or (T_q, H_k, D_v)

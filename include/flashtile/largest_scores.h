@@ -8,8 +8,8 @@
 
 namespace flashtile {
 
-/// LargestScores are the largest logits of the heads, (B, H_q), contiguous, which callers set to −inf; or none are
-/// wanted.
+/// LargestScores are the largest logits of the heads, (B, H_q), contiguous, −inf before any kernel has raised them; or
+/// none are wanted.
 struct LargestScores {
   float* of_heads;  // or null
   int heads;        // H_q

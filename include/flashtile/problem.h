@@ -68,7 +68,7 @@ struct ForwardTensors {
   TensorView out;           // (B, S_q, H_q, D_v)
   TensorView lse;           // (B, H_q, S_q), float32, contiguous
   TensorView state;         // (2, B, H_q, S_q), float32, contiguous: what a backward needs of each row, see FinishedRow
-  TensorView max_logits;    // (B, H_q), float32, contiguous, −inf at first: the largest score of each head
+  TensorView max_logits;    // (B, H_q), float32, contiguous: the largest score of each head
 
   TensorView cu_seqlens_q;  // (B + 1), int32, contiguous: where sequences begin, and where the last one ends
   TensorView cu_seqlens_k;  // (B + 1), int32, contiguous

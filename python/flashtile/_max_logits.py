@@ -1,7 +1,5 @@
 """The largest score of each head beside the results of a call, and by a call of its own."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -48,10 +46,10 @@ def keeps_bits(q, batch_invariant):
 
 
 def new_max_logits(q, cu_seqlens_q):
-    """What kernels raise to the largest score of each head; None where the module will refuse q."""
+    """Memory for the largest score of each head; None where the module will refuse q."""
     if not isinstance(q, Tensor) or q.is_nested or q.layout is not torch.strided or q.dim() < 3:
         return None
-    return q.new_full((entries_of(q, cu_seqlens_q), q.shape[-2]), -math.inf, dtype=torch.float32)
+    return q.new_empty((entries_of(q, cu_seqlens_q), q.shape[-2]), dtype=torch.float32)
 
 
 # ---- by a call of its own: the lse of scores that are 2^64 times as large has nothing but the largest one in it

@@ -33,7 +33,7 @@ ATTENTION = (
     Option("sequences", "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k"),
     # A tuple; None where none of them is given. Only the operators of e4m3 numbers have these arguments, in front.
     Option("fp8", "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, ScalarType out_dtype"),
-    Option("max_logits", ""),  # (B, H_q), float32, of -inf, which kernels raise; operators have no such argument
+    Option("max_logits", ""),  # (B, H_q), float32, a result; operators have no such argument
 )
 CACHE = (
     *SCORES,

@@ -26,6 +26,7 @@ from traced import compiled, quiet
 
 import flashtile
 from flashtile import _C, _capability
+from flashtile._ops import call_kvcache
 from flashtile._options import attention_options
 from flashtile.masks import ColumnMask
 
@@ -388,6 +389,27 @@ def test_the_module_looks_at_what_it_raises(name):
     tensors = (None,) * 4 + (ints([9, 9]),) + (None,) * 6
     with pytest.raises(exception, match=f"^attention_kvcache: max_logits {message}"):
         _C.kvcache(q, k, v, tensors, options)
+
+
+@pytest.mark.parametrize(
+    "rows, keys, head_dim", [(5, 9, 64), (0, 9, 64), (700, 300, 64), (4, 20000, 128), (33, 0, 192)]
+)
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_what_memory_held_is_no_score(device, rows, keys, head_dim):
+    case = Case("held", dtype=F16, batch=2, seqlen_q=rows, seqlen_k=keys, heads_q=4, heads_k=2, head_dim=head_dim)
+    q, k, v = case.tensors(device)
+    held = [torch.full((2, 4), 1e30, device=device) for _ in range(3)]
+    _C.forward(q, k, v, attention_options(max_logits=held[0]))
+    test_max_logits.check(held[0], q, k)
+    used, queries = ints([keys, keys // 2], device), ints([0, 2 * rows, 2 * rows], device)
+    nothing, options = (None,) * 4, (None, None, None, True, None, None, 0.0, True, 0, False, False)
+    call_kvcache(k, v, (q, *nothing), (used, None, None, None, None, None, None), (*options, held[1]))
+    for b, n in enumerate((keys, keys // 2)):
+        test_max_logits.check(held[1][b : b + 1], q[b : b + 1], k[b : b + 1, :n], causal=True)
+    flat = q.flatten(0, 1)
+    call_kvcache(k, v, (flat, *nothing), (used, None, None, None, queries, None, None), (*options, held[2]))
+    test_max_logits.check(held[2][:1], flat[None], k[:1], causal=True)
+    assert bool((held[2][1] == -math.inf).all())
 
 
 @pytest.mark.parametrize("wrong", [dict(q=None), dict(q=torch.ones(5)), dict(q=torch.ones(1, 5, 2, 12)), dict(k=3)])

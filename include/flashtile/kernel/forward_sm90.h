@@ -7,6 +7,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/begin_max_logits.h"
 #include "flashtile/cuda/constants.h"
 #include "flashtile/cuda/launch.h"
 #include "flashtile/epilogue/direct.h"
@@ -202,7 +203,9 @@ template <class Row, Keys kKeys, class Params>
 void launch_forward_sm90(const ForwardPlan& plan, const Params& params, Stream stream) {
   static KernelHandles plain, mapped, split, masked;
   const Device device = plan.problem.device;
-  const bool early = plan.problem.ragged || plan.problem.column_masked();
+  const LargestScores& largest = params.forward.rows.largest;
+  if (largest.wanted()) begin_max_logits(largest, plan.problem.batch, device, stream);
+  const bool early = largest.wanted() || plan.problem.ragged || plan.problem.column_masked();
   const LaunchShape shape{plan.grid, Row::kVariant.threads(), plan.shared_memory, early};
   if (plan.lists) order_tiles(params.forward.sequences, params.forward.ragged, device, stream);
   if constexpr (Row::kVariant.may_mask() && kKeys == Keys::kInRows) {

@@ -21,13 +21,6 @@ CUTE_DEVICE float min_or_nan(float x, float y) {
   return smaller;
 }
 
-/// Returns the larger one, or NaN if either is NaN.
-CUTE_DEVICE float max_or_nan(float x, float y) {
-  float larger;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
-  return larger;
-}
-
 /// Returns integers that are in the order of floats, which atomic operations compare, and the float of such an integer.
 /// The bits of negative floats are in the reverse order of their magnitudes.
 CUTE_DEVICE int in_order(float x) {
@@ -86,43 +79,33 @@ enum class Sharers : int { kQuad = 3, kOfQuads = 28 };
 /// exactly, and the offset is 0. Few inputs have steep rows, so these have code of their own: fit() asks whether there
 /// are any, and weigh() lets them outgrow their reference in every tile.
 ///
-/// Where the largest of all scores is wanted, find_limit() lets outgrown() also say which blocks may have a larger one
-/// than those before: those with a sum of weights above the weight of that one. The more parts a block's sums have, the
-/// fewer blocks these are.
-template <int kRows, Sharers kSharers = Sharers::kQuad, int kParts = 1>
+/// Where the largest of all scores is wanted, Weight is the type of rounded weights, of 16 bits. Then find_limit() lets
+/// outgrown() also say which blocks may have a larger one than those before: those with a rounded weight that is not
+/// below that of the largest one. The bits of weights are in the order of integers, of which an instruction takes the
+/// largest of three pairs.
+template <int kRows, Sharers kSharers = Sharers::kQuad, class Weight = void>
 struct OnlineSoftmax {
   static constexpr int kRowCount = kRows;
   static constexpr float kSlack = 8;
+  static constexpr bool kFindsLargest = !std::is_void_v<Weight>;
 
-  /// Sums are those of the weights of a block in this thread's columns, by row, over each of kParts parts of these.
+  /// Sums are those of the weights of a block in this thread's columns, by row. Where the largest score is wanted,
+  /// `most` has the limit, or what is more: the largest rounded weights of even and of odd columns.
   struct Sums {
-    float of_part[kParts][kRows];
-
-    CUTE_DEVICE float of_row(int r) const {
-      float sum = of_part[0][r];
-      CUTE_UNROLL
-      for (int part = 1; part < kParts; ++part) sum += of_part[part][r];
-      return sum;
-    }
-    /// Returns the largest one of a row, or NaN if there is one. Comparisons of each would wait for one another.
-    CUTE_DEVICE float most_of_row(int r) const {
-      float most = of_part[0][r];
-      CUTE_UNROLL
-      for (int part = 1; part < kParts; ++part) most = max_or_nan(most, of_part[part][r]);
-      return most;
-    }
+    float of_row[kRows];
+    std::uint32_t most[kRows];
   };
 
   RowState row[kRows];
-  float unit_log2;        // log2 units of one unit of scores: see ScoreMap
-  float offset[kRows]{};  // for weigh(): what it subtracts where relate() has not seen the scores
-  bool steep = false;     // for fit(): whether any row of the warp is steep
-  float limit[kRows];     // for outgrown(): up to these, sums of weights need no further look
-  float largest[kRows];   // for fit(): the thread's largest score so far
+  float unit_log2;             // log2 units of one unit of scores: see ScoreMap
+  float offset[kRows]{};       // for weigh(): what it subtracts where relate() has not seen the scores
+  bool steep = false;          // for fit(): whether any row of the warp is steep
+  float largest[kRows];        // for fit(): the thread's largest score so far
+  std::uint32_t limit[kRows];  // for outgrown(): the bits, twice, of a rounded weight that needs no further look
 
   CUTE_DEVICE explicit OnlineSoftmax(float unit_log2) : unit_log2(unit_log2) {
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) limit[r] = kLimit, largest[r] = -kInfinity;
+    for (int r = 0; r < kRows; ++r) largest[r] = -kInfinity;
   }
 
   /// Takes the row maxima of a tile's first block of scores as references, and forgets the limits.
@@ -132,7 +115,7 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       row[r] = {reference_for(top_of_sharers(top_of_row(scores, r))), 0};
-      limit[r] = kLimit;
+      if constexpr (kFindsLargest) limit[r] = round_pair<Weight>(kLimit, kLimit);
     }
     find_offsets();
   }
@@ -179,18 +162,19 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const float top = fmaxf(row[r].reference, reference_for(top_of_sharers(top_of_row(scores, r))));
-      const bool raised = __ballot_sync(0xffffffff, too_large(added.of_row(r))) >> first_of_quad & 0xf;
+      const bool raised = __ballot_sync(0xffffffff, too_large(added.of_row[r])) >> first_of_quad & 0xf;
       factor[r] = raised ? row[r].rebase(top, unit_log2) : 1.0f;
     }
     find_offsets();
   }
 
-  /// Sets the limit of a row's sums to the weight of a score, from which on outgrown() says that there may be a larger
-  /// one: a sum of positive numbers is at least each of them, rounded or not. It is called after that score, or the
-  /// reference, has changed. The limit is a little lower than the weight, as exp2_approx need not be monotonic.
+  /// Sets the limit of a row to the number below the rounded weight of a score: weights above it may be of larger ones.
+  /// It is called after that score, or the reference, has changed. The weight is taken to be a little less than it is,
+  /// as exp2_approx need not be monotonic. The numbers below that of 0 are negative halves, which all weights exceed.
   CUTE_DEVICE void find_limit(int r, float score) {
     const float weight = exp2_approx(fmaf(score, unit_log2, -offset[r]));
-    limit[r] = fminf(weight * (1 - 0x1p-16f), kLimit);
+    const float least = fminf(weight * (1 - 0x1p-16f), kLimit);
+    limit[r] = round_pair<Weight>(least, least) - 0x00010001u;
   }
 
   /// Returns the largest of the thread's scores in a row.
@@ -241,6 +225,10 @@ struct OnlineSoftmax {
   /// are; `weights` are in the same order.
   template <class Scores, class Weights>
   CUTE_DEVICE void weigh(Scores const& scores, Weights&& weights, Sums& added, bool related) const {
+    if constexpr (kFindsLargest) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) added.most[r] = limit[r];
+    }
     const auto exponents = [&](int i, float& a, float& b) {
       const float less = offset_of(i % 2, related);
       a = fmaf(a, unit_log2, -less);
@@ -257,8 +245,8 @@ struct OnlineSoftmax {
     using Element = typename std::decay_t<Weights>::value_type;
     static_assert(kRows == 2);
     auto words = recast<std::uint32_t>(weights);
-    constexpr int kWords = size(decltype(words.layout()){}), kWordsOfPart = ceil_div(kWords, 2 * kParts) * 2;
-    static_assert((kParts - 1) * kWordsOfPart < kWords);
+    constexpr int kWords = size(decltype(words.layout()){});
+    static_assert(!kFindsLargest || kWords % 4 == 0);
     CUTE_UNROLL
     for (int i = 0; i < kWords; ++i) {
       const int r = i % 2;
@@ -266,26 +254,31 @@ struct OnlineSoftmax {
       exponents(i, a, b);
       a = exp2_approx(a);
       b = exp2_approx(b);
-      float& sum = added.of_part[i / kWordsOfPart][r];
-      sum = i % kWordsOfPart < 2 ? a + b : sum + a + b;
+      float& sum = added.of_row[r];
+      sum = i < 2 ? a + b : sum + a + b;
       words(i) = round_pair<Element>(a, b);
+      if constexpr (kFindsLargest) {  // a chain of comparisons, which a tree was slower than (docs/performance.md)
+        if (i % 4 >= 2) added.most[r] = __vimax3_s16x2(added.most[r], words(i - 2), words(i));
+      }
     }
   }
 
-  /// Returns whether, in any thread of the warp, `outgrown` is given or sums of weights are above their limits: a score
-  /// has outgrown the reference, or after find_limit() may be larger than that one. A row without a reference so far
-  /// has infinite weights, a steep row infinite ones or NaN.
+  /// Returns whether, in any thread of the warp, `outgrown` is given, sums of weights show that a score has outgrown
+  /// the reference, or a weight is above its limit: then a score may be larger than that of find_limit(). A row without
+  /// a reference so far has infinite weights, a steep row infinite ones or NaN.
   CUTE_DEVICE bool outgrown(Sums const& added, bool outgrown = false) const {
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) outgrown |= !(added.most_of_row(r) <= limit[r]);
-    return __any_sync(0xffffffff, outgrown);
+    for (int r = 0; r < kRows; ++r) {
+      if constexpr (kFindsLargest) outgrown |= added.most[r] != limit[r];
+    }
+    return outgrown_reference(added, outgrown);
   }
 
-  /// Returns whether, in any thread of the warp, sums of weights show that a score has outgrown the reference.
-  CUTE_DEVICE bool outgrown_reference(Sums const& added) const {
-    bool outgrown = false;
+  /// Returns whether, in any thread of the warp, `outgrown` is given or sums of weights show that a score has outgrown
+  /// the reference.
+  CUTE_DEVICE bool outgrown_reference(Sums const& added, bool outgrown = false) const {
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) outgrown |= too_large(added.of_row(r));
+    for (int r = 0; r < kRows; ++r) outgrown |= too_large(added.of_row[r]);
     return __any_sync(0xffffffff, outgrown);
   }
 

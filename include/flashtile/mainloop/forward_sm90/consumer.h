@@ -188,13 +188,16 @@ class ForwardConsumerSm90 {
       }
       n_block = walk.next(n_block);
       if (n_block == walk.end()) break;
-      if (Mainloop::kPeelsPlain && !maps && !drops && !walk.is_edge(n_block)) {
+      if (Mainloop::kPeelsPlain && !maps && !drops && !walk.is_edge(n_block) && !has_no_limits()) {
         weighed = weigh_interior(n_block, walk.interior.end, [&](int) { return weigh<false>(); });
       } else {
         weighed = step<true>(n_block, [&](int) { return weigh<false>(); });
       }
     }
   }
+  /// Returns whether limits are still to be set by what is known of the largest logits: that is done in the step of the
+  /// second block, while P·V goes on, when most warps have told the largest scores of the first.
+  CUTE_DEVICE bool has_no_limits() const { return Mainloop::kFindsLargest && opening == ScaleOut::Zero; }
 
   /// Does so with one copy of the code for all blocks but those of long runs, which loops of their own take. What maps
   /// scores is long, and a call of few blocks would take as long to fetch more copies as to run them.
@@ -207,7 +210,10 @@ class ForwardConsumerSm90 {
       if (!formed) form_scores(n_block);
       if (opening == ScaleOut::Zero) {
         softmax.begin(rows_and_columns(tSrS));
-        if constexpr (Mainloop::kFindsLargest) largest_logits().look_at_references();
+        if constexpr (Mainloop::kFindsLargest) {
+          largest_logits().tell_references();
+          largest_logits().find_limits();
+        }
       }
       if (!weigh<false>()) [[unlikely]]
         weigh_again();
@@ -311,8 +317,12 @@ class ForwardConsumerSm90 {
   /// Adds P·V of the block before `n_block`, and forms the weights of `n_block`.
   template <bool kForm, class Weigh>
   CUTE_DEVICE bool step(int n_block, Weigh&& weigh) {
+    const bool finds_limits = kForm && has_no_limits();
     start_step<kForm>(n_block);
     if constexpr (kForm) form_scores(n_block);  // P·V goes on meanwhile
+    if constexpr (kForm && Mainloop::kFindsLargest) {
+      if (finds_limits) largest_logits().find_limits();
+    }
     finish_output<0>();
     if constexpr (Mainloop::kScaled) {
       if (long_sums.take(staging(), tOrO)) [[unlikely]]
@@ -371,17 +381,16 @@ class ForwardConsumerSm90 {
       if (kFirst) descaled.multiply(rows_and_columns(tSrS));
       if (kFirst) softmax.begin(rows_and_columns(tSrS));
       if (descaled.is_far()) [[unlikely]] {
-        added = {{{kInfinity, kInfinity}}};
+        added = {{kInfinity, kInfinity}};
         return false;
       }
       descaled.weigh(softmax, tSrS, tOrP, added, false, false);
       return accept(false);
     }
     if (kFirst) softmax.begin(rows_and_columns(tSrS));
+    if constexpr (kFirst && Mainloop::kFindsLargest) largest_logits().tell_references();
     softmax.weigh(tSrS, tOrP, added, false);  // without a branch before it, it begins while P·V is waited for
-    const bool weighed = accept(false);
-    if constexpr (kFirst && Mainloop::kFindsLargest) largest_logits().look_at_references();
-    return weighed;
+    return accept(false);
   }
 
   CUTE_DEVICE LargestLogits<Mainloop> largest_logits() {
@@ -404,7 +413,7 @@ class ForwardConsumerSm90 {
   }
   CUTE_DEVICE void add_sums() {
     CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) softmax.row[r].sum += added.of_row(r);
+    for (int r = 0; r < 2; ++r) softmax.row[r].sum += added.of_row[r];
   }
 
   /// Computes the block's weights anew, with references that its scores do not exceed, and in steep rows from

@@ -130,7 +130,7 @@ struct DescaledWeights {
         all += sum[i][r];
         true_sum = fmaf(sum[i][r], exp2_approx(-v_log2[i]), true_sum);
       }
-      added.of_part[0][r] = fits || all <= kLargest ? true_sum : kInfinity;
+      added.of_row[r] = fits || all <= kLargest ? true_sum : kInfinity;
     }
   }
 

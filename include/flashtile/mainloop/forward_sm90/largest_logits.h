@@ -3,6 +3,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "flashtile/cuda/launch.h"
 #include "flashtile/mainloop/forward_sm90/storage.h"
 #include "flashtile/math/head_packing.h"
 #include "flashtile/math/online_softmax.h"
@@ -26,52 +27,72 @@ struct LargestLogits {
   typename Mainloop::Softmax& softmax;
   int row;
 
-  /// Looks at the references that OnlineSoftmax::begin() has taken, the largest scores of a tile's first block. Where
-  /// that is +inf, or all of a row's scores are NaN, the reference is kLargest. Then the weights are infinite or NaN,
-  /// so that the block is weighed again, and look() sees which of the two it was.
-  CUTE_DEVICE void look_at_references() const {
+  /// Tells the references that OnlineSoftmax::begin() has taken, the largest scores of a tile's first block. Where that
+  /// is +inf, or all of a row's scores are NaN, the reference is kLargest. Then the weights are infinite or NaN, so
+  /// that the block is weighed again, and look() sees which of the two it was.
+  CUTE_DEVICE void tell_references() const {
     const auto top_of = [](float reference) { return reference < kLargest ? reference : -kInfinity; };
-    raise(top_of(softmax.row[0].reference), top_of(softmax.row[1].reference));
+    tell(top_of(softmax.row[0].reference), top_of(softmax.row[1].reference));
   }
 
-  /// Looks for larger scores than before in a block whose sums may hold one. NaN is none.
+  /// Looks for larger scores than before in a block whose weights may show one. NaN is none.
   template <class Scores>
   CUTE_DEVICE void look(Scores const& scores) const {
     const auto top_of = [&](int r) { return fmaxf(softmax.top_of_row(scores, r), -kInfinity); };
-    raise(top_of(0), top_of(1));
+    tell(top_of(0), top_of(1));
+    find_limits();
   }
 
- private:
-  /// Raises the largest scores of heads to these of the thread's rows, and goes by what is known then. Where all rows
-  /// are of one head, and none is idle, one lane raises it for all of its warp: shared memory takes atomic operations
-  /// on one number one after the other. The other lanes raise numbers that nobody reads. If they did not, the warp
-  /// would diverge, and in loops where it may, the compiler keeps nothing in uniform registers: each step would take a
-  /// tenth longer.
-  CUTE_DEVICE void raise(float first, float second) const {
-    const int lane = int(threadIdx.x % 32);
-    const auto raise_if = [&](bool raises, int* of_head, int top) {
-      atomicMax(raises ? of_head : &shared.ignored[lane], top);
-    };
-    const auto read = [](const int* of_head) { return *static_cast<const volatile int*>(of_head); };
-    int* const largest = work.more.largest;
+  /// Goes by what is known of the heads' largest scores in the blocks to come.
+  CUTE_DEVICE void find_limits() const {
     if (work.more.has_one_head) {
-      const int top = __reduce_max_sync(0xffffffff, in_order(fmaxf(first, second))), before = read(largest);
-      raise_if((lane == 0) & (top > before), largest, top);
-      const float score = from_order(max(top, before));
+      const float score = from_order(read(work.more.largest));
       softmax.find_limit(0, score);
       softmax.find_limit(1, score);
       return;
     }
-    const QueriesOfRows of_rows(params.scores.packing, work.tile.m_block * Mainloop::kM, row);
-    // Nothing is loaded into the rows that a pack leaves idle: their scores are of whatever lay there.
-    const int end = min(work.sequence.q.used, of_rows.end);
+    const Rows rows(*this);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const bool counts = of_rows.query(r) < end;
-      int* const of_head = largest + of_rows.head(r);
-      const int top = in_order(r == 0 ? first : second), before = read(of_head);
-      raise_if(counts & (top > before), of_head, top);
-      softmax.find_limit(r, counts ? from_order(max(top, before)) : kInfinity);
+      const float score = from_order(read(rows.of_head(r)));
+      softmax.find_limit(r, rows.counts(r) ? score : kInfinity);
+    }
+  }
+
+ private:
+  /// These are the thread's rows where a tile has several heads, or rows that a pack of heads leaves idle: nothing is
+  /// loaded into these, and their scores are of whatever lay there.
+  struct Rows {
+    QueriesOfRows of_rows;
+    int end;
+    int* largest;
+
+    CUTE_DEVICE explicit Rows(LargestLogits const& of)
+        : of_rows(of.params.scores.packing, of.work.tile.m_block * Mainloop::kM, of.row),
+          end(min(of.work.sequence.q.used, of_rows.end)),
+          largest(of.work.more.largest) {}
+    CUTE_DEVICE bool counts(int r) const { return of_rows.query(r) < end; }
+    CUTE_DEVICE int* of_head(int r) const { return largest + of_rows.head(r); }
+  };
+
+  CUTE_DEVICE static int read(const int* of_head) { return *static_cast<const volatile int*>(of_head); }
+
+  /// Raises the largest scores of heads to these of the thread's rows. Where all rows are of one head, and none is
+  /// idle, one lane raises it for all of its warp: shared memory takes atomic operations on one number one after the
+  /// other. The other lanes raise numbers that nobody reads. If they did not, the warp would diverge, and in loops
+  /// where it may, the compiler keeps nothing in uniform registers: each step would take a tenth longer.
+  CUTE_DEVICE void tell(float first, float second) const {
+    const int lane = int(threadIdx.x % 32);
+    const auto raise_if = [&](bool raises, int* of_head, int top) {
+      atomicMax(raises ? of_head : &shared.ignored[lane], top);
+    };
+    if (work.more.has_one_head)
+      return raise_if(lane == 0, work.more.largest, __reduce_max_sync(0xffffffff, in_order(fmaxf(first, second))));
+    const Rows rows(*this);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int top = in_order(r == 0 ? first : second), before = read(rows.of_head(r));
+      raise_if(rows.counts(r) & (top > before), rows.of_head(r), top);
     }
   }
 };
@@ -86,6 +107,7 @@ struct LargestLogitsExchange {
   typename Mainloop::SharedStorage& shared;
 
   CUTE_DEVICE void run() const {
+    await_kernel_before();  // which sets the largest logits of all to −inf; no other warp needs them
     const int lane = int(threadIdx.x % 32);
     Cursor at{};
     while (true) {

@@ -337,10 +337,7 @@ struct ForwardMainloopSm90 {
       cutlass::arch::fence_barrier_init();
     }
   };
-  // Where the largest logits are wanted, sums over half of a block's columns exceed the limit less often. A step of
-  // narrow heads is so short that the two instructions cost more than they spare (docs/performance.md).
-  static constexpr int kSumsOfRow = kFindsLargest && kHeadDim > 64 ? 2 : 1;
-  using Softmax = OnlineSoftmax<2, Sharers::kQuad, kSumsOfRow>;
+  using Softmax = OnlineSoftmax<2, Sharers::kQuad, std::conditional_t<kFindsLargest, Element, void>>;
 
   /// Returns where, in a tile, the 16 bytes from `byte` on of a row of a box are: swizzled. A box's rows have kBytes
   /// bytes, 128 or 64.
