@@ -2,7 +2,7 @@
 flashtile.compat.ring_flash_attn say of its rows with the oracle's. It prints what is wrong, and ends with 1 if anything
 is.
 
-    python ring_flash_attn_ranks.py SIZE
+    python ring_flash_attn_ranks.py SIZE DEVICE BACKEND
 """
 
 import dataclasses
@@ -89,8 +89,10 @@ CASES = [
 class Checked:
     """One case, on one of `size` ranks."""
 
-    def __init__(self, case, rank, size, group):
-        self.case, self.rank, self.size, self.group = case, rank, size, group
+    def __init__(self, case, rank, size, group, device):
+        if device != "cpu" and case.dtype is F32:  # which is not served there
+            case = dataclasses.replace(case, dtype=F16)
+        self.case, self.rank, self.size, self.group, self.device = case, rank, size, group, device
         self.is_ragged, self.is_gathered = bool(case.lengths), case.function.startswith(LLAMA3)
         self.rows = case.rows * size
         generator = torch.Generator().manual_seed(7)
@@ -173,11 +175,13 @@ class Checked:
         function = getattr(ring, case.function + case.pack)
         if self.is_gathered:
             causal = case.options.get("causal", False)
-            *tables, rows = ring.llama3_flash_attn_prepare_cu_seqlens(self.begins, causal, self.rank, self.size)
+            begins = self.begins.to(self.device)
+            *tables, rows = ring.llama3_flash_attn_prepare_cu_seqlens(begins, causal, self.rank, self.size)
             tables = (*tables, 1, rows)
         elif self.is_ragged:
-            tables = (self.begins // self.size, 10)
-        options = in_their_terms(case.options) | dict(alibi_slopes=self.slopes, group=self.group) | more
+            tables = (self.begins.to(self.device) // self.size, 10)
+        slopes = None if self.slopes is None else self.slopes.to(self.device)
+        options = in_their_terms(case.options) | dict(alibi_slopes=slopes, group=self.group) | more
         torch.manual_seed(5 + self.rank)
         return function(*PACKS[case.pack](*leaves), *tables, **options)
 
@@ -185,8 +189,8 @@ class Checked:
         """What is wrong with the caller's rows. Ranks that find something must not keep the others waiting, so all
         calls come first."""
         case, mine = self.case, self.places()
-        leaves = [x.index_select(-3, mine).requires_grad_() for x in self.tensors]
-        dout, dlse = self.dout.index_select(-3, mine), self.dlse.index_select(-1, mine)
+        leaves = [x.index_select(-3, mine).to(self.device).requires_grad_() for x in self.tensors]
+        dout, dlse = self.dout.index_select(-3, mine).to(self.device), self.dlse.index_select(-1, mine).to(self.device)
         out, lse, nothing = self.call(leaves, return_attn_probs=True)
         seen = lse > -torch.inf
         loss = (out.float() * dout.float()).sum() + (torch.where(seen, lse, 0) * dlse).sum()
@@ -203,9 +207,9 @@ class Checked:
         for i, what in enumerate(("out", "lse", "dq", "dk", "dv")):
             exact, rough = (x[i].index_select(-1 if what == "lse" else -3, mine) for x in (self.exact, self.rough))
             slack = score_rounding(self.exact[1], None if what == "lse" else self.exact[i]) + more.get(what, 0)
-            assert_accurate(found[i], exact, rough, what, slack)
+            assert_accurate(found[i].cpu(), exact, rough, what, slack)
             if what == "out":  # which may go another way where there is no backward
-                assert_accurate(alone, exact, rough, "out alone", slack)
+                assert_accurate(alone.cpu(), exact, rough, "out alone", slack)
         for what, x, expected in zip(("dq", "dk", "dv"), again, once, strict=True):
             assert_bitwise(x, expected, f"{what} of a checkpoint")
 
@@ -215,10 +219,11 @@ def _seed(state):
     return int(torch.randint(2**63 - 1, ()))
 
 
-def check_refusals(rank, size):
+def check_refusals(rank, size, device):
     """Each is made on all ranks, and leaves nothing behind."""
-    x, odd = torch.randn(1, 8, 1, 16), torch.randn(1, 7, 1, 16)
-    begins = torch.tensor([0, 2, 7], dtype=torch.int32)
+    dtype = F32 if device == "cpu" else F16
+    x, odd = (torch.randn(1, rows, 1, 16, device=device, dtype=dtype) for rows in (8, 7))
+    begins = torch.tensor([0, 2, 7], dtype=torch.int32, device=device)
     rows = [x[0]] * 3
     own = (begins[:2], begins[:2], 2, 2, 1)
     for error, message, function, *given, options in (
@@ -235,14 +240,14 @@ def check_refusals(rank, size):
         (NotImplementedError, "chunks that begin at", f"{RING}_func", x, x, x, dict(dropout_p=0.5)),
         (
             TypeError,
-            "v has dtype float16, expected float32",
-            *(f"{LLAMA3}_varlen_func", *rows[:2], rows[2].half(), *own, slice(0, 8), {}),
+            "v has dtype bfloat16, expected float",
+            *(f"{LLAMA3}_varlen_func", *rows[:2], rows[2].bfloat16(), *own, slice(0, 8), {}),
         ),
         (
             NotImplementedError,
             "alibi_slopes requires grad",
             *(f"{LLAMA3}_varlen_func", *rows, *own, slice(0, 8)),
-            dict(causal=True, alibi_slopes=torch.ones(1, requires_grad=True)),
+            dict(causal=True, alibi_slopes=torch.ones(1, device=device, requires_grad=True)),
         ),
     ):
         try:
@@ -253,10 +258,12 @@ def check_refusals(rank, size):
             raise AssertionError(f"rank {rank}: nothing was refused, expected {message!r}")
 
 
-def check(rank, size, port):
+def check(rank, size, port, device, backend):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=120))
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=120))
     parts = [(None, range(size))]
     if size == 3:  # another group, whose ranks have other numbers among all
         parts.append((dist.new_group([1, 2]), (1, 2)))
@@ -267,13 +274,13 @@ def check(rank, size, port):
         for case in CASES if group is None else CASES[::5]:
             count += 1
             try:
-                Checked(case, ranks.index(rank), len(ranks), group).run()
+                Checked(case, ranks.index(rank), len(ranks), group, device).run()
             except AssertionError as failure:
                 wrong += 1
                 print(f"rank {rank} of {size}, {case}: {failure}", flush=True)
     dist.barrier()
     if size > 1:
-        check_refusals(rank, size)
+        check_refusals(rank, size, device)
     dist.destroy_process_group()
     if rank == size - 1:
         print(f"{count} calls", flush=True)
@@ -282,13 +289,13 @@ def check(rank, size, port):
 
 
 def main():
-    size = int(sys.argv[1])
+    size, device, backend = int(sys.argv[1]), *sys.argv[2:]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     try:
         # A forked process has what this one imported.
-        torch.multiprocessing.start_processes(check, (size, port), nprocs=size, start_method="fork")
+        torch.multiprocessing.start_processes(check, (size, port, device, backend), nprocs=size, start_method="fork")
     except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException):
         traceback.print_exc()
         sys.exit(1)

@@ -18,10 +18,16 @@ from flashtile.compat import ring_flash_attn as ring
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_results_and_gradients(size):
+@pytest.mark.parametrize(
+    "size, device, backend",
+    [(n, "cpu", "gloo") for n in (1, 2, 3)]
+    + [pytest.param(n, "cuda", x, marks=pytest.mark.gpu) for n, x in ((1, "nccl"), (3, "gloo"), (2, "nccl"))],
+)
+def test_results_and_gradients(size, device, backend):
     """By the program ring_flash_attn_ranks.py."""
-    command = [sys.executable, str(HERE / "ring_flash_attn_ranks.py"), str(size)]
+    if backend == "nccl" and torch.cuda.device_count() < size:
+        pytest.skip("needs a GPU for each rank")
+    command = [sys.executable, str(HERE / "ring_flash_attn_ranks.py"), str(size), device, backend]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=HERE)
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-8000:]
     assert re.search(r"^[1-9]\d* calls$", ended.stdout, re.MULTILINE)
