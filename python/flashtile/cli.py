@@ -161,15 +161,16 @@ def _add_bench(commands: Any) -> None:
         "--suite",
         choices=[
             *("forward", "backward", "varlen", "masks", "decode", "prefill", "serving", "fp8", "memory", "host", "cpu"),
-            *("random", "invariant", "distributed"),
+            *("random", "invariant", "max-logits", "distributed"),
         ],
         help="varlen: ragged batches, forward and backward; masks: FlashMask's kinds of column masks, the same; "
         "decode: one new token over a cache; prefill: many; serving: tokens behind a shared prefix, and chunks of "
         "prompts beside single tokens; fp8: forward of e4m3 numbers, and beside it of 16 bits; memory: bytes "
         "at the peak instead of time; host: until a call returns; random: shapes and options of all kinds, drawn by "
         "--seed, of which the worst are shown; invariant: training, prefill and decoding with batch_invariant and "
-        "without; distributed: a sequence on the ranks that torchrun has started, or "
-        "without it the work of one rank of four (default: forward, or cpu without CUDA)",
+        "without; max-logits: forwards, prefill and decoding with return_max_logits and without; distributed: a "
+        "sequence on the ranks that torchrun has started, or without it the work of one rank of four (default: "
+        "forward, or cpu without CUDA)",
     )
     bench.add_argument(
         "--dtype", default="bfloat16", choices=("float16", "bfloat16"), help="of the GPU suites but random"
@@ -187,13 +188,13 @@ def _add_bench(commands: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=MODULE:FUNCTION",
-        help="all suites but serving, host, cpu and invariant: also time FUNCTION(q, k, v, causal), imported from "
-        "MODULE; it takes tensors (B, S, H, D) and returns out, or a tuple with out first, which suite backward "
-        "differentiates; suite varlen, and of documents suite masks, call it with tensors (T, H, D) and the keywords "
-        "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal and scale, suites decode and prefill with q "
-        "(B, S_q, H, D), caches (B, S, H, D) and the keywords cache_seqlens and causal; suite random calls it in all "
-        "these ways, with the keywords window, softcap, alibi_slopes, sinks, dropout_p and block_table where a case "
-        "has them and FUNCTION takes them; may be given more than once",
+        help="all suites but serving, host, cpu, invariant and max-logits: also time FUNCTION(q, k, v, causal), "
+        "imported from MODULE; it takes tensors (B, S, H, D) and returns out, or a tuple with out first, which suite "
+        "backward differentiates; suite varlen, and of documents suite masks, call it with tensors (T, H, D) and "
+        "the keywords cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal and scale, suites decode and "
+        "prefill with q (B, S_q, H, D), caches (B, S, H, D) and the keywords cache_seqlens and causal; suite random "
+        "calls it in all these ways, with the keywords window, softcap, alibi_slopes, sinks, dropout_p and "
+        "block_table where a case has them and FUNCTION takes them; may be given more than once",
     )
     bench.add_argument(
         "--flex",

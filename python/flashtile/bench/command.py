@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from flashtile._refusal import Refusal
-from flashtile.bench import invariant, machine, plots, report, suites, timing
+from flashtile.bench import invariant, largest, machine, plots, report, suites, timing
 from flashtile.bench.cases import Case
 from flashtile.bench.decode import OURS_ALL, SUITES
 from flashtile.bench.found import found_peers
@@ -49,10 +49,10 @@ def measure(
     timed but looked into.
 
     `attention` stands in for flashtile's, in suite varlen for its attention_varlen, in suites decode and prefill for
-    its attention_kvcache, in suites random and invariant for `rivals.attention_of_any`, in suite serving for
-    `attention_of_serving`; `cases` for the suite's. `peers` (NAME=MODULE:FUNCTION) run beside the usual peers of all
-    suites but serving, host, cpu and invariant, and so does by `flex` FlexAttention in forward, backward, masks, decode
-    and random. `seed` is that of suite random, by default 0.
+    its attention_kvcache, in suites random, invariant and max-logits for `rivals.attention_of_any`, in suite serving
+    for `attention_of_serving`; `cases` for the suite's. `peers` (NAME=MODULE:FUNCTION) run beside the usual peers of
+    all suites but serving, host, cpu, invariant and max-logits, and so does by `flex` FlexAttention in forward,
+    backward, masks, decode and random. `seed` is that of suite random, by default 0.
     """
     has_cuda = torch.cuda.is_available()
     suite = suite or ("forward" if has_cuda else "cpu")
@@ -84,7 +84,8 @@ def measure(
     for name, version in versions.items():
         console.print(f"{name} {version}", markup=False, soft_wrap=True)
     effort = _effort(suite, device, quick)
-    usual = {"random": rivals_of, invariant.SUITE: invariant.invariant_peers_of}.get(suite, usual_peers)
+    of_options = {invariant.SUITE: invariant.invariant_peers_of, largest.SUITE: largest.largest_peers_of}
+    usual = ({"random": rivals_of} | of_options).get(suite, usual_peers)
     if profile:
         running = run_profiled_cases(cases, device, Profiler(console), attention, further, usual)
     elif suite == "memory":
@@ -122,7 +123,7 @@ def measure(
 def _attention_of(suite: str) -> Callable[..., torch.Tensor]:
     import flashtile
 
-    if suite in ("random", invariant.SUITE):
+    if suite in ("random", *suites.OF_OPTIONS):
         return attention_of_any
     if suite == SUITE:
         return attention_of_serving

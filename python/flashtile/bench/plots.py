@@ -117,7 +117,7 @@ class Figure:
         return max([*numbers, *([self.roof[1]] if self.roof else [])], default=1.0)
 
 
-UNDRAWN = ("random", "serving", "invariant")
+UNDRAWN = ("random", "serving", "invariant", "max-logits")
 
 
 def check(suite: str) -> None:

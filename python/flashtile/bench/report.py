@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashtile._refusal import Refusal
-from flashtile.bench import cliffs, fp8, invariant
+from flashtile.bench import cliffs, fp8
 from flashtile.bench.cases import Case, Work
 from flashtile.bench.decode import CACHE_FORMS, GRAPH, OURS_ALL, SUITES
 from flashtile.bench.machine import MATMUL_SIZE
@@ -25,6 +25,7 @@ from flashtile.bench.peers import OURS
 from flashtile.bench.ragged import DENSE
 from flashtile.bench.run import Cell, Entry, against_the_best, summary, totals
 from flashtile.bench.serving import CAUSAL
+from flashtile.bench.suites import OF_OPTIONS
 from flashtile.bench.timing import Timing
 
 Record = dict[str, Any]
@@ -282,7 +283,7 @@ def _summary(suite: str, machine: dict[str, Any], cells: Sequence[Cell]) -> Reco
         return cliffs.summary(cells)
     if suite in SUITES:
         return _decode_summary(machine, cells)
-    if suite == invariant.SUITE:
+    if suite in OF_OPTIONS:
         return _summary_by_work(cells)
     if suite == fp8.SUITE:
         best = against_the_best(cells, besides=(fp8.IN_16_BITS,))

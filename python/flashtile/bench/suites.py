@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from flashtile.bench import drawn, invariant
+from flashtile.bench import drawn, invariant, largest
 from flashtile.bench.cases import TRAINING, Case, Work
 from flashtile.bench.columns import KINDS
 
@@ -32,8 +32,10 @@ MASK_HEADS = ((32, 8, 64), (16, 16, 128), (8, 8, 256))  # H_q, H_k, D
 LONG_MASKS = ("causal", "causal_document", "document", "share_question")
 NAMES = (
     *("forward", "backward", "varlen", "masks", "decode", "prefill", "serving", "fp8"),
-    *("memory", "host", "cpu", "random", "invariant"),
+    *("memory", "host", "cpu", "random", "invariant", "max-logits"),
 )
+# Suites of calls with an option and without, whose cases are asked for by a dtype and a part of a GPU's lengths.
+OF_OPTIONS = {invariant.SUITE: invariant.cases_of, largest.SUITE: largest.cases_of}
 MEMORY = (Work.FORWARD, Work.FORWARD_WITH_GRAD, Work.BACKWARD)
 
 
@@ -63,8 +65,8 @@ def cases(
         return _host(dtype, device_type)
     if name == "cpu":
         return _cpu()
-    if name == invariant.SUITE:
-        return invariant.cases_of(dtype, 1 if device_type == "cuda" else 8)
+    if name in OF_OPTIONS:
+        return OF_OPTIONS[name](dtype, 1 if device_type == "cuda" else 8)
     if name == "random":
         return drawn.cases(seed, times=2 if full else 1)
     raise ValueError(f"bench: suite is {name!r}, expected one of {', '.join(NAMES)}")
@@ -106,8 +108,8 @@ def quick(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda") -> l
         ]
     if name == "random":
         return _of_every_kind(dtype)
-    if name == invariant.SUITE:
-        return invariant.cases_of(dtype, 64)
+    if name in OF_OPTIONS:
+        return OF_OPTIONS[name](dtype, 64)
     if name == "cpu":
         dtype = "float32"
     works = {"cpu": TRAINING, "memory": MEMORY}.get(name) or (Work(name),)
