@@ -70,14 +70,14 @@ def unpacked_of(function, rows, operands):
 
 
 @contextlib.contextmanager
-def refusing_together(function, operands, options, new_seed):
+def refusing_together(function, operands, options, seed_for):
     """Gives a function that makes another, which sees to it that all ranks raise where any refuses its arguments, one
     with a seed. What a rank refuses before it gets there it tells the others here, which would wait for it.
 
-    `new_seed` is asked for a seed of (dropout_p, device, group), on all ranks once for each call."""
+    `seed_for` is asked for a seed of (dropout_p, device, group), on all ranks once for each call."""
     group, begun = options.group, False
     size = group_size(group)
-    seed = functools.partial(new_seed, options.dropout_p, _device_of(operands), group)
+    seed = functools.partial(seed_for, options.dropout_p, _device_of(operands), group)
 
     def seeded(attention):
         def call(*args, **more):
