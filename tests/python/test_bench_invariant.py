@@ -39,7 +39,7 @@ def test_flashtile_runs_with_batch_invariant_and_without(case):
         asked.append(batch_invariant)
         return attention_of_any(*tensors, batch_invariant=batch_invariant, **arguments)
 
-    (cell,) = run.run_cases([case], CPU, QUICK, attention, usual=invariant.invariant_peers_of)
+    (cell,) = run.run_cases([case], CPU, QUICK, attention, usual=invariant.peers_of)
     names = [entry.name for entry in cell.entries]
     assert names == [OURS, invariant.FREE] + (["SDPA"] if case.lengths is None else [])
     assert not any(entry.wrong or entry.refusal for entry in cell.entries)
@@ -56,5 +56,5 @@ def test_there_is_no_curve():
 @pytest.mark.gpu
 def test_fa2_runs_beside():
     case = Case.square(1, 128, 2, 64, dtype="bfloat16", causal=True)
-    (cell,) = run.run_cases([case], torch.device("cuda"), QUICK, attention_of_any, usual=invariant.invariant_peers_of)
+    (cell,) = run.run_cases([case], torch.device("cuda"), QUICK, attention_of_any, usual=invariant.peers_of)
     assert [entry.name for entry in cell.entries if entry.timing] == [OURS, invariant.FREE, "SDPA FA2"]

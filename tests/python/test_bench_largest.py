@@ -39,7 +39,7 @@ def test_flashtile_runs_with_return_max_logits_and_without(case, device):
         return attention_of_any(*tensors, **arguments)
 
     where = CPU if device == "cpu" else torch.device(device)
-    (cell,) = run.run_cases([case], where, QUICK, attention, usual=largest.largest_peers_of)
+    (cell,) = run.run_cases([case], where, QUICK, attention, usual=largest.peers_of)
     assert [entry.name for entry in cell.entries] == [OURS, largest.WITHOUT]
     assert not any(entry.wrong or entry.refusal for entry in cell.entries)
     assert set(asked) == {True, False} and asked[0] is True

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from flashtile._refusal import Refusal
-from flashtile.bench import invariant, largest, machine, plots, report, suites, timing
+from flashtile.bench import machine, plots, report, suites, timing
 from flashtile.bench.cases import Case
 from flashtile.bench.decode import OURS_ALL, SUITES
 from flashtile.bench.found import found_peers
@@ -84,7 +84,7 @@ def measure(
     for name, version in versions.items():
         console.print(f"{name} {version}", markup=False, soft_wrap=True)
     effort = _effort(suite, device, quick)
-    of_options = {invariant.SUITE: invariant.invariant_peers_of, largest.SUITE: largest.largest_peers_of}
+    of_options = {name: module.peers_of for name, module in suites.OF_OPTIONS.items()}
     usual = ({"random": rivals_of} | of_options).get(suite, usual_peers)
     if profile:
         running = run_profiled_cases(cases, device, Profiler(console), attention, further, usual)

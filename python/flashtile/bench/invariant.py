@@ -37,7 +37,7 @@ def cases_of(dtype: str, part: int = 1) -> list[Case]:
     return found
 
 
-def invariant_peers_of(device_type: str, attention: Callable[..., torch.Tensor], case: Case) -> list[Peer]:
+def peers_of(device_type: str, attention: Callable[..., torch.Tensor], case: Case) -> list[Peer]:
     """`attention`, which has the signature of `attention_of_any`, with batch_invariant and without; FA2 of PyTorch, on
     a CPU its own choice."""
     ours, *others = rivals_of(device_type, functools.partial(attention, batch_invariant=True), case)

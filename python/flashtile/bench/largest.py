@@ -37,7 +37,7 @@ def cases_of(dtype: str, part: int = 1) -> list[Case]:
     return list(dict.fromkeys(found))
 
 
-def largest_peers_of(device_type: str, attention: Callable[..., torch.Tensor], case: Case) -> list[Peer]:
+def peers_of(device_type: str, attention: Callable[..., torch.Tensor], case: Case) -> list[Peer]:
     """`attention`, which has the signature of `attention_of_any`, with return_max_logits and without."""
 
     def asked(*tensors: torch.Tensor, **arguments: Any) -> torch.Tensor:

@@ -24,6 +24,7 @@ from flashtile.bench.memory import FORMULA
 from flashtile.bench.peers import OURS
 from flashtile.bench.ragged import DENSE, TORCH_VARLEN
 from flashtile.bench.report import Record, measure_of
+from flashtile.bench.suites import OF_OPTIONS
 
 INK = "#7d7d7d"  # of text and axes: as far from white as from a dark page
 VERMILION, BLUE, GREEN, PINK = "#d55e00", "#2255dd", "#669966", "#cc77bb"
@@ -117,7 +118,7 @@ class Figure:
         return max([*numbers, *([self.roof[1]] if self.roof else [])], default=1.0)
 
 
-UNDRAWN = ("random", "serving", "invariant", "max-logits")
+UNDRAWN = ("random", "serving", *OF_OPTIONS)
 
 
 def check(suite: str) -> None:

@@ -34,8 +34,8 @@ NAMES = (
     *("forward", "backward", "varlen", "masks", "decode", "prefill", "serving", "fp8"),
     *("memory", "host", "cpu", "random", "invariant", "max-logits"),
 )
-# Suites of calls with an option and without, whose cases are asked for by a dtype and a part of a GPU's lengths.
-OF_OPTIONS = {invariant.SUITE: invariant.cases_of, largest.SUITE: largest.cases_of}
+# Suites of calls with an option and without: each module has cases_of(dtype, part of a GPU's lengths) and peers_of().
+OF_OPTIONS = {module.SUITE: module for module in (invariant, largest)}
 MEMORY = (Work.FORWARD, Work.FORWARD_WITH_GRAD, Work.BACKWARD)
 
 
@@ -66,7 +66,7 @@ def cases(
     if name == "cpu":
         return _cpu()
     if name in OF_OPTIONS:
-        return OF_OPTIONS[name](dtype, 1 if device_type == "cuda" else 8)
+        return OF_OPTIONS[name].cases_of(dtype, 1 if device_type == "cuda" else 8)
     if name == "random":
         return drawn.cases(seed, times=2 if full else 1)
     raise ValueError(f"bench: suite is {name!r}, expected one of {', '.join(NAMES)}")
@@ -109,7 +109,7 @@ def quick(name: str, *, dtype: str = "bfloat16", device_type: str = "cuda") -> l
     if name == "random":
         return _of_every_kind(dtype)
     if name in OF_OPTIONS:
-        return OF_OPTIONS[name](dtype, 64)
+        return OF_OPTIONS[name].cases_of(dtype, 64)
     if name == "cpu":
         dtype = "float32"
     works = {"cpu": TRAINING, "memory": MEMORY}.get(name) or (Work(name),)

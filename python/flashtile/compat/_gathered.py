@@ -28,12 +28,14 @@ def attend_gathered(q, k, v, *, group, keys, cu_seqlens_q, cu_seqlens_k, return_
         if options["alibi_slopes"] is not None:
             refuse_slopes_that_learn(_FUNCTION, options["alibi_slopes"])
         tables = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        # The gathered keys are not there yet. These have their shape, and nobody reads them.
         wanted = (x.new_empty(1, *x.shape[1:]).expand(keys[1] - keys[0], -1, -1) for x in (k, v))
         _C.explain(local_attention_varlen, None, q, *wanted, **tables, return_lse=return_lse, seed=seed, **options)
         given = {"the number of k's rows": len(k), **description(q, k, v, options, ragged=True)}
     except Exception as refusal:
         failure = refusal
-    agree(_FUNCTION, group, (len(k), len(k)), given, failure, on_cpu=not q.is_cuda)
+    rows = len(k), len(k)  # of queries each rank may have any number: the others need not know
+    agree(_FUNCTION, group, rows, given, failure, on_cpu=not q.is_cuda)
     options = attention_options(
         **options, seed=seed, batch_invariant=is_batch_invariant(), sequences=(cu_seqlens_q, cu_seqlens_k, None, None)
     )
