@@ -45,7 +45,9 @@ struct ForwardMemorySm90 {
     if (memory.bytes + q <= kMostSharedMemory) memory.stages_q = 2, memory.bytes += q;
     if (!v.fp8() && memory.bytes + out <= kMostSharedMemory) memory.staged = true, memory.bytes += out;
     memory.masked_bytes = memory.bytes;
-    const int columns = 16 * v.tile_n;  // the first of them have the place that ragged sequences have without a mask
+    // The columns of one block have the place that ragged sequences have without a mask, where those of two need more
+    // if largest logits are found, too.
+    const int columns = 16 * v.tile_n + (v.knows(Features::kMaxLogits) ? 1024 : 0);
     if (memory.bytes + columns <= kMostSharedMemory) memory.stages_of_columns = 2, memory.masked_bytes += columns;
     return memory;
   }

@@ -67,16 +67,15 @@ struct Variant {
   /// Returns whether a backward kernel for Hopper forms all gradients in one pass.
   constexpr bool one_pass() const { return arch == Arch::kSm90 && !two_passes(); }
   /// Returns whether a forward kernel for Hopper may divide the keys of a tile among thread blocks. One row of each
-  /// width does, that with the smaller tile; sinks need no row of their own then (see join_parts.h).
-  constexpr bool may_split() const {
-    return arch == Arch::kSm90 && tile_m == 128 && features == Features::kNone && !fp8();
-  }
+  /// width does, that with the smaller tile, and one that finds the largest logits; sinks need no row of their own then
+  /// (see join_parts.h).
+  constexpr bool may_split() const { return arch == Arch::kSm90 && tile_m == 128 && is_usual() && !fp8(); }
   /// Returns whether a CUDA forward kernel takes column masks. One row of most widths does for Hopper, and on all GPUs
   /// those that know dropout. Heads of other widths take a wider row: each kernel more is half a minute of a build.
   constexpr bool may_mask() const {
     if (arch == Arch::kSm80) return maps_masked();
     return arch == Arch::kSm90 && has_usual_width() && !fp8() &&
-           (maps_masked() || (features == Features::kNone && tile_m == (head_dim > 64 ? 128 : 192)));
+           (maps_masked() || (is_usual() && tile_m == (head_dim > 64 ? 128 : 192)));
   }
   /// Returns whether it maps scores (see ScoreMap) under a column mask. Others would jump over that code at each edge.
   constexpr bool maps_masked() const { return knows(Features::kDropout); }
@@ -96,6 +95,8 @@ struct Variant {
 
  private:
   constexpr bool has_usual_width() const { return head_dim != 96 && !(head_dim == 192 && head_dim_v == 192); }
+  /// Returns whether a forward kernel is that of calls without options, or of those that want the largest logits.
+  constexpr bool is_usual() const { return features == Features::kNone || knows(Features::kMaxLogits); }
 };
 
 /// Returns the bytes of shared memory of Hopper's backward kernel of two passes. The pass over blocks of 64 keys has a

@@ -98,19 +98,23 @@ TEST(SelectForward, HopperKeepsTilesOfAHeadTogether) {
 
 TEST(SelectForward, HopperSplitsKeysWhereTilesAreFew) {
   const DeviceInfo device = gpu(90, 227);
-  const auto plan_of = [&](int batch, int heads_q, int heads_k, int seqlen_q, int seqlen_k, Band band, bool sinks) {
+  const auto plan_of = [&](int batch, int heads_q, int heads_k, int seqlen_q, int seqlen_k, Band band, bool sinks,
+                           bool max_logits = false) {
     Problem problem = problem_on(device, DType::kBFloat16, 128, 128, seqlen_k);
     problem.batch = batch, problem.seqlen_q = seqlen_q, problem.heads_q = heads_q, problem.heads_k = heads_k;
     problem.band = band;
     problem.sinks = sinks;
+    problem.max_logits = max_logits;
     return select_forward(problem, device);
   };
   for (const Band band : {Band::full(), Band::causal()}) {
     for (const bool sinks : {false, true}) {
-      EXPECT_GT(plan_of(2, 8, 2, 25, 11262, band, sinks).splits, 8);
-      EXPECT_GT(plan_of(1, 32, 8, 180, 6752, band, sinks).splits, 1);
-      EXPECT_EQ(plan_of(4, 32, 8, 4096, 4096, band, sinks).splits, 1) << "there are tiles enough";
-      EXPECT_EQ(plan_of(1, 1, 1, 100, 100, band, sinks).splits, 1) << "there are few keys";
+      for (const bool max_logits : {false, true}) {
+        EXPECT_GT(plan_of(2, 8, 2, 25, 11262, band, sinks, max_logits).splits, 8);
+        EXPECT_GT(plan_of(1, 32, 8, 180, 6752, band, sinks, max_logits).splits, 1);
+        EXPECT_EQ(plan_of(4, 32, 8, 4096, 4096, band, sinks, max_logits).splits, 1) << "there are tiles enough";
+        EXPECT_EQ(plan_of(1, 1, 1, 100, 100, band, sinks, max_logits).splits, 1) << "there are few keys";
+      }
     }
   }
   // These 22 tiles are about equally long, so one split more would be a second round for some.

@@ -53,6 +53,7 @@ TEST(SelectKvcache, EveryRowOfPagesIsReached) {
         KvcacheProblem cache = in_pages(decode(kH100, 4, 8, 4, 4096), 16);
         cache.problem.seqlen_q = seqlen_q;
         cache.problem.sinks = row.variant.knows(Features::kSinks);
+        cache.problem.max_logits = row.variant.knows(Features::kMaxLogits);
         const bool widens = is_fp8(row.variant.dtype);
         (widens ? cache.narrow : cache.problem.dtype) = row.variant.dtype;
         cache.problem.head_dim = cache.problem.head_dim_v = head_dim;
@@ -80,12 +81,17 @@ TEST(SelectKvcache, BoxesLieWithinPages) {
     EXPECT_EQ(plan.variant.tile_n % rows, 0);
     EXPECT_LE(plan.variant.tile_n / rows, 32);  // each box has a lane
   }
-  KvcacheProblem sinks = in_pages(decode(kH100, 4, 8, 4, 4096), 64);
-  sinks.problem.seqlen_q = 500;
-  sinks.problem.sinks = true;
-  for (const int head_dim : {40, 64, 96, 128, 192, 256}) {
-    sinks.problem.head_dim = sinks.problem.head_dim_v = head_dim;
-    EXPECT_TRUE(select_kvcache(sinks, kH100).prefill) << head_dim;
+  for (const bool max_logits : {false, true}) {
+    KvcacheProblem more = in_pages(decode(kH100, 4, 8, 4, 4096), 64);
+    more.problem.seqlen_q = 500;
+    more.problem.sinks = true;
+    more.problem.max_logits = max_logits;
+    for (const int head_dim : {40, 64, 96, 128, 192, 256}) {
+      more.problem.head_dim = more.problem.head_dim_v = head_dim;
+      const KvcachePlan plan = select_kvcache(more, kH100);
+      EXPECT_TRUE(plan.prefill) << head_dim;
+      EXPECT_EQ(plan.variant.knows(Features::kMaxLogits), max_logits);
+    }
   }
 }
 
@@ -309,22 +315,25 @@ TEST(SelectKvcache, ManyRowsOf8BitsAreWidenedOnHopper) {
 
 /// A contiguous cache, too, which has a page for each sequence then.
 TEST(SelectKvcache, FewTilesOverPagesAreADenseBatch) {
-  const auto plan = [](int batch, int seqlen_q, bool ragged, bool paged = true) {
+  const auto plan = [](int batch, int seqlen_q, bool ragged, bool paged = true, bool max_logits = false) {
     KvcacheProblem cache = decode(kH100, batch, 8, 4, 4096);
     cache.in_line = true;
+    cache.problem.max_logits = max_logits;
     if (paged) cache = in_pages(cache, 16);
     cache.problem.seqlen_q = seqlen_q;
     cache.problem.ragged = ragged;
     return select_kvcache(cache, kH100);
   };
   for (const bool paged : {true, false}) {
-    const KvcachePlan few = plan(2, 40, false, paged);
-    ASSERT_TRUE(few.prefill);
-    EXPECT_FALSE(few.prefill->problem.ragged);
-    EXPECT_GT(few.prefill->splits, 1);
-    EXPECT_LE(few.prefill->tiles, kH100.multiprocessors);
-    const PrefillWorkspace at = PrefillWorkspace::of(few.prefill_at, few.problem, *few.prefill);
-    EXPECT_EQ(at.forward, at.begins_q) << "there are no tables, and no lse of its own";
+    for (const bool max_logits : {true, false}) {
+      const KvcachePlan few = plan(2, 40, false, paged, max_logits);
+      ASSERT_TRUE(few.prefill);
+      EXPECT_FALSE(few.prefill->problem.ragged);
+      EXPECT_GT(few.prefill->splits, 1);
+      EXPECT_LE(few.prefill->tiles, kH100.multiprocessors);
+      const PrefillWorkspace at = PrefillWorkspace::of(few.prefill_at, few.problem, *few.prefill);
+      EXPECT_EQ(at.forward, at.begins_q) << "there are no tables, and no lse of its own";
+    }
   }
 
   const KvcachePlan many = plan(8, 1000, false), uneven = plan(2, 40, true);

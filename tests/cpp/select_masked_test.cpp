@@ -36,8 +36,13 @@ TEST(SelectMasked, ForwardsTakeRowsThatMayMask) {
     for (const bool ragged : {false, true}) {
       Problem problem = masked(device, d, d);
       problem.ragged = ragged;
+      problem.max_logits = true;
+      const ForwardPlan with_largest = select_forward(problem, device);
+      EXPECT_TRUE(with_largest.variant.may_mask() && with_largest.variant.knows(Features::kMaxLogits));
+      problem.max_logits = false;
       const ForwardPlan plan = select_forward(problem, device);
       EXPECT_TRUE(plan.variant.may_mask());
+      EXPECT_EQ(with_largest.variant.tile_m, plan.variant.tile_m);
       EXPECT_EQ(plan.variant.head_dim, d <= 64 ? 64 : d <= 128 ? 128 : 256);
       EXPECT_EQ(plan.packed_heads, 1);
       EXPECT_EQ(plan.splits, 1);

@@ -8,6 +8,7 @@ import reference
 import torch
 from cases import BF16, DEVICE_PARAMS, F16, F32
 from compare import assert_bitwise
+from test_column_mask import random_mask
 from test_return_max_logits import integers
 
 import flashtile
@@ -75,11 +76,38 @@ def test_nan_is_no_score(device, head_dim, heads, causal, capability):
 PLACES = {"rising": lambda n: range(n), "falling": lambda n: range(n, 0, -1), "level": lambda n: [5] * n}
 
 
+def in_rows(q, k, v, **options):
+    return flashtile.attention(q, k, v, **options, return_max_logits=True)[-1]
+
+
+def in_pages(q, k, v, **options):
+    """The same, of pages that lie in another order, the last ones with room that nobody may read."""
+    size, (batch, seqlen, heads_k, head_dim) = 16, k.shape
+    pages = -(-seqlen // size)
+    table = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(0)).to(k.device)
+
+    def cache(x):
+        rows = torch.full((batch, pages * size, heads_k, head_dim), math.nan, dtype=x.dtype, device=x.device)
+        rows[:, :seqlen] = x
+        pages_in_order = rows.view(batch * pages, size, heads_k, head_dim)
+        return torch.empty_like(pages_in_order).index_copy_(0, table, pages_in_order)
+
+    tables = {
+        "block_table": table.view(batch, pages).int(),
+        "cache_seqlens": torch.full((batch,), seqlen, dtype=torch.int32, device=k.device),
+    }
+    return flashtile.attention_kvcache(q, cache(k), cache(v), **tables, **options, return_max_logits=True)[-1]
+
+
+WAYS = {"in rows": in_rows, "in pages": in_pages, "masked": in_rows}
+
+
 @pytest.mark.parametrize("capability", [1000, 80])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("device", DEVICE_PARAMS)
-def test_many_tiles(device, head_dim, causal, capability):
+def test_many_tiles(device, head_dim, causal, way, capability):
     """Thread blocks raise what others have raised. Of one head; of packed ones; of few queries over many keys."""
     long = 4096 if device == "cuda" else 700
     generator = torch.Generator().manual_seed(head_dim)
@@ -87,6 +115,7 @@ def test_many_tiles(device, head_dim, causal, capability):
         q = integers(generator, -2, 2, 2, rows, heads_q, head_dim).to(device, F16)
         k = integers(generator, -2, 2, 2, long, heads_k, head_dim).to(device, F16)
         v = torch.randn(2, long, heads_k, head_dim, generator=generator).to(device, F16)
+        mask = random_mask(rows, long, run=50).to(device) if way == "masked" else None
         for name, factors in PLACES.items():
             steps = torch.tensor([*factors(8)], device=device, dtype=F16).repeat_interleave(-(-long // 8))[:long]
             keys = k * steps[:, None, None]
@@ -94,7 +123,7 @@ def test_many_tiles(device, head_dim, causal, capability):
                 spike = int(torch.randint(long, (), generator=generator))
                 keys[:, spike] = 12 * q[:, rows // 2, :: heads_q // heads_k].sign()
             with _capability.limited(capability):
-                _, found = flashtile.attention(q, keys, v, causal=causal, return_max_logits=True)
+                found = WAYS[way](q, keys, v, causal=causal, **({} if mask is None else {"mask": mask}))
             # Sums of integers are exact, and one multiplication with the scale is rounded.
-            exact = reference.max_logits(q, keys, causal=causal)
+            exact = reference.max_logits(q, keys, causal=causal, mask=None if mask is None else mask.to_dense())
             torch.testing.assert_close(found, exact.float(), rtol=2.0**-22, atol=0)

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
     } else {
       if (threadIdx.x == 96) QueryProducerSm90<Mainloop>{params, shared}.run();
     }
-    if constexpr (Mainloop::kFindsLargest) {
+    if constexpr (Mainloop::kHasExchange) {
       if (warp == 2) LargestLogitsExchange<Mainloop>{params.forward, shared}.run();
     }
     if constexpr (Mainloop::kOverPages) {

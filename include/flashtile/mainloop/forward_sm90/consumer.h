@@ -197,7 +197,7 @@ class ForwardConsumerSm90 {
   }
   /// Returns whether limits are still to be set by what is known of the largest logits: that is done in the step of the
   /// second block, while P·V goes on, when most warps have told the largest scores of the first.
-  CUTE_DEVICE bool has_no_limits() const { return Mainloop::kFindsLargest && opening == ScaleOut::Zero; }
+  CUTE_DEVICE bool has_no_limits() const { return Mainloop::kExchangesLargest && opening == ScaleOut::Zero; }
 
   /// Does so with one copy of the code for all blocks but those of long runs, which loops of their own take. What maps
   /// scores is long, and a call of few blocks would take as long to fetch more copies as to run them.
@@ -210,7 +210,7 @@ class ForwardConsumerSm90 {
       if (!formed) form_scores(n_block);
       if (opening == ScaleOut::Zero) {
         softmax.begin(rows_and_columns(tSrS));
-        if constexpr (Mainloop::kFindsLargest) {
+        if constexpr (Mainloop::kExchangesLargest) {
           largest_logits().tell_references();
           largest_logits().find_limits();
         }
@@ -320,7 +320,7 @@ class ForwardConsumerSm90 {
     const bool finds_limits = kForm && has_no_limits();
     start_step<kForm>(n_block);
     if constexpr (kForm) form_scores(n_block);  // P·V goes on meanwhile
-    if constexpr (kForm && Mainloop::kFindsLargest) {
+    if constexpr (kForm && Mainloop::kExchangesLargest) {
       if (finds_limits) largest_logits().find_limits();
     }
     finish_output<0>();
@@ -388,7 +388,8 @@ class ForwardConsumerSm90 {
       return accept(false);
     }
     if (kFirst) softmax.begin(rows_and_columns(tSrS));
-    if constexpr (kFirst && Mainloop::kFindsLargest) largest_logits().tell_references();
+    if constexpr (kFirst && Mainloop::kExchangesLargest) largest_logits().tell_references();
+    if constexpr (Mainloop::kKeepsLargest) largest_logits().keep(rows_and_columns(tSrS));
     softmax.weigh(tSrS, tOrP, added, false);  // without a branch before it, it begins while P·V is waited for
     return accept(false);
   }
@@ -396,11 +397,15 @@ class ForwardConsumerSm90 {
   CUTE_DEVICE LargestLogits<Mainloop> largest_logits() {
     return {params.forward, shared, work(), softmax, int(cute::get<0>(tScS(0, 0)))};
   }
-  /// Tells who exchanges the largest logits that the warp has seen all scores of the tile.
-  CUTE_DEVICE void end_weighing() const {
-    if constexpr (Mainloop::kFindsLargest) {
-      __syncwarp();
+  /// Tells who exchanges the largest logits that the warp has seen all scores of the tile, or raises those of all
+  /// itself where nobody waits for that.
+  CUTE_DEVICE void end_weighing() {
+    if constexpr (Mainloop::kKeepsLargest) largest_logits().tell_kept();
+    if constexpr (Mainloop::kFindsLargest) __syncwarp();
+    if constexpr (Mainloop::kHasExchange) {
       if (thread % 32 == 0) shared.weighed[work_at.stage].arrive();
+    } else if constexpr (Mainloop::kFindsLargest) {
+      LargestLogitsExchange<Mainloop>{params.forward, shared}.tell_all(work());
     }
   }
 
@@ -422,7 +427,7 @@ class ForwardConsumerSm90 {
   /// have one of the largest logits, its weights stay.
   CUTE_DEVICE void weigh_again() {
     auto scores = rows_and_columns(tSrS);  // (row, column)
-    if constexpr (Mainloop::kFindsLargest) {
+    if constexpr (Mainloop::kExchangesLargest) {
       if (!softmax.outgrown_reference(added)) {
         largest_logits().look(scores);
         return add_sums();
@@ -434,7 +439,7 @@ class ForwardConsumerSm90 {
       of_values = descaled.move();
     }
     softmax.raise(scores, added, factor);
-    if constexpr (Mainloop::kFindsLargest) largest_logits().look(scores);
+    if constexpr (Mainloop::kExchangesLargest) largest_logits().look(scores);
     if constexpr (Mainloop::kScaled) {
       factor[0] *= of_values, factor[1] *= of_values;
       long_sums.scale(staging(), factor);

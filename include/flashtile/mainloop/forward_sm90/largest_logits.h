@@ -11,11 +11,12 @@
 
 namespace flashtile {
 
-/// Consumers look at few scores: OnlineSoftmax says of most blocks, by the sums of their weights, that they have no
-/// score larger than the largest one so far. How many blocks it says that of depends on how good that bound is, and a
-/// warp alone would take most of a sequence to find a good one. So all consumers of a tile keep the largest scores of
-/// its heads in shared memory, and one more warp exchanges these with the tiles of other thread blocks, through global
-/// memory, whose latency no consumer sees.
+/// Consumers look at few scores: OnlineSoftmax says of most blocks, by their rounded weights, that they have no score
+/// larger than the largest one so far. How many blocks it says that of depends on how good that bound is, and a warp
+/// alone would take most of a sequence to find a good one. So all consumers of a tile keep the largest scores of its
+/// heads in shared memory, and another warp exchanges these with the tiles of other thread blocks, through global
+/// memory, whose latency no consumer sees. Where keys are split, consumers compare all scores, and raise the largest
+/// logits of all only when a tile ends.
 ///
 /// LargestLogits is one thread of the consumers, which shares two rows of the tile with its quad; `row` is the first
 /// one's place in the tile.
@@ -41,6 +42,18 @@ struct LargestLogits {
     const auto top_of = [&](int r) { return fmaxf(softmax.top_of_row(scores, r), -kInfinity); };
     tell(top_of(0), top_of(1));
     find_limits();
+  }
+
+  /// Where keys are split: keeps the largest scores of the thread's rows in a block, and tells them when it has weighed
+  /// all of a tile.
+  template <class Scores>
+  CUTE_DEVICE void keep(Scores const& scores) const {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) softmax.largest[r] = fmaxf(softmax.largest[r], softmax.top_of_row(scores, r));
+  }
+  CUTE_DEVICE void tell_kept() const {
+    tell(softmax.largest[0], softmax.largest[1]);
+    softmax.largest[0] = softmax.largest[1] = -kInfinity;
   }
 
   /// Goes by what is known of the heads' largest scores in the blocks to come.
@@ -97,54 +110,88 @@ struct LargestLogits {
   }
 };
 
-/// LargestLogitsExchange is the warp that exchanges the largest scores of the tile that consumers are at with those of
-/// other thread blocks, over and over until all of it is weighed. A lane has one of the tile's heads.
+/// LargestLogitsExchange exchanges the largest scores of a tile with those of other thread blocks. It is a warp, of
+/// which a lane has one of the tile's heads: one that does nothing else, until all of the tile is weighed, or, over
+/// pages, that which loads values. In the second case, and where keys are split, consumers tell what they have found
+/// when they have weighed all of a tile.
 template <class Mainloop>
 struct LargestLogitsExchange {
+  using Work = typename Mainloop::Work;
   using Cursor = typename Ring<Mainloop::kWorks>::Cursor;
 
   ForwardParams const& params;
   typename Mainloop::SharedStorage& shared;
 
+  /// The warp of its own exchanges those of tile after tile.
   CUTE_DEVICE void run() const {
     await_kernel_before();  // which sets the largest logits of all to −inf; no other warp needs them
-    const int lane = int(threadIdx.x % 32);
     Cursor at{};
     while (true) {
       shared.work_barriers.wait_full(at);
-      typename Mainloop::Work& work = shared.work[at.stage];
+      Work& work = shared.work[at.stage];
       if (work.keys.blocks < 0) return;
       // Rows behind the last sequence are of none, and see no key.
-      if (work.keys.blocks > 0 && lane < params.scores.packing.heads)
-        exchange(work.tile.batch, work.tile.head + lane, at, &work.more.largest[lane]);
+      if (work.keys.blocks > 0 && lane() < params.scores.packing.heads) exchange_until_weighed(work, at);
       shared.work_barriers.release_by_thread(at);
       at.advance();
     }
   }
 
+  /// The warp that loads values calls it with each block, of which `before` others of the tile come before it. Most
+  /// news comes at the beginning of a tile.
+  CUTE_DEVICE void run_beside(Work& work, int before) const {
+    constexpr int kLongestPause = 8;                         // blocks
+    const bool at_beginning = (before & (before - 1)) == 0;  // 0 or a power of 2
+    if ((!at_beginning && before % kLongestPause != 0) || lane() >= params.scores.packing.heads) return;
+    await_kernel_before();  // as above
+    int told = in_order(-kInfinity);
+    exchange(work, told);
+  }
+
+  /// A warp of consumers calls it when it has weighed all of a tile, if no other does for all of them.
+  CUTE_DEVICE void tell_all(Work const& work) const {
+    if (lane() >= params.scores.packing.heads) return;
+    const int here = read(work);
+    if (here == in_order(-kInfinity)) return;
+    await_kernel_before();  // as above
+    raise(work, here);
+  }
+
  private:
-  // These are nanoseconds from one exchange to the next. Most news comes at the beginning of a tile, and the warp takes
-  // its instructions from those of consumers.
+  // These are nanoseconds from one exchange to the next of the warp of its own, which takes its instructions from those
+  // of consumers.
   static constexpr unsigned kFirstPause = 250, kLongestPause = 4000;
 
-  CUTE_DEVICE void exchange(int batch, int head, Cursor at, int* largest) const {
-    LargestScores const& of_all = params.rows.largest;
-    const float unit = params.scores.map.unit;
+  CUTE_DEVICE static int lane() { return int(threadIdx.x % 32); }
+  CUTE_DEVICE static int read(Work const& work) {
+    return *static_cast<const volatile int*>(&work.more.largest[lane()]);
+  }
+  CUTE_DEVICE void raise(Work const& work, int order) const {
+    params.rows.largest.raise(work.tile.batch, work.tile.head + lane(), from_order(order) * params.scores.map.unit);
+  }
+
+  CUTE_DEVICE void exchange_until_weighed(Work& work, Cursor at) const {
     int told = in_order(-kInfinity);
     for (unsigned pause = kFirstPause;; pause = min(2 * pause, kLongestPause)) {
       const bool is_over =
           wait_at_most(shared.weighed[at.stage], at.parity, pause);  // what is read after that is final
-      // The score of a logit is rounded, so it counts as a little less; where it has none, nothing is known.
-      const float score = quotient(of_all.so_far(batch, head), unit);
-      const int known = in_order(score < kInfinity ? score - fabsf(score) * 0x1p-20f : -kInfinity);
-      const int here = *static_cast<volatile int*>(largest);
-      if (known > here) {
-        atomicMax(largest, known);
-      } else if (here > known && here > told) {
-        of_all.raise(batch, head, from_order(here) * unit);
-        told = here;
-      }
+      exchange(work, told);
       if (is_over) return;
+    }
+  }
+
+  /// Exchanges the largest score of the lane's head once. What has been told others already is `told`.
+  CUTE_DEVICE void exchange(Work& work, int& told) const {
+    // The score of a logit is rounded, so it counts as a little less; where it has none, nothing is known.
+    const float of_all = params.rows.largest.so_far(work.tile.batch, work.tile.head + lane());
+    const float score = quotient(of_all, params.scores.map.unit);
+    const int known = in_order(score < kInfinity ? score - fabsf(score) * 0x1p-20f : -kInfinity);
+    const int here = read(work);
+    if (known > here) {
+      atomicMax(&work.more.largest[lane()], known);
+    } else if (here > known && here > told) {
+      raise(work, here);
+      told = here;
     }
   }
 };

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flashtile/load/tma.h"
+#include "flashtile/mainloop/forward_sm90/largest_logits.h"
 #include "flashtile/mainloop/forward_sm90/storage.h"
 
 namespace flashtile {
@@ -170,7 +171,8 @@ struct PagesProducerSm90 {
   SharedStorage& shared;
 
   CUTE_DEVICE void run_keys() {
-    const auto loaded = [&](Work const& work, int n_block) {
+    const auto loaded = [&](Work& work, int n_block) {
+      if (threadIdx.x % 32 != 0) return;
       const BlockWalk walk = work.keys.walk();
       if (n_block == max(walk.end() - Mainloop::kBlocksAhead, walk.first())) shared.near_end.arrive();
     };
@@ -184,7 +186,10 @@ struct PagesProducerSm90 {
   }
   CUTE_DEVICE void run_values() {
     const auto run_to = [&](auto& barriers, auto& tiles) {
-      run<Mainloop::kHeadDimV, Mainloop::kColumnsOfStoredV>(params.v, barriers, tiles, [](Work const&, int) {});
+      run<Mainloop::kHeadDimV, Mainloop::kColumnsOfStoredV>(params.v, barriers, tiles, [&](Work& work, int n_block) {
+        if constexpr (Mainloop::kExchangesLargest)
+          LargestLogitsExchange<Mainloop>{params.forward, shared}.run_beside(work, n_block - work.keys.walk().first());
+      });
     };
     if constexpr (Mainloop::kWidens)
       run_to(shared.few.v_barriers, shared.rows_of_v);
@@ -193,7 +198,7 @@ struct PagesProducerSm90 {
   }
 
  private:
-  /// Loads the tiles of one operand, block after block; after each, lane 0 calls `loaded(work, block)`.
+  /// Loads the tiles of one operand, block after block; after each, all lanes call `loaded(work, block)`.
   template <int kColumnsOfTile, int kColumnsOfBox, class Barriers, class Tiles, class Loaded>
   CUTE_DEVICE void run(CUtensorMap const& map, Barriers& barriers, Tiles& tiles, Loaded&& loaded) {
     const bool leads = threadIdx.x % 32 == 0;
@@ -203,7 +208,7 @@ struct PagesProducerSm90 {
     CUTE_NO_UNROLL
     for (;; work_at.advance()) {
       shared.work_barriers.wait_full(work_at);
-      Work const& work = shared.work[work_at.stage];
+      Work& work = shared.work[work_at.stage];
       if (work.keys.blocks < 0) break;
       const auto walk = [&] { return work.keys.walk(); };  // read from shared memory each time: registers are scarce
       TmaRows rows;
@@ -215,7 +220,7 @@ struct PagesProducerSm90 {
         if (row < kN)
           load_tile<kN, kColumnsOfTile, kColumnsOfBox>(map, reinterpret_cast<std::uint64_t*>(&barriers.full[at.stage]),
                                                        tiles[at.stage] + row * kColumnsOfBox, rows, 0, work.kv_head);
-        if (leads) loaded(work, n_block);
+        loaded(work, n_block);
         // The rows of the next block are looked up before its stage is waited for.
         if (n_block != walk().last()) rows = rows_of_box(work, row, walk().next(n_block));
         at.advance();

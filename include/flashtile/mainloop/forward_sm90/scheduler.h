@@ -91,7 +91,7 @@ struct ForwardSchedulerSm90 {
     if constexpr (Mainloop::kLastMasked) {
       LastColumns const& masked = params.masked;
       const int mask = masked.ranges.mask_of(work.tile.head), first = masked.first(k.used);
-      work.more = {masked.of_mask(work.tile.batch, mask, k.used), first};
+      static_cast<ColumnsOfTile&>(work.more) = {masked.of_mask(work.tile.batch, mask, k.used), first};
       // Blocks are at an edge from that on which has the first key with a column: so many whole ones come before it.
       const int unmasked = max(first - work.keys.first, 0) / kN;
       work.keys.interior.end = min(work.keys.interior.end, max(unmasked, work.keys.interior.begin));

@@ -125,7 +125,13 @@ struct ForwardMainloopSm90 {
   static constexpr Features kFeatures = kV.features;
   static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
   static constexpr bool kFindsLargest = kV.knows(Features::kMaxLogits) && !kScaled;
-  static_assert(!kFindsLargest || !(kOverPages || kMasked || kFixedParts));
+  // Where keys are split, each thread keeps the largest scores of its rows: there blocks are few, of which most would
+  // be looked at, and memory takes longer than comparisons. Elsewhere thread blocks exchange them, by a warp of its own
+  // or, over pages, where each warp has other work, by that which loads V: see LargestLogits.
+  static constexpr bool kKeepsLargest = kFindsLargest && kSplits;
+  static constexpr bool kExchangesLargest = kFindsLargest && !kKeepsLargest;
+  static constexpr bool kHasExchange = kExchangesLargest && !kOverPages;
+  static_assert(!kFindsLargest || !(kWidens || kFixedParts));
   static constexpr int kHeadDimV = kV.head_dim_v;
   static constexpr int kWarpgroups = kM / 64;  // consumer warpgroups
   static constexpr int kBlocksOfPart = keys_of_part(kV) / kN;
@@ -241,19 +247,20 @@ struct ForwardMainloopSm90 {
     struct ByFactors {
       float of_scores, of_output, of_k, of_v;
     };
+    struct Plain {};
+    using OfKeys = std::conditional_t<
+        kScaled, ByDescales,
+        std::conditional_t<
+            kWidens, ByFactors,
+            std::conditional_t<kMasked, ByColumns, std::conditional_t<kLastMasked, ColumnsOfTile, Plain>>>>;
     /// These are the largest scores so far of the heads of the tile (see LargestLogits), as in_order() has them.
-    struct WithLargest {
+    struct WithLargest : OfKeys {
       int largest[HeadPacking::kRows];
       bool has_one_head;  // and no idle row
     };
-    struct Plain {};
-    using More = std::conditional_t<
-        kScaled, ByDescales,
-        std::conditional_t<kWidens, ByFactors, std::conditional_t<kFindsLargest, WithLargest, Plain>>>;
     // There is no further member that may be empty: behind several of them nvcc 13.0 laid out code for the GPU
     // otherwise than sizeof and offsetof say.
-    [[no_unique_address]] std::conditional_t<kMasked, ByColumns, std::conditional_t<kLastMasked, ColumnsOfTile, More>>
-        more;
+    [[no_unique_address]] std::conditional_t<kFindsLargest, WithLargest, OfKeys> more;
   };
   /// These are the descales of the rows of a block, of which kRowsOfDescale share one.
   static constexpr int kRowsOfDescale = kN % 64 == 0 ? 64 : 32, kDescales = kN / kRowsOfDescale;
@@ -263,7 +270,7 @@ struct ForwardMainloopSm90 {
   static_assert(!kScaled || kN % kRowsOfDescale == 0);
   // A tile stays in use until the next one has begun. A tile of ragged sequences is handed out when so many key blocks
   // of the one before are left to load, and not earlier, as no other thread block can take it then.
-  static constexpr int kWorks = 4;
+  static constexpr int kWorks = kMasked && kFindsLargest ? 3 : 4;  // where a fourth has no room beside the columns
   static constexpr int kBlocksAhead = kStages + 3;
 
   struct Tiles {
@@ -301,9 +308,9 @@ struct ForwardMainloopSm90 {
     int first_key[kMasked ? kStages : 1];
     HiddenRows columns[kMasked ? kColumnStages : 1][kMasked ? kN : 1];
     Ring<kColumnStages> columns_barriers;
-    int ignored[kFindsLargest ? 32 : 1];  // see LargestLogits::raise()
+    int ignored[kFindsLargest ? 32 : 1];  // see LargestLogits::tell()
     // Who exchanges the largest scores waits for consumers to have weighed all of a tile: a warp arrives once.
-    cutlass::arch::ClusterBarrier weighed[kFindsLargest ? kWorks : 1];
+    cutlass::arch::ClusterBarrier weighed[kHasExchange ? kWorks : 1];
     Ring<kWorks> work_barriers;              // producers and all consumers wait for a tile, the scheduler for its slot
     cutlass::arch::ClusterBarrier near_end;  // a ragged scheduler waits for the producer to near a tile's end
     Ring<kStagesQ> q_barriers[kWarpgroups];  // each warpgroup waits for its own rows of Q
@@ -321,8 +328,8 @@ struct ForwardMainloopSm90 {
 
     /// One thread calls it before any other touches the barriers.
     CUTE_DEVICE void init_barriers() {
-      work_barriers.init(128 * kWarpgroups + kProducers + (kFindsLargest ? 32 : 0));
-      if constexpr (kFindsLargest) {
+      work_barriers.init(128 * kWarpgroups + kProducers + (kHasExchange ? 32 : 0));
+      if constexpr (kHasExchange) {
         CUTE_UNROLL
         for (auto& barrier : weighed) barrier.init(4 * kWarpgroups);
       }
@@ -337,7 +344,7 @@ struct ForwardMainloopSm90 {
       cutlass::arch::fence_barrier_init();
     }
   };
-  using Softmax = OnlineSoftmax<2, Sharers::kQuad, std::conditional_t<kFindsLargest, Element, void>>;
+  using Softmax = OnlineSoftmax<2, Sharers::kQuad, std::conditional_t<kExchangesLargest, Element, void>>;
 
   /// Returns where, in a tile, the 16 bytes from `byte` on of a row of a box are: swizzled. A box's rows have kBytes
   /// bytes, 128 or 64.
