@@ -13,7 +13,7 @@ from flashtile.bench.rivals import attention_of_any
 
 def test_what_is_timed():
     cases = suites.cases("max-logits")
-    assert len(cases) == len(set(cases)) == 54
+    assert len(cases) == len(set(cases)) == 66
     assert {case.work for case in cases} == {Work.FORWARD, Work.PREFILL, Work.DECODE}
     assert {case.head_dim for case in cases} == {64, 96, 128, 192, 256}
     on_cpu = suites.cases("max-logits", device_type="cpu", dtype="float16")
@@ -26,6 +26,7 @@ def test_what_is_timed():
     [
         Case(2, 16, 16, 4, 2, 64, 64, dtype="float16", causal=True),
         Case.ragged((9, 4), 4, 2, 64, dtype="float16", causal=True),
+        Case(1, 64, 64, 4, 2, 64, 64, dtype="float16", columns="causal_document"),
         Case.prefill(2, 8, 40, 4, 2, 64, dtype="float16", page_size=16),
         Case.decode(3, 40, 4, 2, 64, dtype="float16", page_size=16),
     ],
