@@ -65,6 +65,7 @@ void check_shares(std::mt19937& random) {
 TEST(FixedParts, SharesTakeEachBlockOnceAndInOrder) {
   std::mt19937 random(1);
   check_shares<64>(random);
+  check_shares<80>(random);
   check_shares<96>(random);
   check_shares<128>(random);
 }
