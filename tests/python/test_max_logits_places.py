@@ -13,6 +13,7 @@ from test_return_max_logits import integers
 
 import flashtile
 from flashtile import _capability
+from flashtile.bench import serving
 
 
 @pytest.mark.parametrize("row, key", [(5, 7), (290, 299)])
@@ -81,22 +82,12 @@ def in_rows(q, k, v, **options):
 
 
 def in_pages(q, k, v, **options):
-    """The same, of pages that lie in another order, the last ones with room that nobody may read."""
-    size, (batch, seqlen, heads_k, head_dim) = 16, k.shape
-    pages = -(-seqlen // size)
-    table = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(0)).to(k.device)
-
-    def cache(x):
-        rows = torch.full((batch, pages * size, heads_k, head_dim), math.nan, dtype=x.dtype, device=x.device)
-        rows[:, :seqlen] = x
-        pages_in_order = rows.view(batch * pages, size, heads_k, head_dim)
-        return torch.empty_like(pages_in_order).index_copy_(0, table, pages_in_order)
-
-    tables = {
-        "block_table": table.view(batch, pages).int(),
-        "cache_seqlens": torch.full((batch,), seqlen, dtype=torch.int32, device=k.device),
-    }
-    return flashtile.attention_kvcache(q, cache(k), cache(v), **tables, **options, return_max_logits=True)[-1]
+    """The same, of pages that lie in another order."""
+    batch, seqlen = k.shape[:2]
+    k_pages, v_pages, table = serving.in_pages(k.flatten(0, 1), v.flatten(0, 1), (seqlen,) * batch, page_size=16)
+    held = torch.full((batch,), seqlen, dtype=torch.int32, device=k.device)
+    given = {"cache_seqlens": held, "block_table": table, "return_max_logits": True}
+    return flashtile.attention_kvcache(q, k_pages, v_pages, **given, **options)[-1]
 
 
 WAYS = {"in rows": in_rows, "in pages": in_pages, "masked": in_rows}
@@ -123,7 +114,7 @@ def test_many_tiles(device, head_dim, causal, way, capability):
                 spike = int(torch.randint(long, (), generator=generator))
                 keys[:, spike] = 12 * q[:, rows // 2, :: heads_q // heads_k].sign()
             with _capability.limited(capability):
-                found = WAYS[way](q, keys, v, causal=causal, **({} if mask is None else {"mask": mask}))
+                found = WAYS[way](q, keys, v, causal=causal, mask=mask)
             # Sums of integers are exact, and one multiplication with the scale is rounded.
             exact = reference.max_logits(q, keys, causal=causal, mask=None if mask is None else mask.to_dense())
             torch.testing.assert_close(found, exact.float(), rtol=2.0**-22, atol=0)
