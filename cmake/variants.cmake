@@ -1,5 +1,5 @@
-# This file turns the variant tables (cpp/variants/*.def) into CUDA translation units: one per CUDA row, made from a
-# template.
+# This file turns the variant tables (cpp/variants/*.def) into CUDA translation units, which have the code of a template
+# for each of some CUDA rows.
 
 # These are the targets of each architecture's rows. One front-end pass makes one PTX and from it machine code for
 # several GPUs; the PTX itself is included for GPUs that are newer than these.
@@ -16,9 +16,13 @@ set(FLASHTILE_SM90_WIDTHS 8 16 32 64 96 128 192 256)
 # FLASHTILE_STRICT adds these options to every row that is not marked `may spill`.
 set(FLASHTILE_NO_SPILLS -Xptxas=--warn-on-spills,--warning-as-error)
 
-# Reads the rows `MACRO(arch, dtype, head_dim, head_dim_v, M, N, stages, warps, features)` of `table` and generates a
-# file from `template` for each CUDA row. It appends the files to `out_sources`. Files of rows whose comment has `may
-# spill: why` get the source property FLASHTILE_MAY_SPILL.
+# Reads the rows `MACRO(arch, dtype, head_dim, head_dim_v, M, N, stages, warps, features)` of `table` and generates
+# files of the code that `template` has for each CUDA row. It appends the files to `out_sources`.
+#
+# Rows that differ in no more than their tiles, and in which of the dtypes with as many bits they have, share a file if
+# they are compiled with the same options: headers and most templates are the same for them, so that four rows take as
+# long to compile as two files of one. `also for Hopper` in a row's comment says for what it is compiled; files of rows
+# whose comment has `may spill: why` get the source property FLASHTILE_MAY_SPILL.
 function(flashtile_variant_sources table template out_sources)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${table} ${template})
   get_filename_component(KIND ${table} NAME_WE)
@@ -26,8 +30,9 @@ function(flashtile_variant_sources table template out_sources)
   string(SUBSTRING ${KIND} 1 -1 Kind)
   string(TOUPPER ${initial} initial)
   string(PREPEND Kind ${initial})
+  file(READ ${template} code)
   file(STRINGS ${table} rows REGEX "^[A-Z]+\\( *sm")
-  set(sources ${${out_sources}})
+  set(units)
   foreach(row IN LISTS rows)
     if(NOT row MATCHES
        "^[A-Z]+\\( *(sm[0-9]+), *([a-z0-9]+), *([0-9]+), *([0-9]+), *([0-9]+), *([0-9]+), *([0-9]+), *([0-9]+), *([a-z_]+)\\)( *//.*)?$")
@@ -44,13 +49,28 @@ function(flashtile_variant_sources table template out_sources)
     set(FEATURES ${CMAKE_MATCH_9})
     string(REGEX MATCH "//.*$" comment "${row}")
     set(NAME ${ARCH}_${DTYPE}_d${HEAD_DIM}_v${HEAD_DIM_V}_m${TILE_M}_n${TILE_N}_s${STAGES}_w${WARPS}_${FEATURES})
-    set(source ${CMAKE_BINARY_DIR}/variants/${KIND}_${NAME}.cu)
-    configure_file(${template} ${source} @ONLY)
-    if(comment MATCHES "also for Hopper")
-      set_source_files_properties(${source} PROPERTIES COMPILE_OPTIONS "${FLASHTILE_GENCODE_every_gpu}")
-    else()
-      set_source_files_properties(${source} PROPERTIES COMPILE_OPTIONS -gencode=${FLASHTILE_GENCODE_${ARCH}})
+
+    set(unit ${KIND}_${ARCH}_d${HEAD_DIM}_v${HEAD_DIM_V}_${FEATURES})
+    if(DTYPE MATCHES "^e[0-9]m[0-9]$")
+      string(APPEND unit _of_8_bits)
     endif()
+    set(gencode -gencode=${FLASHTILE_GENCODE_${ARCH}})
+    if(comment MATCHES "also for Hopper")
+      string(APPEND unit _also_for_hopper)
+      set(gencode "${FLASHTILE_GENCODE_every_gpu}")
+    endif()
+    if(comment MATCHES "may spill:")
+      string(APPEND unit _may_spill)
+    endif()
+    set(source ${CMAKE_BINARY_DIR}/variants/${unit}.cu)
+    if(NOT unit IN_LIST units)
+      list(APPEND units ${unit})
+      set_source_files_properties(${source} PROPERTIES COMPILE_OPTIONS "${gencode}")
+      cmake_path(RELATIVE_PATH table BASE_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR} OUTPUT_VARIABLE name)
+      set(code_of_${unit} "// This file has rows of ${name}.\n")
+    endif()
+    string(CONFIGURE "${code}" code_of_row @ONLY)
+    string(APPEND code_of_${unit} "\n${code_of_row}")
     # A backward whose head dimension is no multiple of 64 has matmuls of half of it (see BackwardOnePassSm90).
     set(widths ${TILE_M} ${TILE_N})
     math(EXPR rest "${HEAD_DIM} % 64")
@@ -65,6 +85,11 @@ function(flashtile_variant_sources table template out_sources)
     if(comment MATCHES "may spill:")
       set_source_files_properties(${source} PROPERTIES FLASHTILE_MAY_SPILL ON)
     endif()
+  endforeach()
+  set(sources ${${out_sources}})
+  foreach(unit IN LISTS units)
+    set(source ${CMAKE_BINARY_DIR}/variants/${unit}.cu)
+    file(CONFIGURE OUTPUT ${source} CONTENT "${code_of_${unit}}" @ONLY)
     list(APPEND sources ${source})
   endforeach()
   set(${out_sources} ${sources} PARENT_SCOPE)

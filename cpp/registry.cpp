@@ -1,5 +1,5 @@
 // This file holds the variant tables as arrays. A row's launcher is the CPU backend's, or, in a build with CUDA, the
-// function that the row's own translation unit defines (see cpp/variants/variant.cu.in).
+// function that the row's code defines (see cpp/variants/variant.cu.in).
 #include "flashtile/registry.h"
 
 #include <array>

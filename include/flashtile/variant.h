@@ -71,7 +71,7 @@ struct Variant {
   /// (see join_parts.h).
   constexpr bool may_split() const { return arch == Arch::kSm90 && tile_m == 128 && is_usual() && !fp8(); }
   /// Returns whether a CUDA forward kernel takes column masks. One row of most widths does for Hopper, and on all GPUs
-  /// those that know dropout. Heads of other widths take a wider row: each kernel more is half a minute of a build.
+  /// those that know dropout. Heads of other widths take a wider row: each kernel more takes its time to build.
   constexpr bool may_mask() const {
     if (arch == Arch::kSm80) return maps_masked();
     return arch == Arch::kSm90 && has_usual_width() && !fp8() &&
