@@ -45,9 +45,10 @@ struct ForwardMemorySm90 {
     if (memory.bytes + q <= kMostSharedMemory) memory.stages_q = 2, memory.bytes += q;
     if (!v.fp8() && memory.bytes + out <= kMostSharedMemory) memory.staged = true, memory.bytes += out;
     memory.masked_bytes = memory.bytes;
-    // The columns of one block have the place that ragged sequences have without a mask, where those of two need more
-    // if largest logits are found, too.
-    const int columns = 16 * v.tile_n + (v.knows(Features::kMaxLogits) ? 1024 : 0);
+    // The columns of one block have the place that ragged sequences have without a mask. The second block needs more
+    // than its own bytes where largest logits are found, too, and what kBarriers has is used up.
+    constexpr int kOfLargest = 1024;
+    const int columns = 16 * v.tile_n + (v.knows(Features::kMaxLogits) ? kOfLargest : 0);
     if (memory.bytes + columns <= kMostSharedMemory) memory.stages_of_columns = 2, memory.masked_bytes += columns;
     return memory;
   }

@@ -42,6 +42,7 @@ FILES = {
         {"storage"},
         {"fragments", "descaled_weights", "largest_logits", "last_hidden", "long_sums", "pure_scores", "steps_in_one"},
         {"block_mask"},
+        {"weigher"},
         {"scheduler", "producer", "transposer", "widener", "consumer"},
     ],
     "mainloop/backward_one_pass_sm90": [{"storage"}, {"scheduler"}, {"producer", "consumer", "writer"}],

@@ -159,7 +159,8 @@ struct ForwardProducerSm90 {
 };
 
 /// Loads tiles over pages. A tile of K or V has many boxes there, since each lies within a page, and to start one takes
-/// a warp some 75 cycles. So K and V have a warp each, whose lanes load boxes of different pages.
+/// a warp some 75 cycles. So K and V have a warp each, whose lanes load boxes of different pages. That of V exchanges
+/// the largest logits, too, where they are wanted: the fourth warp hands out tiles, and none is left for that alone.
 template <class Mainloop>
 struct PagesProducerSm90 {
   using Params = typename Mainloop::Params;
