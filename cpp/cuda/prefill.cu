@@ -61,10 +61,7 @@ TensorView in_line(TensorView view) {
 
 void attend_in_line(const KvcachePlan& plan, const KvcacheTensors&, const ForwardTensors& tensors, void* memory,
                     Stream stream) {
-  ForwardTensors forward = tensors;
-  // The ragged batch ends with the last sequence's rows: entries of the cache beyond B belong to no sequence.
-  for (TensorView* view : {&forward.k, &forward.v}) view->shape[1] = plan.prefill->problem.seqlen_k;
-  plan.prefill->run(*plan.prefill, forward, memory, stream);
+  plan.prefill->run(*plan.prefill, keys_in_rows(plan, tensors), memory, stream);
 }
 
 }  // namespace

@@ -164,9 +164,10 @@ Found over_rows(const KvcacheProblem& cache, const DeviceInfo& device) {
   return found;
 }
 
-/// Goes over pages where there is a table, where numbers are widened, or under a column mask, as only those kernels
-/// look pages up, widen, and ask masks of the last keys; and where that makes a dense batch. A contiguous cache has a
-/// page for each sequence then. Any other goes through the usual kernel, over rows.
+/// Takes a row of kvcache.def where there is a table, where numbers are widened, or under a column mask, as only its
+/// kernels look pages up, widen, and ask masks of the last keys; and where that makes a dense batch. A contiguous cache
+/// has a page for each sequence then, unless it has rows all the same (see has_rows). Any other goes through the usual
+/// kernel, over rows.
 Found over_cache(const KvcacheProblem& cache, const DeviceInfo& device) {
   Found found = over_pages(cache, device);
   const bool dense = found.forward && !found.forward->problem.ragged;

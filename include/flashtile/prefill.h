@@ -69,6 +69,19 @@ inline int rows_of_box(const KvcacheProblem& cache, const Variant& v) {
   return cache.of_sequence == 1 ? v.tile_n : std::gcd(cache.page_size, v.tile_n);
 }
 
+/// Returns whether a plan of many tiles over a cache without a table has its rows for keys, which the forward kernel
+/// loads faster than pages. Splits are of pages alone.
+inline bool has_rows(const KvcachePlan& plan) {
+  return !plan.cache.has_table && plan.prefill->problem.ragged && plan.prefill->splits == 1;
+}
+
+/// Returns the operands of ragged sequences whose keys are rows of a cache. They end with the last sequence's: entries
+/// of the cache beyond B belong to no sequence.
+inline ForwardTensors keys_in_rows(const KvcachePlan& plan, ForwardTensors tensors) {
+  for (TensorView* view : {&tensors.k, &tensors.v}) view->shape[1] = plan.prefill->problem.seqlen_k;
+  return tensors;
+}
+
 /// Returns the variant by which queries of a dtype meet keys and values of 8 bits, the dtype of the row `v`: these are
 /// widened to that of the queries.
 constexpr Variant as_of_queries(Variant v, DType dtype) {

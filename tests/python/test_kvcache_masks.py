@@ -113,7 +113,8 @@ def _cases():
             add(f"rows{group}", page_size=(16, None)[queries % 2], **sizes, **heads)
     for dim in (64, 96, 128, 192, 256):
         heads = dict(heads_q=8, heads_k=4, masks=4, each=True, dtype=(F16, BF16)[dim // 32 % 2], head_dim=dim)
-        add("many", held=tuple(range(40, 900, 40)), seqlen_q=70, columns=70, page_size=16, **heads)
+        for page_size in (16, None):  # pages, and rows
+            add("many", held=tuple(range(40, 900, 40)), seqlen_q=70, columns=70, page_size=page_size, **heads)
         add("few_long", held=(2500, 1024, 31), seqlen_q=24, columns=30, trees=True, **heads)
     far = (  # whose blocks without an edge lie before those of the mask, or between them and a window's end
         dict(window=(600, None)),
@@ -124,8 +125,10 @@ def _cases():
     )
     for i, chosen in enumerate(far):
         heads = dict(heads_q=8, heads_k=4, masks=4, each=True, dtype=(F16, BF16)[i % 2], head_dim=(64, 128)[i % 2])
-        for held in ((2500, 1024, 31), tuple(range(40, 900, 40))):  # with split keys, and without
-            add("far_" + "_".join(chosen), held=held, seqlen_q=70, columns=150, page_size=16, **heads, **chosen)
+        few, many = (2500, 1024, 31), tuple(range(40, 900, 40))
+        for held, page_size in ((few, 16), (many, 16), (many, None)):  # with split keys, without, and in rows
+            sizes = dict(held=held, seqlen_q=70, columns=150, page_size=page_size)
+            add("far_" + "_".join(chosen), **sizes, **heads, **chosen)
     padded = dict(leftpad=(50, 37, 0, 130), seqlen_q=7, new=7)
     add("padded", columns=12, **padded)
     add("padded", columns=90, each=True, page_size=48, **padded)

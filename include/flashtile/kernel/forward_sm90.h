@@ -218,13 +218,13 @@ void launch_forward_sm90(const ForwardPlan& plan, const Params& params, Stream s
       return launch(forward_sm90<Row, Keys::kMasked, kMaps>, masked, device, shape, params, stream);
     }
   }
-  if constexpr (Row::kVariant.may_split()) {
+  if constexpr (Row::kVariant.may_split() && kKeys != Keys::kLastMasked) {
     if (plan.splits > 1) {
       launch(forward_sm90<Row, kKeys | Keys::kSplit, Maps::kAsAsked>, split, device, shape, params, stream);
       return join_parts(plan, params.forward, stream);
     }
   }
-  if constexpr (are(kKeys, Keys::kInPages))
+  if constexpr (are(kKeys, Keys::kInPages) || are(kKeys, Keys::kLastMasked))
     launch(forward_sm90<Row, kKeys, Maps::kAsAsked>, plain, device, shape, params, stream);
   else if (params.forward.scores.map.maps())
     launch(forward_sm90 < Row, kKeys, Row::kVariant.fp8() ? Maps::kAsAsked : Maps::kAlways >, mapped, device, shape,

@@ -1,12 +1,24 @@
 // Many queries over a cache take Hopper's forward kernel, whose producer looks up where each page lies: where there is
-// a table, a column mask of the last keys, few tiles, or numbers of 8 bits, which are widened there. A cache without a
-// table is one of a page for each sequence.
+// a table, few tiles, or numbers of 8 bits, which are widened there. A cache without a table is one of a page for each
+// sequence then. With many tiles such a cache has rows, as ragged sequences have; a kernel of these rows here asks a
+// column mask of the last keys, and without one the row of forward.def serves.
 #pragma once
 
 #include "flashtile/kernel/forward_sm90.h"
 #include "flashtile/prefill.h"
 
 namespace flashtile {
+
+/// Attends to rows under a column mask of the last keys.
+template <class Row>
+void attend_to_rows(const KvcachePlan& plan, const KvcacheTensors& cached, const ForwardTensors& tensors, void* memory,
+                    Stream stream) {
+  constexpr Keys kKeys = Keys::kLastMasked;
+  using Mainloop = ForwardMainloopSm90<Row::kVariant, kKeys>;
+  const ForwardParamsSm90 params = forward_params_sm90<Mainloop>(*plan.prefill, keys_in_rows(plan, tensors), memory);
+  launch_forward_sm90<Row, kKeys>(*plan.prefill, LastMasked<ForwardParamsSm90>{params, plan.cache.masked(cached)},
+                                  stream);
+}
 
 template <class Row, Keys kKeys>
 void attend_to_pages(const KvcachePlan& plan, const KvcacheTensors& cached, const ForwardTensors& tensors, void* memory,
@@ -21,6 +33,7 @@ void attend_to_pages(const KvcachePlan& plan, const KvcacheTensors& cached, cons
                                            CacheDescales::of(cached.v_descale)};
     launch_forward_sm90<Row, kKeys>(forward, widened, stream);
   } else if (plan.problem.column_masked()) {
+    if (has_rows(plan)) return attend_to_rows<Row>(plan, cached, tensors, memory, stream);
     launch_forward_sm90<Row, kKeys | Keys::kLastMasked>(
         forward, LastMasked<PagedForwardParamsSm90>{params, plan.cache.masked(cached)}, stream);
   } else {

@@ -112,7 +112,7 @@ struct ForwardMainloopSm90 {
   static constexpr bool kFixedParts = are(kKeys, Keys::kFixedParts);
   static constexpr bool kLastMasked = are(kKeys, Keys::kLastMasked);
   static_assert(kOverPages || !kWidens);
-  static_assert(!kLastMasked || (kOverPages && !kMasked && !kWidens && !kFixedParts));
+  static_assert(!kLastMasked || !(kMasked || kWidens || kFixedParts));
   using UsualParams =
       std::conditional_t<kScaled, ScaledForwardParamsSm90,
                          std::conditional_t<kWidens, WidenedForwardParamsSm90,
