@@ -118,3 +118,27 @@ def test_many_tiles(device, head_dim, causal, way, capability):
             # Sums of integers are exact, and one multiplication with the scale is rounded.
             exact = reference.max_logits(q, keys, causal=causal, mask=None if mask is None else mask.to_dense())
             torch.testing.assert_close(found, exact.float(), rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rows", [40, 1100])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+def test_what_is_no_number(device, head_dim, rows, way):
+    """NaN is no score, and one beyond float32 is found, also where keys are split, as those of 40 rows are."""
+    generator = torch.Generator().manual_seed(head_dim + rows)
+    keys = 2500
+    mask = random_mask(rows, keys, run=50) if way == "masked" else None
+    visible = torch.ones(1, 1, rows, keys, dtype=torch.bool) if mask is None else mask.to_dense()
+    q = integers(generator, -2, 2, 1, rows, 3, head_dim).float()
+    k = integers(generator, -2, 2, 1, keys, 3, head_dim).float()
+    seen = visible.expand(1, 3, rows, keys).clone()
+    seen[:, 0, 5], seen[:, 0, :, 1700:1900] = False, False  # of head 0, one query and many keys are NaN
+    exact = reference.max_logits(q, k, scale=0.5, mask=seen).float()
+    q[:, 5, 0, 3], k[:, 1700:1900, 0, 5] = math.nan, math.nan
+    row, key = visible[0, 0, 7:].nonzero()[int(torch.randint(rows, (), generator=generator))].tolist()
+    q[0, 7 + row, 1], k[0, key, 1] = 1e30, 1e30  # of head 1, one score is +inf
+    q, k = q.to(device, BF16), k.to(device, BF16)
+    found = WAYS[way](q, k, k, causal=False, scale=0.5, mask=None if mask is None else mask.to(device)).cpu()
+    assert found[0, 1] >= 0.5 * torch.finfo(F32).max
+    assert_bitwise(found[:, ::2], exact[:, ::2], "max_logits")
