@@ -69,10 +69,12 @@ inline int rows_of_box(const KvcacheProblem& cache, const Variant& v) {
   return cache.of_sequence == 1 ? v.tile_n : std::gcd(cache.page_size, v.tile_n);
 }
 
-/// Returns whether a plan of many tiles over a cache without a table has its rows for keys, which the forward kernel
-/// loads faster than pages. Splits are of pages alone.
+/// Returns whether a plan of many tiles under a column mask of the last keys goes over the rows of a cache without a
+/// table, which the forward kernel loads faster than pages. Its kernel neither splits keys nor maps scores: a call
+/// whose instructions come from memory waits for those that it jumps over, too.
 inline bool has_rows(const KvcachePlan& plan) {
-  return !plan.cache.has_table && plan.prefill->problem.ragged && plan.prefill->splits == 1;
+  const ForwardPlan& forward = *plan.prefill;
+  return !plan.cache.has_table && forward.problem.ragged && forward.splits == 1 && !plan.problem.score_map().maps();
 }
 
 /// Returns the operands of ragged sequences whose keys are rows of a cache. They end with the last sequence's: entries

@@ -224,7 +224,9 @@ void launch_forward_sm90(const ForwardPlan& plan, const Params& params, Stream s
       return join_parts(plan, params.forward, stream);
     }
   }
-  if constexpr (are(kKeys, Keys::kInPages) || are(kKeys, Keys::kLastMasked))
+  if constexpr (kKeys == Keys::kLastMasked)
+    launch(forward_sm90<Row, kKeys, Maps::kNever>, plain, device, shape, params, stream);
+  else if constexpr (are(kKeys, Keys::kInPages))
     launch(forward_sm90<Row, kKeys, Maps::kAsAsked>, plain, device, shape, params, stream);
   else if (params.forward.scores.map.maps())
     launch(forward_sm90 < Row, kKeys, Row::kVariant.fp8() ? Maps::kAsAsked : Maps::kAlways >, mapped, device, shape,
