@@ -34,7 +34,7 @@ elseif(FLASHTILE_CUDA_JOBS LESS 1)
 endif()
 set_property(GLOBAL APPEND PROPERTY JOB_POOLS nvcc=${FLASHTILE_CUDA_JOBS})
 
-# Sets `out` to about how many minutes a build with this many CUDA units takes. It is measured on two cores: 43 of 78
+# Sets `out` to about how many minutes a build with this many CUDA units takes. It is measured on two cores: 56 of 78
 # units took 60 seconds each in the mean, two at a time, and all else took 66 seconds of one core.
 function(flashtile_minutes cuda_units out)
   math(EXPR minutes "(60 * ${cuda_units} / ${FLASHTILE_CUDA_JOBS} + 66 / ${FLASHTILE_CORES} + 59) / 60")

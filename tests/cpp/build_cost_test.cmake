@@ -23,7 +23,7 @@ include(cost)
 expect([[FLASHTILE_CORES EQUAL all_cores]])
 expect([[FLASHTILE_CUDA_JOBS EQUAL 1]])
 
-# The first two are the measured build, the last is a larger machine.
+# The first two are for the machine that units were timed on, the last is a larger one.
 set(FLASHTILE_CORES 2)
 set(FLASHTILE_CUDA_JOBS 2)
 flashtile_minutes(78 minutes)

@@ -95,16 +95,17 @@ TEST(SelectKvcache, BoxesLieWithinPages) {
   }
 }
 
+KvcacheProblem masked(KvcacheProblem cache, int masks) {
+  cache.problem.masks_of_entry = masks;
+  cache.problem.masked_entries = 1;
+  cache.masked_keys = cache.problem.seqlen_q;
+  return cache;
+}
+
 /// A column mask of the last keys changes nothing of a plan, on Ampere and, where sequences have many rows, on Hopper.
-/// There a contiguous cache then has a page for each sequence, and heads of a group that have masks of their own are
-/// left to the kernels over a cache, as are 8-bit numbers.
+/// There a contiguous cache is planned as one that has a page for each sequence, and heads of a group that have masks
+/// of their own are left to the kernels over a cache, as are 8-bit numbers.
 TEST(SelectKvcache, ColumnMasksAskForNoOtherPlan) {
-  const auto masked = [](KvcacheProblem cache, int masks) {
-    cache.problem.masks_of_entry = masks;
-    cache.problem.masked_entries = 1;
-    cache.masked_keys = cache.problem.seqlen_q;
-    return cache;
-  };
   const auto expect_same = [](const KvcachePlan& found, const KvcachePlan& expected, int queries) {
     EXPECT_EQ(name_of(found.variant), name_of(expected.variant));
     EXPECT_EQ(found.prefill == nullptr, expected.prefill == nullptr);
@@ -136,6 +137,26 @@ TEST(SelectKvcache, ColumnMasksAskForNoOtherPlan) {
       }
     }
   }
+}
+
+/// Under such a mask many tiles go over the rows of a contiguous cache, which has no page then, unless scores are
+/// mapped.
+TEST(SelectKvcache, ManyTilesUnderAColumnMaskGoOverRows) {
+  const auto goes_over_rows = [](int batch, auto&& change) {
+    KvcacheProblem cache = decode(kH100, batch, 8, 4, 4096);
+    cache.in_line = true;
+    cache.problem.seqlen_q = 64;
+    change(cache);
+    const KvcachePlan plan = select_kvcache(masked(cache, 1), kH100);
+    EXPECT_NE(plan.prefill, nullptr);
+    return plan.prefill && has_rows(plan);
+  };
+  const auto nothing = [](KvcacheProblem&) {};
+  EXPECT_TRUE(goes_over_rows(64, nothing));
+  EXPECT_FALSE(goes_over_rows(1, nothing)) << "a dense batch, of pages";
+  EXPECT_FALSE(goes_over_rows(64, [](KvcacheProblem& cache) { cache = in_pages(cache, 64); }));
+  EXPECT_FALSE(goes_over_rows(64, [](KvcacheProblem& cache) { cache.problem.softcap = 9; }));
+  EXPECT_FALSE(goes_over_rows(64, [](KvcacheProblem& cache) { cache.problem.alibi = true; }));
 }
 
 TEST(SelectKvcache, ManyRowsGoThroughTheForwardKernelOnHopper) {

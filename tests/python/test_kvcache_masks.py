@@ -113,8 +113,9 @@ def _cases():
             add(f"rows{group}", page_size=(16, None)[queries % 2], **sizes, **heads)
     for dim in (64, 96, 128, 192, 256):
         heads = dict(heads_q=8, heads_k=4, masks=4, each=True, dtype=(F16, BF16)[dim // 32 % 2], head_dim=dim)
-        for page_size in (16, None):  # pages, and rows
-            add("many", held=tuple(range(40, 900, 40)), seqlen_q=70, columns=70, page_size=page_size, **heads)
+        for queries, page_size in ((70, 16), (150, None)):  # pages, and, of more than 132 tiles, rows
+            sizes = dict(seqlen_q=queries, columns=queries, page_size=page_size)
+            add("many", held=tuple(range(40, 900, 40)), **sizes, **heads)
         add("few_long", held=(2500, 1024, 31), seqlen_q=24, columns=30, trees=True, **heads)
     far = (  # whose blocks without an edge lie before those of the mask, or between them and a window's end
         dict(window=(600, None)),
@@ -126,8 +127,9 @@ def _cases():
     for i, chosen in enumerate(far):
         heads = dict(heads_q=8, heads_k=4, masks=4, each=True, dtype=(F16, BF16)[i % 2], head_dim=(64, 128)[i % 2])
         few, many = (2500, 1024, 31), tuple(range(40, 900, 40))
-        for held, page_size in ((few, 16), (many, 16), (many, None)):  # with split keys, without, and in rows
-            sizes = dict(held=held, seqlen_q=70, columns=150, page_size=page_size)
+        # With split keys, without, and in rows, unless scores are mapped.
+        for held, queries, page_size in ((few, 70, 16), (many, 70, 16), (many, 150, None)):
+            sizes = dict(held=held, seqlen_q=queries, columns=150, page_size=page_size)
             add("far_" + "_".join(chosen), **sizes, **heads, **chosen)
     padded = dict(leftpad=(50, 37, 0, 130), seqlen_q=7, new=7)
     add("padded", columns=12, **padded)
