@@ -21,6 +21,7 @@ constexpr double kSpeedOf192NarrowRowsBy80 = 1.18;  // there with 80 keys to a t
 constexpr double kSpeedOf192RowsOf80 = 1.17;        // at 80 (an H100, as the next two),
 constexpr double kSpeedOf192OddRows = 1.53;  // and at 72, 88, 104 and 120: rows begin within sectors of the L2 cache,
 constexpr double kSpeedOf192MaskedRows = 1.02;  // and at 128 under a mask, where a head has several tiles;
+constexpr double kSpeedOf128RowsBy80 = 0.86;    // of a tile of 128 by 80 keys, relative to one by 128
 constexpr double kEndsOf128Rows = 100;          // a tile's prologue and epilogue, in the time of keys
 constexpr double kEndsOf192Rows = 180;
 constexpr double kEndsOf192RowsOfFewKeys = 110;  // where all keys are in one block (an H100)
@@ -91,7 +92,8 @@ double time_of_rounds(double tiles, int blocks, double shortest, double longest,
 /// Returns the time of all tiles, each of whose keys are divided among `splits` thread blocks.
 double time_of_tiles(const Variant& v, const Problem& p, HeadPacking packing, int splits, const DeviceInfo& device) {
   const bool large = v.tile_m == 192;
-  const double speed = large ? speed_of_192_rows(v, p) * 128 / 192 : 1;
+  const bool by_80 = v.head_dim == 128 && v.tile_n == 80;  // of 128 rows: the row for batch-invariant calls
+  const double speed = large ? speed_of_192_rows(v, p) * 128 / 192 : by_80 ? h200::kSpeedOf128RowsBy80 : 1;
   const double ends = !large                   ? h200::kEndsOf128Rows
                       : p.seqlen_k <= v.tile_n ? h200::kEndsOf192RowsOfFewKeys
                                                : h200::kEndsOf192Rows;

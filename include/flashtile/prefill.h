@@ -69,12 +69,13 @@ inline int rows_of_box(const KvcacheProblem& cache, const Variant& v) {
   return cache.of_sequence == 1 ? v.tile_n : std::gcd(cache.page_size, v.tile_n);
 }
 
-/// Returns whether a plan of many tiles under a column mask of the last keys goes over the rows of a cache without a
-/// table, which the forward kernel loads faster than pages. Its kernel neither splits keys nor maps scores: a call
-/// whose instructions come from memory waits for those that it jumps over, too.
+/// Returns whether a plan goes over the rows of a cache without a table, which the forward kernel loads faster than
+/// pages, under a column mask of the last keys: so do many tiles. That kernel neither splits keys nor maps scores.
 inline bool has_rows(const KvcachePlan& plan) {
   const ForwardPlan& forward = *plan.prefill;
-  return !plan.cache.has_table && forward.problem.ragged && forward.splits == 1 && !plan.problem.score_map().maps();
+  const bool maps = plan.problem.score_map().maps();
+  return plan.problem.column_masked() && !plan.cache.has_table && forward.problem.ragged && forward.splits == 1 &&
+         !maps;
 }
 
 /// Returns the operands of ragged sequences whose keys are rows of a cache. They end with the last sequence's: entries

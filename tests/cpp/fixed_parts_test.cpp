@@ -128,6 +128,21 @@ TEST(SelectInvariant, TilesOfFewRowsAreSharedOut) {
   EXPECT_GE(shared.workspace_bytes, shared.parts_at + std::int64_t{2} * 8 * 64 * shared.variant.tile_m * 128 * 4);
 }
 
+/// At D128 a tile of 128 rows has 80 keys, too, and is slower than the usual one: it serves where tall tiles would
+/// leave most rows of the last one idle.
+TEST(SelectInvariant, TilesOfD128AreTallUnlessMostRowsOfTheLastAreIdle) {
+  const auto rows_of_tile = [](int batch, int seqlen, int heads_q, int heads_k) {
+    Problem p = decode(kH100, batch, heads_q, heads_k, seqlen).problem;
+    p.seqlen_q = seqlen;
+    return select_forward(p, kH100, true).variant.tile_m;
+  };
+  EXPECT_EQ(rows_of_tile(16, 1024, 32, 8), 192);
+  EXPECT_EQ(rows_of_tile(8, 2048, 32, 8), 192);
+  EXPECT_EQ(rows_of_tile(4, 4096, 32, 8), 192);
+  EXPECT_EQ(rows_of_tile(2, 8192, 32, 8), 192);
+  EXPECT_EQ(rows_of_tile(64, 256, 16, 16), 128);
+}
+
 TEST(SelectInvariant, PlansFitTheGpu) {
   for_each_supported([](KvcacheProblem cache, const DeviceInfo& device) {
     cache.batch_invariant = true;

@@ -142,17 +142,18 @@ TEST(SelectKvcache, ColumnMasksAskForNoOtherPlan) {
 /// Under such a mask many tiles go over the rows of a contiguous cache, which has no page then, unless scores are
 /// mapped.
 TEST(SelectKvcache, ManyTilesUnderAColumnMaskGoOverRows) {
-  const auto goes_over_rows = [](int batch, auto&& change) {
+  const auto goes_over_rows = [](int batch, auto&& change, int masks = 1) {
     KvcacheProblem cache = decode(kH100, batch, 8, 4, 4096);
     cache.in_line = true;
     cache.problem.seqlen_q = 64;
     change(cache);
-    const KvcachePlan plan = select_kvcache(masked(cache, 1), kH100);
+    const KvcachePlan plan = select_kvcache(masks > 0 ? masked(cache, masks) : cache, kH100);
     EXPECT_NE(plan.prefill, nullptr);
     return plan.prefill && has_rows(plan);
   };
   const auto nothing = [](KvcacheProblem&) {};
   EXPECT_TRUE(goes_over_rows(64, nothing));
+  EXPECT_FALSE(goes_over_rows(64, nothing, 0)) << "the row of forward.def serves";
   EXPECT_FALSE(goes_over_rows(1, nothing)) << "a dense batch, of pages";
   EXPECT_FALSE(goes_over_rows(64, [](KvcacheProblem& cache) { cache = in_pages(cache, 64); }));
   EXPECT_FALSE(goes_over_rows(64, [](KvcacheProblem& cache) { cache.problem.softcap = 9; }));

@@ -11,12 +11,12 @@
 namespace flashtile {
 
 /// Stores `rows` (row, head_dim) of a thread, whose coordinates in the tile are `coord`, as the result over a split of
-/// the tile's keys, whose place is given (see ForwardParts). A quad stores 32 neighbouring bytes of a row at a time.
+/// the tile's keys, whose place is given (see ForwardParts), and the rows' states, whose sums are complete. A quad
+/// stores 32 neighbouring bytes of a row at a time.
 template <int kM, class Rows, class Coord, class Softmax>
 CUTE_DEVICE void store_part(ForwardParams const& params, std::int64_t place, Rows const& rows, Coord const& coord,
-                            Softmax& softmax) {
+                            Softmax const& softmax) {
   using namespace cute;
-  softmax.finish_sums();
   const ForwardParts& parts = params.parts;
   const std::int64_t first = place * kM;
   const int first_column = get<1>(coord(0, 0)), columns = params.head_dim_v - first_column;

@@ -15,17 +15,16 @@ namespace flashtile {
 template <class Mainloop>
 class SumOfParts {
   static constexpr int kSums = Mainloop::kHeadDimV / 2;  // of a thread, two of one of its rows, then two of the other
-  static constexpr int kTogether = Mainloop::kSumsInSharedMemory ? 8 : 32;  // so many are on their way at a time
+  static constexpr int kTogether = 32;                   // so many are on their way at a time
   static_assert(kSums % 8 == 0);
 
  public:
   CUTE_DEVICE SumOfParts(FixedParts const& parts, void* staging) : parts(parts), staging(staging) {}
 
   /// Adds the result over a part that has ended, which may be the tile's first. `sums` are the accumulators, before
-  /// they are normalised.
+  /// they are normalised, and the row sums of `softmax` are complete.
   template <class Sums, class Softmax>
   CUTE_DEVICE void add(bool first, Sums& sums, Softmax& softmax) {
-    softmax.finish_sums();
     float4* const own = place();
     if (!first) {
       join(own, sums, softmax);

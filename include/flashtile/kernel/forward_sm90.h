@@ -149,6 +149,7 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), 1)
       if constexpr (Mainloop::kSplits) {
         // This lets join_parts() start. Called at the kernel's start, it made calls take up to 3 µs longer.
         let_next_kernel_start();
+        softmax.finish_sums();
         end_part(work, Mainloop::kFixedParts ? last_part(work) : 0, tOrO, softmax);
       } else {
         if constexpr (Mainloop::kFixedParts) {
@@ -224,15 +225,15 @@ void launch_forward_sm90(const ForwardPlan& plan, const Params& params, Stream s
       return join_parts(plan, params.forward, stream);
     }
   }
-  if constexpr (kKeys == Keys::kLastMasked)
-    launch(forward_sm90<Row, kKeys, Maps::kNever>, plain, device, shape, params, stream);
-  else if constexpr (are(kKeys, Keys::kInPages))
-    launch(forward_sm90<Row, kKeys, Maps::kAsAsked>, plain, device, shape, params, stream);
-  else if (params.forward.scores.map.maps())
-    launch(forward_sm90 < Row, kKeys, Row::kVariant.fp8() ? Maps::kAsAsked : Maps::kAlways >, mapped, device, shape,
-           params, stream);
-  else
-    launch(forward_sm90<Row, kKeys, Maps::kNever>, plain, device, shape, params, stream);
+  // Most calls map no scores. A call between others waits for the instructions that it jumps over, too: so where keys
+  // are whole, those calls have kernels of their own. Rows under a mask of the last keys map none, see has_rows().
+  constexpr bool kInPages = are(kKeys, Keys::kInPages), kWidens = are(kKeys, Keys::kE4M3) || are(kKeys, Keys::kE5M2);
+  if constexpr (kKeys != Keys::kLastMasked) {
+    constexpr Maps kMaps = Row::kVariant.fp8() || kInPages ? Maps::kAsAsked : Maps::kAlways;
+    if (kWidens || params.forward.scores.map.maps())
+      return launch(forward_sm90<Row, kKeys, kMaps>, mapped, device, shape, params, stream);
+  }
+  if constexpr (!kWidens) launch(forward_sm90<Row, kKeys, Maps::kNever>, plain, device, shape, params, stream);
 }
 
 template <class Row>

@@ -35,7 +35,7 @@ void launch_invariant_sm90(const ForwardPlan& plan, const ForwardTensors& tensor
 template <class Row>
 void launch_invariant_over_pages_sm90(const KvcachePlan& plan, const KvcacheTensors& cached,
                                       const ForwardTensors& tensors, void* memory, Stream stream) {
-  static KernelHandles whole, shared;
+  static KernelHandles plain, mapped, shared;
   using Mainloop = ForwardMainloopSm90<Row::kVariant, Keys::kInFixedPartsOfPages>;
   const ForwardPlan& forward = *plan.prefill;
   const int rows = rows_of_box(plan.cache, Row::kVariant), keys_of_sequence = plan.problem.seqlen_k;
@@ -53,7 +53,10 @@ void launch_invariant_over_pages_sm90(const KvcachePlan& plan, const KvcacheTens
       return join_fixed_parts(forward, params.forward, params.parts, params.rows, stream);
     }
   }
-  launch(forward_sm90<Row, Keys::kInFixedPartsOfPages, Maps::kAsAsked>, whole, device, shape, params, stream);
+  if (params.forward.scores.map.maps())
+    launch(forward_sm90<Row, Keys::kInFixedPartsOfPages, Maps::kAsAsked>, mapped, device, shape, params, stream);
+  else
+    launch(forward_sm90<Row, Keys::kInFixedPartsOfPages, Maps::kNever>, plain, device, shape, params, stream);
 }
 
 }  // namespace flashtile

@@ -33,7 +33,6 @@ void attend_to_pages(const KvcachePlan& plan, const KvcacheTensors& cached, cons
                                            CacheDescales::of(cached.v_descale)};
     launch_forward_sm90<Row, kKeys>(forward, widened, stream);
   } else if (plan.problem.column_masked()) {
-    if (has_rows(plan)) return attend_to_rows<Row>(plan, cached, tensors, memory, stream);
     launch_forward_sm90<Row, kKeys | Keys::kLastMasked>(
         forward, LastMasked<PagedForwardParamsSm90>{params, plan.cache.masked(cached)}, stream);
   } else {
@@ -56,7 +55,7 @@ void launch_kvcache_sm90(const KvcachePlan& plan, const KvcacheTensors& tensors,
     const bool is_half = plan.problem.dtype == DType::kFloat16;
     prefill(plan, tensors, memory, stream, is_half ? attend_to_pages<Half, kKeys> : attend_to_pages<BFloat16, kKeys>);
   } else {
-    prefill(plan, tensors, memory, stream, attend_to_pages<Row, Keys::kInPages>);
+    prefill(plan, tensors, memory, stream, has_rows(plan) ? attend_to_rows<Row> : attend_to_pages<Row, Keys::kInPages>);
   }
 }
 

@@ -31,11 +31,13 @@ class ForwardConsumerSm90 {
         shared(shared),
         thread(thread),
         // With a single stage of Q its descriptors are constants, which wait in ordinary registers, without uniform().
-        warpgroup(Mainloop::kStagesQ == 1 ? thread / 128 : uniform(thread / 128)) {}
+        // Where parts are summed up, none is left for them.
+        warpgroup(Mainloop::kStagesQ == 1 && !Mainloop::kFixedParts ? thread / 128 : uniform(thread / 128)) {}
 
   /// Computes tile after tile. Calls `ask(work)` for what comes from memory and is needed at the end of a tile, where
   /// the tile begins, then `finish(work, accumulators, softmax state, what was asked for)`, or `skip(work)` if it sees
-  /// no key. With fixed parts it calls `end_part(work, part, accumulators, softmax state)` for each but the last one.
+  /// no key. With fixed parts it calls `end_part(work, part, accumulators, softmax state)` for each but the last one,
+  /// when the row sums of that state are complete.
   template <class Ask, class EndPart, class Finish, class Skip>
   CUTE_DEVICE void run(Ask&& ask, EndPart&& end_part, Finish&& finish, Skip&& skip) {
     decltype(ask(work())) asked;
@@ -154,6 +156,7 @@ class ForwardConsumerSm90 {
     weigher.template look_at<true>(walk, walk.first(), k_at.stage);
     release_operands(walk.first());
     opening = ScaleOut::Zero;
+    if constexpr (Mainloop::kFixedParts) blocks_before = work().keys.first / kN;
     if constexpr (Mainloop::kScaled) weigher.long_sums.begin();
     if constexpr (Mainloop::kWidens)
       weigher.softmax.unit_log2 = params.forward.scores.map.unit_log2 * work().more.of_scores;
@@ -203,49 +206,69 @@ class ForwardConsumerSm90 {
       }
       if (!weigher.template weigh<false>()) [[unlikely]]
         weigher.weigh_again();
-      bool weighed = true;
+      // Each `break` leads to code that forms new weights, so that the old ones take no register from what comes before
+      // it. A flag that told why the loop has ended would keep them.
       CUTE_NO_UNROLL
-      while (weighed) {
+      while (true) {
         if constexpr (Mainloop::kKnowsDropout) {
           if (weigher.drops) weigher.drop(n_block);
         }
         n_block = walk.next(n_block);
         if (n_block == walk.end()) return;
-        formed = false;
-        weighed = take_steps(n_block, formed, end_part);
+        const int of_part = block_of_part(n_block), end = end_of_run(n_block, of_part);
+        if (n_block == end) {
+          formed = take_step(n_block, of_part == 0, end_part);
+          break;
+        }
+        if (!take_run(n_block, end)) {
+          formed = false;
+          break;
+        }
       }
     }
   }
 
-  /// Takes one or more steps from that of `n_block` on; the last one taken becomes `n_block`. If it returns false, the
-  /// scores of that one are still to be weighed, or, after a run of plain ones, weighed anew, and before that to be
-  /// formed, unless it sets `formed`.
-  template <class EndPart>
-  CUTE_DEVICE bool take_steps(int& n_block, bool& formed, EndPart&& end_part) {
-    const int of_part = Mainloop::kFixedParts ? block_of_part(n_block) : 1;
+  /// Returns the end of the run of steps from that of `n_block` on which has a loop of its own, or `n_block` if there
+  /// is none. What begins a part is in no run.
+  CUTE_DEVICE int end_of_run(int n_block, int of_part) const {
     if constexpr (Mainloop::kMapsInOne) {
-      const int end = steps_in_one().end(n_block);
-      if (n_block < end) return map_interior(n_block, end);
-    } else if (Mainloop::kPeelsPlain && !weigher.maps && !weigher.drops && of_part > 0 && !walk.is_edge(n_block)) {
-      const int end_of_part = n_block - of_part + Mainloop::kBlocksOfPart;
-      const int end = Mainloop::kFixedParts ? min(end_of_part, walk.interior.end) : walk.interior.end;
-      return weigh_interior(n_block, end, [&](int) { return weigher.template weigh<false>(); });
+      return steps_in_one().end(n_block);
+    } else {
+      if (!Mainloop::kPeelsPlain || weigher.maps || weigher.drops || walk.is_edge(n_block)) return n_block;
+      if constexpr (!Mainloop::kFixedParts) return walk.interior.end;
+      return of_part == 0 ? n_block : min(n_block - of_part + Mainloop::kBlocksOfPart, walk.interior.end);
     }
-    start_step<true>(n_block);
-    formed = Mainloop::kFormsMeanwhile;
-    if (formed) weigher.form_scores(walk, n_block);
+  }
+
+  /// Takes steps of a run from that of `n_block` on; the last one taken becomes `n_block`. If it returns false, the raw
+  /// scores of that one are still to be formed and weighed.
+  CUTE_DEVICE bool take_run(int& n_block, int end) {
+    if constexpr (Mainloop::kMapsInOne)
+      return map_interior(n_block, end);
+    else
+      return weigh_interior(n_block, end, [&](int) { return weigher.template weigh<false>(); });
+  }
+
+  /// Takes the step of a block that is in no run, but does not weigh its scores. Returns whether they are formed. Where
+  /// the block begins a part, its weights are relative to a reference of their own, and sums begin anew.
+  template <class EndPart>
+  CUTE_DEVICE bool take_step(int n_block, bool begins_part, EndPart&& end_part) {
+    start_step<true>(n_block, [&] {
+      if (begins_part) weigher.softmax.finish_sums();
+    });
+    if (Mainloop::kFormsMeanwhile) weigher.form_scores(walk, n_block);
     finish_output<0>();
     if constexpr (Mainloop::kFixedParts) {
-      if (of_part == 0) {  // the weights of a part are relative to a reference of its own, and its sums begin anew
+      if (begins_part) {
         end_part(work(), work().keys.key(n_block) / (kN * Mainloop::kBlocksOfPart) - 1, weigher.tOrO, weigher.softmax);
         opening = ScaleOut::Zero;
       }
     }
-    return false;
+    return Mainloop::kFormsMeanwhile;
   }
   /// Returns which block of a fixed part a block is.
   CUTE_DEVICE int block_of_part(int n_block) const {
-    return (work().keys.first / kN + n_block) % Mainloop::kBlocksOfPart;
+    return Mainloop::kFixedParts ? (blocks_before + n_block) % Mainloop::kBlocksOfPart : 1;
   }
 
   /// Takes steps from that of `n_block` to `end`, whose blocks need no form_scores(), but stops where weights have to
@@ -271,9 +294,10 @@ class ForwardConsumerSm90 {
     return weigh_interior(n_block, end, [&](int step) { return weigher.weigh_stretched(slope, step); });
   }
 
-  /// Starts P·V of the block before `n_block`, and waits for the raw scores of `n_block`.
-  template <bool kMayBeEdge>
-  CUTE_DEVICE void start_step(int n_block) {
+  /// Starts P·V of the block before `n_block`, and waits for the raw scores of `n_block`; calls meanwhile() before
+  /// that.
+  template <bool kMayBeEdge, class Meanwhile>
+  CUTE_DEVICE void start_step(int n_block, Meanwhile&& meanwhile) {
     shared.k_barriers.wait_full(k_at);
     if constexpr (Mainloop::kScaled) shared.v_barriers.wait_full(v_at);  // so that the turn is short
     turns.await();
@@ -282,6 +306,7 @@ class ForwardConsumerSm90 {
     opening = ScaleOut::One;
     turns.pass();
     weigher.template look_at<kMayBeEdge>(walk, n_block, k_at.stage);
+    meanwhile();
     wait_matmul<1>(weigher.tSrS);
     release_operands(n_block);
   }
@@ -290,7 +315,7 @@ class ForwardConsumerSm90 {
   template <bool kForm, class Weigh>
   CUTE_DEVICE bool step(int n_block, Weigh&& weigh) {
     const bool finds_limits = kForm && has_no_limits();
-    start_step<kForm>(n_block);
+    start_step<kForm>(n_block, [] {});
     if constexpr (kForm) weigher.form_scores(walk, n_block);  // P·V goes on meanwhile
     if constexpr (kForm && Mainloop::kExchangesLargest) {
       if (finds_limits) weigher.largest_logits().find_limits();
@@ -317,7 +342,8 @@ class ForwardConsumerSm90 {
   typename Ring<Mainloop::kStages>::Cursor k_at{};   // K of the next block
   typename Ring<Mainloop::kStagesV>::Cursor v_at{};  // V of the current block
   const Turns<Mainloop::kWarpgroups> turns{warpgroup};
-  BlockWalk walk;  // over the key blocks of the current tile, or over its steps
+  BlockWalk walk;     // over the key blocks of the current tile, or over its steps
+  int blocks_before;  // with fixed parts: of the sequence, before those of the walk
   ForwardWeigherSm90<Mainloop> weigher{params, shared, thread, warpgroup};
   ScaleOut opening = ScaleOut::Zero;  // the first P·V of a tile, or of a fixed part, overwrites what the last one left
 };

@@ -10,9 +10,9 @@
 #include "flashtile/mainloop/forward_sm90/largest_logits.h"
 #include "flashtile/mainloop/forward_sm90/long_sums.h"
 #include "flashtile/mainloop/forward_sm90/pure_scores.h"
-#include "flashtile/mainloop/forward_sm90/steps_in_one.h"
 #include "flashtile/mainloop/forward_sm90/storage.h"
 #include "flashtile/mainloop/scores.h"
+#include "flashtile/mask/walk.h"
 #include "flashtile/math/round.h"
 
 namespace flashtile {
