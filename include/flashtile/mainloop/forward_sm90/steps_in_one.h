@@ -28,7 +28,7 @@ struct StepsInOne {
     if (map.capped) return map.near > 0 ? walk.interior.end : step;
     if (!Mainloop::kStretchesInOne) return step;
     const int end = behind_origin(n_block) ? walk.interior.end : min((origin_of(0) + 1) / kN, walk.interior.end);
-    return min(step + end - n_block, walk.end());
+    return max(min(step + end - n_block, walk.end()), step);
   }
 
   /// Returns whether no key of a block is before the one from which ALiBi counts the distances of any row of the tile.
