@@ -200,7 +200,11 @@ def test_models(name, dtype, calls):
         if x is None:
             assert exact[what] is None
             continue
-        assert_accurate(x, exact[what], rough[what], what)
+        # A bias of keys moves all scores of a query alike, but for the keys' norm. So its gradient is what is left of
+        # numbers as large as those of the values' bias, whose roundings stay.
+        of_values = exact[what.replace("to_k.bias", "to_v.bias")] if what.endswith("to_k.bias") else None
+        slack = 0.0 if of_values is None else torch.finfo(F32).eps * of_values.abs().max().item()
+        assert_accurate(x, exact[what], rough[what], what, slack)
 
 
 def test_the_context_manager(calls):
