@@ -92,7 +92,7 @@ double time_of_rounds(double tiles, int blocks, double shortest, double longest,
 /// Returns the time of all tiles, each of whose keys are divided among `splits` thread blocks.
 double time_of_tiles(const Variant& v, const Problem& p, HeadPacking packing, int splits, const DeviceInfo& device) {
   const bool large = v.tile_m == 192;
-  const bool by_80 = v.head_dim == 128 && v.tile_n == 80;  // of 128 rows: the row for batch-invariant calls
+  const bool by_80 = v.head_dim == 128 && v.tile_n == 80;  // only batch-invariant calls have one of 128 rows
   const double speed = large ? speed_of_192_rows(v, p) * 128 / 192 : by_80 ? h200::kSpeedOf128RowsBy80 : 1;
   const double ends = !large                   ? h200::kEndsOf128Rows
                       : p.seqlen_k <= v.tile_n ? h200::kEndsOf192RowsOfFewKeys

@@ -129,7 +129,7 @@ TEST(SelectInvariant, TilesOfFewRowsAreSharedOut) {
 }
 
 /// At D128 a tile of 128 rows has 80 keys, too, and is slower than the usual one: it serves where tall tiles would
-/// leave most rows of the last one idle.
+/// leave many rows idle.
 TEST(SelectInvariant, TilesOfD128AreTallUnlessManyOfTheirRowsWouldBeIdle) {
   const auto rows_of_tile = [](int batch, int seqlen, int heads_q, int heads_k) {
     Problem p = decode(kH100, batch, heads_q, heads_k, seqlen).problem;

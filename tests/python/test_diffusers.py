@@ -194,17 +194,17 @@ def test_models(name, dtype, calls):
     weights = made(name, dtype)[0].state_dict()  # which float64 has, too
     found = trained(name, "flashtile", dtype, weights)
     assert len(calls) == 2
-    exact, rough = (trained(name, "native", t, weights) for t in (F64, dtype))
+    exact = trained(name, "native", F64, weights)
+    # The gradient of a bias of keys cancels: by PyTorch's own formula its error differs by the order of sums, which is
+    # that of a processor. So both of PyTorch's ways to compute it say how exact the inputs' precision is.
+    roughs = [trained(name, backend, dtype, weights) for backend in ("native", "_native_math")]
     assert len(calls) == 2
     for what, x in found.items():
         if x is None:
             assert exact[what] is None
             continue
-        # A bias of keys moves all scores of a query alike, but for the keys' norm. So its gradient is what is left of
-        # numbers as large as those of the values' bias, whose roundings stay.
-        of_values = exact[what.replace("to_k.bias", "to_v.bias")] if what.endswith("to_k.bias") else None
-        slack = 0.0 if of_values is None else torch.finfo(F32).eps * of_values.abs().max().item()
-        assert_accurate(x, exact[what], rough[what], what, slack)
+        rough = max((each[what] for each in roughs), key=lambda each: (each - exact[what]).abs().max())
+        assert_accurate(x, exact[what], rough, what)
 
 
 def test_the_context_manager(calls):
