@@ -20,8 +20,8 @@ const int* data_of(const TensorView& table) {
 
 /// Returns whether the rows of a (B, S, H, D) tensor have one stride, from the last row of an entry to the next entry
 /// too.
-bool stands_in_line(const TensorView& t) {
-  return t.shape[0] <= 1 || t.shape[1] <= 1 || t.strides[0] == t.shape[1] * t.strides[1];
+bool has_one_stride(const TensorView& t) {
+  return rows_to_next(t) == t.shape[1];
 }
 
 /// Checks the sizes of the cache; the block table says how many pages a sequence has.
@@ -294,6 +294,15 @@ class Values {
 
 }  // namespace
 
+int rows_to_next(const TensorView& t) {
+  if (t.shape[0] <= 1 || t.shape[1] <= 1) return static_cast<int>(t.shape[1]);
+  const Size apart = t.strides[0], of_row = t.strides[1];
+  if (of_row <= 0 || apart % of_row != 0) return 0;
+  const Size rows = apart / of_row;
+  const bool fits = rows == t.shape[1] || (rows > 0 && rows < Band::kUnbounded / t.shape[0]);
+  return fits ? static_cast<int>(rows) : 0;
+}
+
 KvcacheProblem check_kvcache(const char* function, const KvcacheTensors& t, const KvcacheOptions& options) {
   KvcacheProblem cache;
   Problem& p = cache.problem;
@@ -330,8 +339,9 @@ KvcacheProblem check_kvcache(const char* function, const KvcacheTensors& t, cons
   check_cache(k, {function, "block_table", "(B, pages of a sequence)", t.block_table},
               {function, "cache_batch_idx", "(B)", t.cache_batch_idx}, cache);
   cache.has_table = paged || t.cache_batch_idx.given();
-  cache.in_line = !t.leftpad.given() && stands_in_line(t.k_cache) && stands_in_line(t.v_cache) &&
-                  (p.ragged || (stands_in_line(t.q) && stands_in_line(t.out)));
+  cache.q_in_line = p.ragged || (has_one_stride(t.q) && has_one_stride(t.out));
+  cache.in_line = !t.leftpad.given() && rows_to_next(t.k_cache) > 0 && rows_to_next(t.v_cache) > 0;
+  cache.has_gaps = cache.in_line && !(has_one_stride(t.k_cache) && has_one_stride(t.v_cache));
   check_new_rows({function, "k_new", p.ragged ? "(T_q, H_k, D)" : "(B, S_new, H_k, D)", t.k_new},
                  {function, "v_new", p.ragged ? "(T_q, H_k, D_v)" : "(B, S_new, H_k, D_v)", t.v_new}, t.q, cache);
   check_rotary({function, "rotary_cos", "(positions, R / 2)", t.rotary_cos},

@@ -50,10 +50,11 @@ __global__ void __launch_bounds__(kThreads) split_rows(const __grid_constant__ S
   for (int i = threadIdx.x; i < params.seqlen; i += kThreads) to[i] = from[i];
 }
 
-/// Returns (B, S, H, D), whose rows have one stride across entries, as (1, B · S, H, D).
+/// Returns (B, S, H, D), whose entries are whole rows apart, as (1, rows, H, D), with what lies between them.
 TensorView in_line(TensorView view) {
+  const int rows = rows_to_next(view);
   view.strides[1] = view.shape[1] > 1 ? view.strides[1] : view.strides[0];
-  view.shape[1] *= view.shape[0];
+  view.shape[1] = view.shape[0] > 0 ? (view.shape[0] - 1) * rows + view.shape[1] : 0;
   view.shape[0] = 1;
   view.strides[0] = 0;
   return view;

@@ -44,9 +44,11 @@ CUtensorMap encode(const Key& key, const TensorView& t) {
                                  : Shape{extent(3), extent(2), extent(1), extent(0), 1};
   const Strides strides = key.ragged ? Strides{stride(2), stride(1), stride(1), kStep - kRowsOfStep * stride(1)}
                                      : Strides{stride(2), stride(1), stride(0), 16};
+  // HeadPacking counts in 16 rows; boxes of pages may have fewer.
+  const int queries = key.packing.heads == 1 ? key.rows : key.packing.queries_of(key.rows);
   const std::uint32_t box[] = {static_cast<std::uint32_t>(key.columns_per_box),
-                               static_cast<std::uint32_t>(key.packing.heads),
-                               static_cast<std::uint32_t>(key.packing.queries_of(key.rows)), 1, 1};
+                               static_cast<std::uint32_t>(key.packing.heads), static_cast<std::uint32_t>(queries), 1,
+                               1};
   const std::uint32_t element_strides[] = {1, 1, 1, 1, 1};
   const CUtensorMapDataType type = is_fp8(key.dtype)              ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                    : key.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16

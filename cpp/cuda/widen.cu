@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "flashtile/append.h"
+#include "flashtile/cuda/divisor.h"
 #include "flashtile/cuda/launch.h"
 #include "flashtile/params.h"
 #include "flashtile/prefill.h"
@@ -21,6 +22,7 @@ struct Copying {
   Strides strides;
   CacheDescales descales;
   int width = 0;
+  Divisor of_head, of_row;  // chunks, of which a thread reads one at once, of a head's row and of all heads'
 };
 
 struct CopyParams {
@@ -64,32 +66,53 @@ struct Widened {
   }
 };
 
-/// Runs a thread block for every kRows rows that a sequence has room for.
+/// Runs a thread block for every kRows rows that a sequence has room for. A thread has several reads on their way.
 template <class Numbers>
 __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ CopyParams params) {
   constexpr int kOfResult = 2;  // bytes
+  constexpr int kReads = 4;
   const int b = int(blockIdx.x) / params.blocks, first = int(blockIdx.x) % params.blocks * kRows;
   const CachedRows::Rows rows = params.rows.at(b);
   if (first == 0 && threadIdx.x == 0) params.held[b] = rows.end - rows.begin;
   const int count = min(rows.end - rows.begin - first, kRows);
-  for (Copying const& one : {params.k, params.v}) {
-    const int chunks = one.width / Numbers::kChunk, of_row = params.heads * chunks;
-    for (int i = threadIdx.x; i < count * of_row; i += kThreads) {
-      const int row = first + i / of_row, head = i % of_row / chunks, chunk = i % chunks;
-      const Pages::Place place = params.pages.at(b, rows.begin + row);
-      const std::int64_t number =
-          one.strides.at(place.page, place.row) + head * one.strides.head + chunk * Numbers::kChunk;
-      const std::int64_t at = (std::int64_t(b) * params.rows.capacity + row) * of_row + i % of_row;
-      Numbers::copy(
-          __ldcs(reinterpret_cast<const uint4*>(static_cast<const char*>(one.from) + number * Numbers::kBytes)),
-          static_cast<char*>(one.to) + at * Numbers::kChunk * kOfResult, one.descales.of(b, head, place));
+  const auto copy = [&](Copying const& one) {
+    const int chunks = count * one.of_row.value;
+    for (int from = threadIdx.x; from < chunks; from += kReads * kThreads) {
+      uint4 numbers[kReads];
+      float descales[kReads];
+#pragma unroll
+      for (int n = 0; n < kReads; ++n) {
+        const int i = from + n * kThreads;
+        if (i >= chunks) break;
+        const int row = one.of_row.quotient(i), of_row = i - row * one.of_row.value;
+        const int head = one.of_head.quotient(of_row), chunk = of_row - head * one.of_head.value;
+        const Pages::Place place = params.pages.at(b, rows.begin + first + row);
+        const std::int64_t number =
+            one.strides.at(place.page, place.row) + head * one.strides.head + chunk * Numbers::kChunk;
+        numbers[n] =
+            __ldcs(reinterpret_cast<const uint4*>(static_cast<const char*>(one.from) + number * Numbers::kBytes));
+        descales[n] = one.descales.of(b, head, place);
+      }
+#pragma unroll
+      for (int n = 0; n < kReads; ++n) {
+        const int i = from + n * kThreads;
+        if (i >= chunks) break;
+        const std::int64_t at = (std::int64_t(b) * params.rows.capacity + first) * one.of_row.value + i;
+        Numbers::copy(numbers[n], static_cast<char*>(one.to) + at * Numbers::kChunk * kOfResult, descales[n]);
+      }
     }
-  }
+  };
+  copy(params.k);
+  copy(params.v);
 }
 
 template <class Numbers>
-void launch_copy(const CopyParams& params, int batch, Device device, Stream stream) {
+void launch_copy(CopyParams params, int batch, Device device, Stream stream) {
   static KernelHandles handles;
+  for (Copying* one : {&params.k, &params.v}) {
+    one->of_head = Divisor(one->width / Numbers::kChunk);
+    one->of_row = Divisor(params.heads * one->of_head.value);
+  }
   launch(copy_rows<Numbers>, handles, device, {batch * params.blocks, kThreads, 0}, params, stream);
 }
 
@@ -122,14 +145,16 @@ void copy_and_attend(const KvcachePlan& plan, const KvcacheTensors& t, void* mem
     wide.q.data = at(plan.rotated_at);
     wide.q.strides = {p.ragged ? 0 : p.seqlen_q * row, row, p.head_dim, 1};
   }
-  const CopyParams params{
-      .k = {t.k_cache.data, wide.k_cache.data, Strides::of(t.k_cache), CacheDescales::of(t.k_descale), p.head_dim},
-      .v = {t.v_cache.data, wide.v_cache.data, Strides::of(t.v_cache), CacheDescales::of(t.v_descale), p.head_dim_v},
-      .rows = plan.cache.rows(t),
-      .pages = plan.cache.layout(t),
-      .heads = p.heads_k,
-      .blocks = (p.seqlen_k + kRows - 1) / kRows,
-      .held = static_cast<int*>(wide.cache_seqlens.data)};
+  const auto copying = [](const TensorView& from, const TensorView& descale, const TensorView& to) {
+    return Copying{from.data, to.data, Strides::of(from), CacheDescales::of(descale), int(to.shape[3]), {}, {}};
+  };
+  const CopyParams params{.k = copying(t.k_cache, t.k_descale, wide.k_cache),
+                          .v = copying(t.v_cache, t.v_descale, wide.v_cache),
+                          .rows = plan.cache.rows(t),
+                          .pages = plan.cache.layout(t),
+                          .heads = p.heads_k,
+                          .blocks = (p.seqlen_k + kRows - 1) / kRows,
+                          .held = static_cast<int*>(wide.cache_seqlens.data)};
   const bool is_half = p.dtype == DType::kFloat16, is_e4m3 = plan.cache.stored() == DType::kE4M3;
   const auto launch =
       !is_fp8(plan.cache.stored()) ? launch_copy<AsTheyAre>

@@ -63,8 +63,7 @@ const InvariantRow& row_over_cache(const Problem& p, const DeviceInfo& device) {
   return 2 * tiles <= device.multiprocessors ? shares : tall;
 }
 
-/// Plans the call over a cache that TMA can load as it lies. Where `dense` is given, q has no other layout than that of
-/// a batch.
+/// Plans the call over a cache that TMA can load as it lies. Where `dense` is given, a dense q stays a batch.
 void select_as_it_lies(KvcachePlan& plan, const DeviceInfo& device, bool dense) {
   const KvcacheProblem& cache = plan.cache;
   const Problem &p = cache.problem, estimated = as_estimated(cache);
@@ -108,8 +107,9 @@ bool select_invariant(KvcachePlan& plan, const DeviceInfo& device) {
   if (keys == 0 || cache.queries() == 0) return false;  // no row sees a key
   countable("q", cache.queries(), "rows");
   countable("k_cache", std::max(keys, std::int64_t{cache.pages} * cache.page_size), "rows");
-  if (cache.in_line && has_boxes(cache, row_over_cache(as_estimated(cache), device).variant)) {
-    select_as_it_lies(plan, device, false);
+  const Variant& variant = row_over_cache(as_estimated(cache), device).variant;
+  if (cache.in_line && has_boxes(cache, variant) && !pays_to_copy(cache)) {
+    select_as_it_lies(plan, device, !cache.q_in_line);
     return true;
   }
   // Any other kernel would give other bits, so a copy is made, however large.

@@ -2,6 +2,7 @@
 // ragged sequences, or, with few tiles, as over a dense batch.
 #include <algorithm>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <utility>
@@ -20,8 +21,9 @@ namespace {
 constexpr const char* kPrefill = "many rows over a cache, on Hopper: the forward kernel";
 constexpr const char* kWidening = "many rows over 8-bit numbers, on Hopper: the forward kernel, which widens them";
 constexpr const char* kWidened = "many rows over 8-bit numbers, on Hopper: widened, then the forward kernel";
+constexpr const char* kCopied = "many rows over a cache that TMA loads slowly, or not: copied, then the forward kernel";
 
-constexpr std::int64_t kRoomForWidened = std::int64_t{2} << 30;  // bytes of all rows that are widened, at the most
+constexpr std::int64_t kRoomForCopy = std::int64_t{2} << 30;  // bytes of all rows that a kernel ahead writes, at most
 
 constexpr int kFewRows = 16;  // sequences of no more rows are left to the kernels over a cache: one of their tiles
 
@@ -34,6 +36,13 @@ namespace h200 {
 constexpr int kRowsOfWidening = 1536;
 constexpr int kRowsOfWideningHalves = 8192;  // at D128, of float16
 constexpr int kRowsOfWideningWide = 640;     // above D128
+
+// TMA loads a tile in boxes of rows that lie in one page, and a box of 8 or 4 rows takes it nearly as long as one
+// of 16. A kernel ahead copies all rows once, and pays from so many rows of a KV head on that see a key: of
+// kRowsOfCopying for each box that 16 keys take beyond the first. Where TMA cannot load a cache, fewer rows go to
+// Ampere's kernel.
+constexpr int kRowsOfCopying = 1024;
+constexpr int kRowsOfCopyingWithoutBoxes = 64;
 
 // Where the forward kernel does not serve 8-bit numbers, no kernel ahead widens them for so few rows: one tile of
 // Ampere's kernel, which reads them as they are.
@@ -80,11 +89,11 @@ bool has_many_rows(const Problem& p) {
   return rows_of_sequence(p.dense()) >= (few_tiles ? h200::kRowsOfFewTiles : kFewRows + 1);
 }
 
-/// Returns whether the forward kernel can go over the cache, and has enough rows to do. It splits keys as it likes,
-/// asks one column mask for a tile, and an int has to count all rows of the cache, and those of q.
+/// Returns whether the forward kernel can go over the cache, or a copy of it, and has enough rows to do. It splits keys
+/// as it likes, asks one column mask for a tile, and an int has to count all rows of the cache, and those of q.
 bool may_prefill(const KvcacheProblem& cache, const DeviceInfo& device) {
   const Problem& p = cache.problem;
-  if (device.compute_capability != 90 || !cache.in_line || cache.num_splits > 0 || !packs_share_masks(p)) return false;
+  if (device.compute_capability != 90 || cache.num_splits > 0 || !packs_share_masks(p)) return false;
   const std::int64_t keys = std::int64_t{p.batch} * p.seqlen_k;
   const std::int64_t rows_of_cache = std::int64_t{cache.pages} * cache.page_size;
   return keys > 0 && std::max({keys, rows_of_cache, cache.queries()}) < Band::kUnbounded &&
@@ -147,10 +156,10 @@ Found over_pages(const KvcacheProblem& cache, const DeviceInfo& device) {
     return plan;
   };
   // Where no tile waits for another, none has to be handed out by the lengths that the GPU finds: that would take a
-  // kernel ahead, and a part of this one's time.
+  // kernel ahead, and a part of this one's time. And where q has gaps, its rows are no ragged sequences.
   if (!cache.problem.ragged) {
-    if (ForwardPlan dense = planned(without_mask(cache.problem)); dense.tiles <= device.multiprocessors)
-      return {std::move(dense), choice.row->run};
+    ForwardPlan dense = planned(without_mask(cache.problem));
+    if (dense.tiles <= device.multiprocessors || !cache.q_in_line) return {std::move(dense), choice.row->run};
   }
   return {planned(sequences), choice.row->run};
 }
@@ -171,29 +180,47 @@ Found over_rows(const KvcacheProblem& cache, const DeviceInfo& device) {
 Found over_cache(const KvcacheProblem& cache, const DeviceInfo& device) {
   Found found = over_pages(cache, device);
   const bool dense = found.forward && !found.forward->problem.ragged;
-  if (cache.has_table || is_fp8(cache.stored()) || cache.problem.column_masked() || dense) return found;
-  return over_rows(cache, device);
+  const bool only_pages =
+      cache.has_table || cache.has_gaps || !cache.q_in_line || is_fp8(cache.stored()) || cache.problem.column_masked();
+  return only_pages || dense ? found : over_rows(cache, device);
 }
 
 bool select_widened(KvcachePlan& plan, const DeviceInfo& device) {
-  return select_over_copy(plan, device, select_prefill, kWidened, kRoomForWidened);
+  return select_over_copy(plan, device, select_prefill, kWidened, kRoomForCopy);
+}
+
+/// Returns how many rows of a KV head see a key, in the mean.
+std::int64_t rows_of_key(const KvcacheProblem& cache) {
+  const Problem p = cache.problem.dense();
+  return p.seqlen_k > 0 ? p.visible_elements() / p.seqlen_k * p.group() : 0;
 }
 
 /// Returns whether a kernel ahead is to widen 8-bit numbers.
 bool pays_to_widen(const KvcacheProblem& cache) {
-  const Problem p = cache.problem.dense();
+  const Problem& p = cache.problem;
   const int width = p.wider_head_dim();
   const int rows = width > 128                                ? h200::kRowsOfWideningWide
                    : width > 64 && p.dtype == DType::kFloat16 ? h200::kRowsOfWideningHalves
                                                               : h200::kRowsOfWidening;
-  return p.seqlen_k > 0 && p.visible_elements() / p.seqlen_k * p.group() > rows;
+  return rows_of_key(cache) > rows;
 }
+
+/// A box has 4 rows at least: of smaller ones a tile has more than a warp has lanes, of which each loads one.
+constexpr int kRowsOfBox = 4;
 
 }  // namespace
 
 bool has_boxes(const KvcacheProblem& cache, const Variant& v) {
-  constexpr int kRowsOfBox = 16;
-  return rows_of_box(cache, v) % kRowsOfBox == 0;
+  constexpr int kLanes = 32;
+  const int rows = rows_of_box(cache, v);
+  return rows % kRowsOfBox == 0 && v.tile_n <= rows * kLanes;
+}
+
+bool pays_to_copy(const KvcacheProblem& cache) {
+  if (is_fp8(cache.stored()) || is_mixed(cache)) return false;
+  const int rows = cache.of_sequence == 1 ? 16 : std::gcd(cache.page_size, 16);
+  if (!cache.in_line || rows % kRowsOfBox != 0) return rows_of_key(cache) > h200::kRowsOfCopyingWithoutBoxes;
+  return rows_of_key(cache) * (16 / rows - 1) > h200::kRowsOfCopying;
 }
 
 Problem as_ragged(const KvcacheProblem& cache) {
@@ -230,7 +257,7 @@ bool select_over_copy(KvcachePlan& plan, const DeviceInfo& device, bool (*select
   copy.cache.page_size = p.seqlen_k;
   copy.cache.of_sequence = 1;
   copy.cache.in_line = true;
-  copy.cache.has_table = copy.cache.appends = false;
+  copy.cache.has_gaps = copy.cache.has_table = copy.cache.appends = false;
   copy.cache.seqlen_new = copy.cache.rotary_dim = copy.cache.rotary_rows = 0;
   copy.problem = copy.cache.problem;
   plan.widened_at = rotated_bytes(cache);
@@ -255,8 +282,12 @@ bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   const bool widens = is_fp8(cache.stored());
   if (widens && plan.problem.column_masked()) return false;  // which no kernel that widens asks or hands on
   const bool may_widen_ahead = widens && rows_of_sequence(plan.problem.dense()) > h200::kRowsOfOneTile;
-  if (may_widen_ahead && (cache.descales_of_rows || pays_to_widen(cache)) && select_widened(plan, device)) return true;
+  const bool pays = cache.descales_of_rows || !cache.in_line || pays_to_widen(cache);
+  if (may_widen_ahead && pays && select_widened(plan, device)) return true;
   if (cache.descales_of_rows) return false;  // the forward kernel that widens knows one for a head
+  const bool may_copy = !plan.problem.column_masked() && pays_to_copy(cache);  // a copy hands no mask on either
+  if (may_copy && select_over_copy(plan, device, select_prefill, kCopied, kRoomForCopy)) return true;
+  if (!cache.in_line) return false;
   auto [forward, run] = over_cache(cache, device);
   if (!forward) return may_widen_ahead && select_widened(plan, device);
   complete(plan, *std::move(forward), run, widens ? kWidening : kPrefill);

@@ -74,7 +74,9 @@ struct KvcacheProblem {
   int num_splits = 0;
   bool batch_invariant = false;
   int masked_keys = 0;           // N, the columns of the column mask: the last keys of each sequence, if it has so many
-  bool in_line = false;          // the cache's rows have one stride across entries, so do q's, and no leftpad is given
+  bool q_in_line = false;        // q's rows have one stride across entries, and so do out's
+  bool in_line = false;          // the cache's entries are whole rows apart, and no leftpad is given
+  bool has_gaps = false;         // but these have gaps between them: heads come before rows, or keys beside values
   bool has_table = false;        // a block_table or a cache_batch_idx is given
   DType narrow = DType::kOther;  // the dtype of keys and values, if they are of 8 bits
   bool descales_of_rows = false;  // whether each of their rows has a descale of its own
@@ -92,6 +94,10 @@ struct KvcacheProblem {
   }
 };
 
+/// Returns how many rows of a (B, S, H, D) tensor an entry is from the next: more than S where they have gaps between
+/// them. Returns 0 where that is no whole number, or too many for an int to count them all.
+int rows_to_next(const TensorView& tensor);
+
 struct KvcachePlan;
 using KvcacheKernel = void (*)(const KvcachePlan&, const KvcacheTensors&, void* workspace, Stream);
 
@@ -107,8 +113,8 @@ struct KvcachePlan : Plan {
   std::int64_t prefill_at = 0;  // and of what prefill uses: see PrefillWorkspace
   // With many query rows on Hopper, this is the plan of the forward kernel that attends; else null.
   std::shared_ptr<const ForwardPlan> prefill;
-  // With as many over 8-bit numbers, this is the plan of the call over a contiguous cache of q's dtype, into which they
-  // are widened first; else null. That cache lies in the workspace at an offset of so many bytes.
+  // With as many over 8-bit numbers, or small pages, this is the plan of the call over a contiguous cache of q's dtype,
+  // into which a kernel ahead writes; else null. That cache lies in the workspace at an offset of so many bytes.
   std::shared_ptr<const KvcachePlan> widened;
   std::int64_t widened_at = 0;
   // In a mixed batch, whose sequences have many or few queries as only the GPU knows, `prefill` attends for those of

@@ -74,8 +74,8 @@ inline int rows_of_box(const KvcacheProblem& cache, const Variant& v) {
 inline bool has_rows(const KvcachePlan& plan) {
   const ForwardPlan& forward = *plan.prefill;
   const bool maps = plan.problem.score_map().maps();
-  return plan.problem.column_masked() && !plan.cache.has_table && forward.problem.ragged && forward.splits == 1 &&
-         !maps;
+  return plan.problem.column_masked() && !plan.cache.has_table && !plan.cache.has_gaps && forward.problem.ragged &&
+         forward.splits == 1 && !maps;
 }
 
 /// Returns the operands of ragged sequences whose keys are rows of a cache. They end with the last sequence's: entries

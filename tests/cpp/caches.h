@@ -45,7 +45,7 @@ inline KvcacheProblem in_pages(KvcacheProblem cache, int page_size) {
   cache.page_size = page_size;
   cache.pages = cache.problem.batch * cache.of_sequence;
   cache.problem.seqlen_k = cache.of_sequence * page_size;
-  cache.in_line = cache.has_table = true;
+  cache.q_in_line = cache.in_line = cache.has_table = true;
   return cache;
 }
 

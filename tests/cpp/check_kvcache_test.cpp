@@ -125,9 +125,44 @@ TEST(CheckKvcache, KnowsWhereRowsStandInLine) {
   KvcacheProblem paged;
   ASSERT_EQ(check([](Call& c) { c.tensors.leftpad = {}; }, &paged), "accepted");
   EXPECT_TRUE(paged.in_line && paged.has_table);
-  for (TensorView KvcacheTensors::* view :
-       {&KvcacheTensors::q, &KvcacheTensors::k_cache, &KvcacheTensors::v_cache, &KvcacheTensors::out})
+  for (TensorView KvcacheTensors::* view : {&KvcacheTensors::k_cache, &KvcacheTensors::v_cache})
     EXPECT_EQ(found([&](Call& c) { (c.tensors.*view).strides[0] += 64; }), std::pair(false, false));
+  for (TensorView KvcacheTensors::* view : {&KvcacheTensors::q, &KvcacheTensors::out}) {
+    KvcacheProblem apart;
+    ASSERT_EQ(check([&](Call& c) { c.tensors.leftpad = {}, (c.tensors.*view).strides[0] += 64; }, &apart), "accepted");
+    EXPECT_TRUE(apart.in_line && !apart.q_in_line);
+  }
+  for (TensorView KvcacheTensors::* view : {&KvcacheTensors::k_cache, &KvcacheTensors::v_cache}) {
+    KvcacheProblem apart;
+    const auto change = [&](Call& c) {
+      c.make_contiguous(), c.tensors.leftpad = {};
+      (c.tensors.*view).strides[0] += 2 * (c.tensors.*view).strides[1];
+    };
+    ASSERT_EQ(check(change, &apart), "accepted");
+    EXPECT_TRUE(apart.in_line && apart.has_gaps);
+  }
+}
+
+TEST(CheckKvcache, EntriesAreWholeRowsApart) {
+  const auto rows = [](std::array<std::int64_t, 2> shape, std::array<std::int64_t, 2> strides) {
+    TensorView view;
+    view.rank = 4;
+    view.shape = {shape[0], shape[1], 4, 64};
+    view.strides = {strides[0], strides[1], 64, 1};
+    return rows_to_next(view);
+  };
+  EXPECT_EQ(rows({5, 16}, {16 * 256, 256}), 16);
+  EXPECT_EQ(rows({5, 16}, {19 * 256, 256}), 19) << "of longer entries";
+  EXPECT_EQ(rows({5, 16}, {2 * 16 * 256, 256}), 32) << "beside others";
+  EXPECT_EQ(rows({5, 16}, {16 * 256, 64}), 64) << "heads before rows";
+  EXPECT_EQ(rows({5, 16}, {256, 5 * 256}), 0) << "rows before entries";
+  EXPECT_EQ(rows({5, 16}, {16 * 256 + 64, 256}), 0);
+  EXPECT_EQ(rows({5, 16}, {0, 256}), 0) << "one entry for all";
+  EXPECT_EQ(rows({5, 16}, {256, 0}), 0) << "one row for all";
+  EXPECT_EQ(rows({1, 16}, {7, 256}), 16) << "there is no next";
+  EXPECT_EQ(rows({5, 1}, {300, 7}), 1);
+  EXPECT_EQ(rows({5, 16}, {(std::int64_t{1} << 28) * 256, 256}), 0) << "too many for an int";
+  EXPECT_EQ(rows({1 << 28, 16}, {16 * 256, 256}), 16) << "without gaps, which is refused elsewhere";
 }
 
 TEST(CheckKvcache, EveryKindOfCallIsLegal) {

@@ -22,11 +22,11 @@ TEST(SelectKvcache, PlansFitTheGpu) {
     const KvcachePlan plan = select_kvcache(cache, device);
     const Problem& p = cache.problem;
     const Variant& v = plan.variant;
-    ASSERT_EQ(v.dtype, cache.stored());
+    ASSERT_EQ(v.dtype, plan.widened ? p.dtype : cache.stored());
     ASSERT_GE(v.head_dim, p.head_dim);
     ASSERT_GE(v.head_dim_v, p.head_dim_v);
     ASSERT_STRNE(plan.why, "");
-    if (plan.prefill) return;  // batch-invariant, on Hopper: see fixed_parts_test.cpp
+    if (plan.prefill) return;  // on Hopper, over a copy
     ASSERT_EQ(plan.shared_memory, kvcache_shared_memory(v));
     ASSERT_LE(plan.shared_memory, device.max_shared_memory);
     ASSERT_GE(plan.teams, 1);
@@ -72,10 +72,11 @@ TEST(SelectKvcache, EveryRowOfPagesIsReached) {
 TEST(SelectKvcache, BoxesLieWithinPages) {
   for (int page_size = 1; page_size <= 512; ++page_size) {
     KvcacheProblem cache = in_pages(decode(kH100, 4, 8, 4, 4096), page_size);
-    cache.problem.seqlen_q = 500;
+    cache.problem.seqlen_q = 20;  // 80 rows of a KV head
     const KvcachePlan plan = select_kvcache(cache, kH100);
-    EXPECT_EQ(plan.prefill != nullptr, page_size % 16 == 0) << page_size;
-    if (!plan.prefill) continue;
+    ASSERT_TRUE(plan.prefill) << page_size;
+    EXPECT_EQ(plan.widened == nullptr, page_size % 4 == 0) << page_size;
+    if (plan.widened) continue;
     const int rows = rows_of_box(cache, plan.variant);
     EXPECT_EQ(page_size % rows, 0);
     EXPECT_EQ(plan.variant.tile_n % rows, 0);
@@ -103,6 +104,43 @@ KvcacheProblem masked(KvcacheProblem cache, int masks) {
 }
 
 /// A column mask of the last keys changes nothing of a plan, on Ampere and, where sequences have many rows, on Hopper.
+/// A copy of small pages has a cost of its own, whatever the number of queries, and room is found for it.
+TEST(SelectKvcache, SmallPagesAreCopiedForManyRows) {
+  const auto copies = [](int page_size, int seqlen_q, auto change) {
+    KvcacheProblem cache = in_pages(decode(kH100, 4, 8, 4, 8192), page_size);
+    cache.problem.seqlen_q = seqlen_q;
+    cache.problem.max_logits = true;
+    change(cache);
+    const KvcachePlan plan = select_kvcache(cache, kH100);
+    if (!plan.widened) return false;
+    EXPECT_EQ(plan.widened->cache.page_size, cache.problem.seqlen_k);
+    EXPECT_TRUE(plan.widened->problem.max_logits);
+    EXPECT_GE(plan.workspace_bytes, std::int64_t{4} * cache.problem.seqlen_k * 8 * 256 * 2);
+    return true;
+  };
+  const auto nothing = [](KvcacheProblem&) {};
+  for (const int page_size : {1, 2, 3, 15, 18}) {
+    EXPECT_TRUE(copies(page_size, 20, nothing)) << page_size;
+    EXPECT_FALSE(copies(page_size, 16, nothing)) << page_size;
+  }
+  for (const int page_size : {4, 12, 20}) {
+    EXPECT_TRUE(copies(page_size, 90, nothing)) << page_size;
+    EXPECT_FALSE(copies(page_size, 80, nothing)) << page_size;
+  }
+  for (const int page_size : {8, 24, 40}) {
+    EXPECT_TRUE(copies(page_size, 270, nothing)) << page_size;
+    EXPECT_FALSE(copies(page_size, 250, nothing)) << page_size;
+  }
+  for (const int page_size : {16, 48, 256}) EXPECT_FALSE(copies(page_size, 4096, nothing)) << page_size;
+  EXPECT_FALSE(copies(1, 512, [](KvcacheProblem& cache) { cache.problem.band.left = 100; }));  // few keys are seen
+  EXPECT_FALSE(copies(1, 512, [](KvcacheProblem& cache) { cache.problem.seqlen_k = 1 << 17; })) << "no room";
+  EXPECT_FALSE(copies(1, 512, [](KvcacheProblem& cache) { cache.of_sequence = 1; }));
+  EXPECT_TRUE(copies(16, 20, [](KvcacheProblem& cache) { cache.in_line = false; }));
+  EXPECT_TRUE(copies(16, 20, [](KvcacheProblem& cache) { cache.in_line = false, cache.of_sequence = 1; }));
+  EXPECT_FALSE(copies(16, 16, [](KvcacheProblem& cache) { cache.in_line = false; }));
+  EXPECT_TRUE(copies(16, 20, [](KvcacheProblem& cache) { cache.q_in_line = cache.in_line = false; }));
+}
+
 /// There a contiguous cache is planned as one that has a page for each sequence, and heads of a group that have masks
 /// of their own are left to the kernels over a cache, as are 8-bit numbers.
 TEST(SelectKvcache, ColumnMasksAskForNoOtherPlan) {
@@ -117,22 +155,24 @@ TEST(SelectKvcache, ColumnMasksAskForNoOtherPlan) {
     for (const bool paged : {false, true}) {
       for (const int queries : {1, 8, 64, 5000}) {
         KvcacheProblem cache = decode(device, 4, 8, 4, 4096);
-        cache.in_line = true;
+        cache.q_in_line = cache.in_line = true;
         if (paged) cache = in_pages(cache, 64);
         cache.problem.seqlen_q = queries;
         KvcacheProblem over_pages = cache;
         over_pages.has_table = true;
         for (const int masks : {1, 8})
           expect_same(select_kvcache(masked(cache, masks), device), select_kvcache(over_pages, device), queries);
+        DeviceInfo ampere = device;
+        if (device.compute_capability == 90) ampere.compute_capability = 80;
         KvcacheProblem left = cache;  // to the kernels over a cache
         left.in_line = false;
         for (const int masks : {1, 32})
-          expect_same(select_kvcache(masked(left, masks), device), select_kvcache(left, device), queries);
-        expect_same(select_kvcache(masked(cache, 32), device), select_kvcache(left, device), queries);
+          expect_same(select_kvcache(masked(left, masks), device), select_kvcache(left, ampere), queries);
+        expect_same(select_kvcache(masked(cache, 32), device), select_kvcache(left, ampere), queries);
         cache.narrow = left.narrow = DType::kE4M3;
         for (const bool of_rows : {false, true}) {
           cache.descales_of_rows = left.descales_of_rows = of_rows;
-          expect_same(select_kvcache(masked(cache, 1), device), select_kvcache(left, device), queries);
+          expect_same(select_kvcache(masked(cache, 1), device), select_kvcache(left, ampere), queries);
         }
       }
     }
@@ -144,7 +184,7 @@ TEST(SelectKvcache, ColumnMasksAskForNoOtherPlan) {
 TEST(SelectKvcache, ManyTilesUnderAColumnMaskGoOverRows) {
   const auto goes_over_rows = [](int batch, auto&& change, int masks = 1) {
     KvcacheProblem cache = decode(kH100, batch, 8, 4, 4096);
-    cache.in_line = true;
+    cache.q_in_line = cache.in_line = true;
     cache.problem.seqlen_q = 64;
     change(cache);
     const KvcachePlan plan = select_kvcache(masks > 0 ? masked(cache, masks) : cache, kH100);
@@ -164,7 +204,7 @@ TEST(SelectKvcache, ManyRowsGoThroughTheForwardKernelOnHopper) {
   const auto plan = [](const DeviceInfo& device, auto&& change) {
     KvcacheProblem cache = decode(device, 4, 8, 4, 4096);
     cache.problem.seqlen_q = 500;
-    cache.in_line = true;
+    cache.q_in_line = cache.in_line = true;
     change(cache);
     return select_kvcache(cache, device);
   };
@@ -192,8 +232,16 @@ TEST(SelectKvcache, ManyRowsGoThroughTheForwardKernelOnHopper) {
     EXPECT_EQ(at.forward % 64, 0);
     EXPECT_GE(found.workspace_bytes, at.forward + forward.workspace_bytes);
   }
+  const KvcachePlan apart = plan(kH100, [](KvcacheProblem& cache) { cache.has_gaps = true; });
+  const KvcachePlan in_table = plan(kH100, [](KvcacheProblem& cache) { cache.has_table = true; });
+  EXPECT_EQ(name_of(apart.variant), name_of(in_table.variant)) << "of one page each";
+  EXPECT_EQ(apart.run, in_table.run);
   EXPECT_FALSE(plan(kA100, nothing).prefill);
-  EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.in_line = false; }).prefill);
+  EXPECT_TRUE(plan(kH100, [](KvcacheProblem& cache) { cache.in_line = false; }).widened) << "copied";
+  const KvcachePlan with_gaps = plan(kH100, [](KvcacheProblem& cache) { cache.q_in_line = false; });
+  EXPECT_GT(with_gaps.tiles, kH100.multiprocessors);
+  EXPECT_FALSE(with_gaps.prefill->problem.ragged);
+  EXPECT_EQ(with_gaps.run, in_table.run);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.num_splits = 2; }).prefill);
   EXPECT_FALSE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_q = 4; }).prefill);  // that makes 16 rows
   EXPECT_TRUE(plan(kH100, [](KvcacheProblem& cache) { cache.problem.seqlen_q = 5; }).prefill);
@@ -314,9 +362,10 @@ TEST(SelectKvcache, ManyRowsOf8BitsAreWidenedOnHopper) {
   expect_meanwhile(plan(kH100, 5, 8192, nothing));  // 20 rows
   expect_ampere(plan(kH100, 4, 8192, nothing));
   expect_ampere(plan(kH100, 16, 8192, [](KvcacheProblem& cache) { cache.descales_of_rows = true; }));  // one tile
-  expect_ampere(plan(kH100, 16, 8192, [](KvcacheProblem& cache) { cache.page_size = 8; }));
+  expect_meanwhile(plan(kH100, 16, 8192, [](KvcacheProblem& cache) { cache.page_size = 8; }));
+  expect_ampere(plan(kH100, 16, 8192, [](KvcacheProblem& cache) { cache.page_size = 2; }));
   expect_ampere(plan(kA100, 512, 8192, nothing));
-  expect_ampere(plan(kH100, 512, 8192, [](KvcacheProblem& cache) { cache.in_line = false; }));
+  expect_ampere(plan(kH100, 16, 8192, [](KvcacheProblem& cache) { cache.in_line = false; }));
   expect_ampere(plan(kH100, 512, 1 << 17, [](KvcacheProblem& cache) { cache.descales_of_rows = true; }));
 
   const auto expect_ahead = [](const KvcachePlan& found) {
@@ -331,7 +380,8 @@ TEST(SelectKvcache, ManyRowsOf8BitsAreWidenedOnHopper) {
   };
   expect_ahead(plan(kH100, 2048, 8192, nothing));
   expect_ahead(plan(kH100, 256, 8192, [](KvcacheProblem& cache) { cache.descales_of_rows = true; }));
-  expect_ahead(plan(kH100, 256, 8192, [](KvcacheProblem& cache) { cache.page_size = 8; }));
+  expect_ahead(plan(kH100, 256, 8192, [](KvcacheProblem& cache) { cache.page_size = 2; }));
+  expect_ahead(plan(kH100, 17, 8192, [](KvcacheProblem& cache) { cache.in_line = false; }));
   expect_ahead(plan(kH100, 256, 8192, [](KvcacheProblem& cache) { cache.problem.sinks = true; }));
 }
 
@@ -339,7 +389,7 @@ TEST(SelectKvcache, ManyRowsOf8BitsAreWidenedOnHopper) {
 TEST(SelectKvcache, FewTilesOverPagesAreADenseBatch) {
   const auto plan = [](int batch, int seqlen_q, bool ragged, bool paged = true, bool max_logits = false) {
     KvcacheProblem cache = decode(kH100, batch, 8, 4, 4096);
-    cache.in_line = true;
+    cache.q_in_line = cache.in_line = true;
     cache.problem.max_logits = max_logits;
     if (paged) cache = in_pages(cache, 16);
     cache.problem.seqlen_q = seqlen_q;

@@ -112,7 +112,7 @@ def test_every_contestant_has_a_cache_of_its_own():
 @pytest.mark.parametrize("function", ["outside_bare", "outside_tuple"])
 def test_all_are_checked_and_timed(function):
     found = entries_with([further.outside_peer(f"Mine={__name__}:{function}")])
-    assert list(found) == [OURS, "page 16", "page 64", "SDPA", "Mine"]
+    assert list(found) == [OURS, "page 16", "page 64", "page 1", "heads first", "SDPA", "Mine"]
     for entry in found.values():
         assert not entry.wrong and entry.timing.rounds == EFFORT.min_rounds
         assert [verdict.name for verdict in entry.verdicts] == ["out"]
@@ -166,7 +166,7 @@ def test_the_suite_of_chunks():
     names = [peer.name for peer in decode.cache_peers_of("cuda", outside_bare, CHUNK)]
     assert names == [*decode.CACHE_FORMS, "SDPA FA2"]
     found = entries_with(further.further_peers("prefill", [f"Mine={__name__}:outside_chunk"]), CHUNK)
-    assert list(found) == [OURS, "page 16", "page 64", "SDPA", "Mine"]
+    assert list(found) == [OURS, "page 16", "page 64", "page 1", "heads first", "SDPA", "Mine"]
     assert all(entry.timing and not entry.wrong for entry in found.values())
     record = report.to_record("prefill", {}, [timed_cell(CHUNK, flashtile=1.0, page_16=2.0, a=1.0, b=0.5)])
     assert record["summary"]["best peer"]["min"] == 0.5
@@ -212,8 +212,8 @@ def test_measure_stores_what_it_shows(tmp_path, capsys, monkeypatch):
     shown, record = capsys.readouterr().out, json.loads(path.read_text())
     for case, cell in zip(suites.quick("decode", dtype="float16"), record["cells"], strict=True):
         assert cell["name"] == str(case) and case.shape_name in shown
-        assert {OURS, "page 16", "page 64"} <= {name for name, of in cell["results"].items() if "gb_s" in of}
-    assert {"page 16", "page 64"} <= set(record["summary"]["forms"])
+        assert {OURS, "page 16", "page 64", "page 1", "heads first"} <= {name for name, of in cell["results"].items() if "gb_s" in of}
+    assert {"page 16", "page 64", "page 1", "heads first"} <= set(record["summary"]["forms"])
 
 
 @pytest.mark.parametrize("attention, wrong", [(scaled_wrongly, OURS), (wrong_in_pages, "page 16")])

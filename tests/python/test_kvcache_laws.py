@@ -8,7 +8,7 @@ import cached
 import pytest
 import torch
 from cached import Cached, ints, results, with_own_caches
-from cases import BF16, DEVICE_PARAMS, F16, F32, LAYOUTS, on_devices
+from cases import BF16, DEVICE_PARAMS, F16, F32, LAYOUTS, lay_out, on_devices
 from compare import assert_bitwise, assert_same, largest
 
 import flashtile
@@ -25,6 +25,7 @@ LAWS = [
     Cached("ragged_window", dtype=F16, window=(100, 0), indexed=True, alibi="per head", softcap=9.0, **RAGGED),
     Cached("everything", dtype=F16, seqlen_q=3, new=3, alibi="per head", sinks=0.0, softcap=8.0, scale=0.2, rotary=16),
     Cached("wide", dtype=BF16, seqlen_q=9, new=9, head_dim=256, heads_q=16, page_size=16, held=(300, 90, 1)),
+    Cached("many", dtype=BF16, seqlen_q=150, new=150, heads_q=16, heads_k=2, held=(300, 1, 0), rotary=32, sinks=0.0),
 ]
 each_law = pytest.mark.parametrize("case, device", on_devices(LAWS))
 FIXED = [dict(batch_invariant=True), dict(num_splits=1), dict(num_splits=3)]  # what fixes the order of sums
@@ -43,13 +44,30 @@ def assert_close(found, expected):
 
 @each_fixed
 @each_law
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])
+@pytest.mark.parametrize("page_size", [1, 3, 4, 16, 24, 64, 256])
 def test_pages_are_a_contiguous_cache(case, device, page_size, fixed):
     """Whatever the pages' size and order."""
     contiguous = dataclasses.replace(case, page_size=None, **fixed)
     found = results(dataclasses.replace(case, page_size=page_size, **fixed).arguments(device))
     expected = results(contiguous.arguments(device))
     assert_same({what: found[what] for what in ("out", "lse")}, {what: expected[what] for what in ("out", "lse")})
+
+
+@pytest.mark.parametrize("layout", ("heads first", "sequence first", "gaps", "packed", "beside"))
+@pytest.mark.parametrize("page_size", [None, 3, 16])
+@pytest.mark.parametrize("invariant", [False, True])
+@each_law
+def test_a_cache_may_lie_as_it_likes(case, device, invariant, page_size, layout):
+    """Heads before rows, and keys beside values, too, as FlashInfer keeps them; new rows are written there."""
+    given = dataclasses.replace(case, page_size=page_size, batch_invariant=invariant).arguments(device)
+    caches = [given["k_cache"], given["v_cache"]]
+    if layout == "beside":
+        room = [torch.full((len(x), 2, *x.shape[2:0:-1], x.shape[3]), math.nan).to(x) for x in caches]
+        laid_out = [x[:, i].transpose(1, 2).copy_(y) for i, (x, y) in enumerate(zip(room, caches, strict=True))]
+    else:
+        laid_out = [lay_out(x, layout) for x in caches]
+    found = results(given | dict(zip(("k_cache", "v_cache"), laid_out, strict=True)))
+    (assert_same if invariant else assert_close)(found, results(given))
 
 
 @each_fixed

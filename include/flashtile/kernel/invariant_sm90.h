@@ -3,8 +3,7 @@
 #pragma once
 
 #include "flashtile/fixed_parts.h"
-#include "flashtile/kernel/forward_sm90.h"
-#include "flashtile/prefill.h"
+#include "flashtile/kernel/paged_sm90.h"
 
 namespace flashtile {
 
@@ -38,12 +37,8 @@ void launch_invariant_over_pages_sm90(const KvcachePlan& plan, const KvcacheTens
   static KernelHandles plain, mapped, shared;
   using Mainloop = ForwardMainloopSm90<Row::kVariant, Keys::kInFixedPartsOfPages>;
   const ForwardPlan& forward = *plan.prefill;
-  const int rows = rows_of_box(plan.cache, Row::kVariant), keys_of_sequence = plan.problem.seqlen_k;
-  const auto params =
-      in_fixed_parts(forward,
-                     PagedForwardParamsSm90{forward_params_sm90<Mainloop>(forward, tensors, memory, rows),
-                                            plan.cache.layout(cached), plan.cache.rows(cached), rows},
-                     keys_of_sequence, memory);
+  const auto params = in_fixed_parts(forward, paged_params_sm90<Mainloop>(Row::kVariant, plan, cached, tensors, memory),
+                                     plan.problem.seqlen_k, memory);
   const LaunchShape shape{forward.grid, Row::kVariant.threads(), forward.shared_memory, forward.problem.ragged};
   const Device device = forward.problem.device;
   if (forward.lists) order_tiles(params.forward.sequences, params.forward.ragged, device, stream);

@@ -4,8 +4,7 @@
 // column mask of the last keys, and without one the row of forward.def serves.
 #pragma once
 
-#include "flashtile/kernel/forward_sm90.h"
-#include "flashtile/prefill.h"
+#include "flashtile/kernel/paged_sm90.h"
 
 namespace flashtile {
 
@@ -25,9 +24,7 @@ void attend_to_pages(const KvcachePlan& plan, const KvcacheTensors& cached, cons
                      Stream stream) {
   using Mainloop = ForwardMainloopSm90<Row::kVariant, kKeys>;
   const ForwardPlan& forward = *plan.prefill;
-  const int rows = rows_of_box(plan.cache, Row::kVariant);
-  const PagedForwardParamsSm90 params{forward_params_sm90<Mainloop>(forward, tensors, memory, rows),
-                                      plan.cache.layout(cached), plan.cache.rows(cached), rows};
+  const PagedForwardParamsSm90 params = paged_params_sm90<Mainloop>(Row::kVariant, plan, cached, tensors, memory);
   if constexpr (Mainloop::kWidens) {
     const WidenedForwardParamsSm90 widened{params, CacheDescales::of(cached.k_descale),
                                            CacheDescales::of(cached.v_descale)};

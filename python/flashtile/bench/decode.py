@@ -17,12 +17,15 @@ from flashtile.bench.peers import OURS, PLAIN, Peer, cuda_settings
 
 SUITES = ("decode", "prefill")
 PAGE_SIZES = (16, 64)
+ROW = 1  # a page's size, as SGLang's are
+HEADS_FIRST = "heads first"  # pages of (H_k, page_size, D), as FlashInfer's may be
 GRAPH = "graph"
 FP8 = "fp8"  # caches of e4m3 numbers
 # That flashtile is timed in over a cache; in those of 8 bits on a GPU alone.
 CACHE_FORMS = (
     OURS,
-    *(f"page {size}" for size in PAGE_SIZES),
+    *(f"page {size}" for size in (*PAGE_SIZES, ROW)),
+    HEADS_FIRST,
     GRAPH,
     FP8,
     *(f"{FP8} page {size}" for size in PAGE_SIZES),
@@ -46,7 +49,8 @@ def cache_peers_of(device_type: str, attention_kvcache: Callable[..., torch.Tens
     """`attention_kvcache`, which has flashtile's signature, on a contiguous cache and on pages, of 16 and of 8 bits;
     PyTorch's own."""
     peers = [Peer(OURS, contiguous(attention_kvcache))]
-    peers += [Peer(f"page {size}", Paged(attention_kvcache, size)) for size in PAGE_SIZES]
+    peers += [Peer(f"page {size}", Paged(attention_kvcache, size)) for size in (*PAGE_SIZES, ROW)]
+    peers.append(Peer(HEADS_FIRST, Paged(attention_kvcache, PAGE_SIZES[0], heads_first=True)))
     if device_type == "cuda":
         peers.append(Peer(GRAPH, Replayed(contiguous(attention_kvcache))))
         peers.append(Peer(FP8, Narrowed(attention_kvcache)))
@@ -97,18 +101,28 @@ class Narrowed:
 
 
 class Paged:
-    """The same rows in pages, for a function of flashtile's signature, in another dtype if one is given. A case's first
-    call, its check, lays them out; the timed calls find that."""
+    """The same rows in pages, for a function of flashtile's signature, in another dtype if one is given, and with heads
+    before rows in memory if that is asked for. A case's first call, its check, lays them out; the timed calls find
+    that."""
 
-    def __init__(self, attention_kvcache: Callable[..., Any], page_size: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        attention_kvcache: Callable[..., Any],
+        page_size: int,
+        dtype: torch.dtype | None = None,
+        heads_first: bool = False,
+    ) -> None:
         self._attention_kvcache = attention_kvcache
         self._page_size = page_size
         self._dtype = dtype
+        self._heads_first = heads_first
         self._pages: tuple[torch.Tensor, ...] | None = None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Any:
         if self._pages is None:
             k_pages, v_pages, block_table = in_pages(k, v, self._page_size)
+            if self._heads_first:
+                k_pages, v_pages = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k_pages, v_pages))
             dtype = self._dtype or k.dtype
             self._pages = k_pages.to(dtype), v_pages.to(dtype), block_table
         k_pages, v_pages, block_table = self._pages

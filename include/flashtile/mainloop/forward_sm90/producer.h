@@ -178,7 +178,7 @@ struct PagesProducerSm90 {
       if (n_block == max(walk.end() - Mainloop::kBlocksAhead, walk.first())) shared.near_end.arrive();
     };
     const auto run_to = [&](auto& barriers, auto& tiles) {
-      run<Mainloop::kHeadDim, Mainloop::kColumnsOfStoredK>(params.k, barriers, tiles, loaded);
+      run<Mainloop::kHeadDim, Mainloop::kColumnsOfStoredK>(params.k, params.k_rows, barriers, tiles, loaded);
     };
     if constexpr (Mainloop::kWidens)
       run_to(shared.few.k_barriers, shared.rows_of_k);
@@ -187,10 +187,11 @@ struct PagesProducerSm90 {
   }
   CUTE_DEVICE void run_values() {
     const auto run_to = [&](auto& barriers, auto& tiles) {
-      run<Mainloop::kHeadDimV, Mainloop::kColumnsOfStoredV>(params.v, barriers, tiles, [&](Work& work, int n_block) {
+      const auto loaded = [&](Work& work, int n_block) {
         if constexpr (Mainloop::kExchangesLargest)
           LargestLogitsExchange<Mainloop>{params.forward, shared}.run_beside(work, n_block - work.keys.walk().first());
-      });
+      };
+      run<Mainloop::kHeadDimV, Mainloop::kColumnsOfStoredV>(params.v, params.v_rows, barriers, tiles, loaded);
     };
     if constexpr (Mainloop::kWidens)
       run_to(shared.few.v_barriers, shared.rows_of_v);
@@ -199,9 +200,10 @@ struct PagesProducerSm90 {
   }
 
  private:
-  /// Loads the tiles of one operand, block after block; after each, all lanes call `loaded(work, block)`.
+  /// Loads the tiles of one operand, which has a page every `rows_of_page` rows, block after block; after each, all
+  /// lanes call `loaded(work, block)`.
   template <int kColumnsOfTile, int kColumnsOfBox, class Barriers, class Tiles, class Loaded>
-  CUTE_DEVICE void run(CUtensorMap const& map, Barriers& barriers, Tiles& tiles, Loaded&& loaded) {
+  CUTE_DEVICE void run(CUtensorMap const& map, int rows_of_page, Barriers& barriers, Tiles& tiles, Loaded&& loaded) {
     const bool leads = threadIdx.x % 32 == 0;
     const int row = int(threadIdx.x % 32) * params.rows_of_box;  // of the lane's box in the tile
     typename Ring<Mainloop::kWorks>::Cursor work_at{};
@@ -213,7 +215,7 @@ struct PagesProducerSm90 {
       if (work.keys.blocks < 0) break;
       const auto walk = [&] { return work.keys.walk(); };  // read from shared memory each time: registers are scarce
       TmaRows rows;
-      if (!walk().empty()) rows = rows_of_box(work, row, walk().first());
+      if (!walk().empty()) rows = rows_of_box(work, rows_of_page, row, walk().first());
       CUTE_NO_UNROLL
       for (int n_block = walk().first(); n_block < walk().end(); n_block = walk().next(n_block)) {
         if (leads) barriers.fill(at, [] { return sizeof(tiles[0]); });
@@ -223,7 +225,7 @@ struct PagesProducerSm90 {
                                                        tiles[at.stage] + row * kColumnsOfBox, rows, 0, work.kv_head);
         loaded(work, n_block);
         // The rows of the next block are looked up before its stage is waited for.
-        if (n_block != walk().last()) rows = rows_of_box(work, row, walk().next(n_block));
+        if (n_block != walk().last()) rows = rows_of_box(work, rows_of_page, row, walk().next(n_block));
         at.advance();
       }
       if (leads) shared.work_barriers.release_by_thread(work_at);
@@ -232,12 +234,12 @@ struct PagesProducerSm90 {
 
   /// Returns the rows of the box that begins with `row` of the block of a step. A box behind the last key has rows of
   /// the block's first one once more: no score of theirs counts.
-  CUTE_DEVICE TmaRows rows_of_box(Work const& work, int row, int step) const {
+  CUTE_DEVICE TmaRows rows_of_box(Work const& work, int rows_of_page, int row, int step) const {
     const int key = Mainloop::key_of_step(work, step), used = work.sequence.k.used;
     row = min(row, kN - 1);
     const int first = key + row < used ? key + row : key;
     const Pages::Place place = params.pages.at(work.tile.batch, first);
-    return TmaRows::ragged(place.page * params.pages.size.value + place.row, min(params.rows_of_box, used - first));
+    return TmaRows::ragged(place.page * rows_of_page + place.row, min(params.rows_of_box, used - first));
   }
 };
 

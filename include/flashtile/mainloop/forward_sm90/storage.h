@@ -33,12 +33,13 @@ struct ForwardParamsSm90 {
   MarkedCount taken;
 };
 
-/// Keys and values are in pages: to TMA all their rows lie one behind the other, and a box has rows of one page. Where
-/// queries are a dense batch, `rows` says which rows of the cache count.
+/// Keys and values are in pages: to TMA all their rows lie one behind the other, perhaps with others between pages, and
+/// a box has rows of one page. Where queries are a dense batch, `rows` says which rows of the cache count.
 struct PagedForwardParamsSm90 : ForwardParamsSm90 {
   Pages pages;
   CachedRows rows;
-  int rows_of_box;  // divides a tile, and a page unless a sequence has one alone
+  int rows_of_box;     // divides a tile, and a page unless a sequence has one alone
+  int k_rows, v_rows;  // from a page to the next, of K and of V
 };
 
 /// Numbers are e4m3, with descales; out is bfloat16, or float16.
