@@ -212,7 +212,9 @@ def test_measure_stores_what_it_shows(tmp_path, capsys, monkeypatch):
     shown, record = capsys.readouterr().out, json.loads(path.read_text())
     for case, cell in zip(suites.quick("decode", dtype="float16"), record["cells"], strict=True):
         assert cell["name"] == str(case) and case.shape_name in shown
-        assert {OURS, "page 16", "page 64", "page 1", "heads first"} <= {name for name, of in cell["results"].items() if "gb_s" in of}
+        assert {OURS, "page 16", "page 64", "page 1", "heads first"} <= {
+            name for name, of in cell["results"].items() if "gb_s" in of
+        }
     assert {"page 16", "page 64", "page 1", "heads first"} <= set(record["summary"]["forms"])
 
 

@@ -306,7 +306,9 @@ HEADS_FIRST = dict(page_size=16, layout="heads first")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", [dict(), dict(page_size=48), dict(page_size=4), HEADS_FIRST, dict(indexed=True, room=30)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [dict(), dict(page_size=48), dict(page_size=4), HEADS_FIRST, dict(indexed=True, room=30)], ids=str
+)
 @pytest.mark.parametrize("dtype", [F16, BF16])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("stored", [E4M3, E5M2])
