@@ -72,7 +72,9 @@ TEST(SelectKvcache, ManyRowsHaveLargeTilesOnlyWithoutSplits) {
     KvcacheProblem cache = decode(device, 4, 8, 4, 4096);
     EXPECT_EQ(select_kvcache(cache, device).variant.tile_m, 16);
     cache.problem.seqlen_q = 500;
-    EXPECT_EQ(select_kvcache(cache, device).variant.tile_m, 64);
+    const KvcachePlan many = select_kvcache(cache, device);
+    EXPECT_EQ(many.widened != nullptr, device.compute_capability == 90) << "the forward kernel over a copy";
+    EXPECT_TRUE(many.widened || many.variant.tile_m == 64);
     cache.num_splits = 2;
     EXPECT_EQ(select_kvcache(cache, device).variant.tile_m, 16);
     cache.num_splits = 0;

@@ -16,6 +16,7 @@ from flashtile.bench.peers import OURS, Peer, contestant
 CPU = torch.device("cpu")
 EFFORT = timing.Effort(seconds=0, min_rounds=2, max_rounds=2)
 CASE = Case.decode(3, 128, 4, 2, 16, dtype="float32")
+FORMS = [name for name in decode.CACHE_FORMS if name not in decode.PREFILL_FORMS]  # of suite decode
 
 
 def outside_bare(q, k_cache, v_cache, *, cache_seqlens, causal):
@@ -112,7 +113,7 @@ def test_every_contestant_has_a_cache_of_its_own():
 @pytest.mark.parametrize("function", ["outside_bare", "outside_tuple"])
 def test_all_are_checked_and_timed(function):
     found = entries_with([further.outside_peer(f"Mine={__name__}:{function}")])
-    assert list(found) == [OURS, "page 16", "page 64", "page 1", "heads first", "SDPA", "Mine"]
+    assert list(found) == [OURS, "page 16", "page 64", "SDPA", "Mine"]
     for entry in found.values():
         assert not entry.wrong and entry.timing.rounds == EFFORT.min_rounds
         assert [verdict.name for verdict in entry.verdicts] == ["out"]
@@ -134,7 +135,7 @@ def test_flex_gets_no_mask(monkeypatch):
 
 def test_on_a_gpu_a_graph_and_the_backends_that_serve_decoding_run_too():
     names = [peer.name for peer in decode.cache_peers_of("cuda", outside_bare, CASE)]
-    assert names == [*decode.CACHE_FORMS, "SDPA FA2", "SDPA cuDNN"]
+    assert names == [*FORMS, "SDPA FA2", "SDPA cuDNN"]
     for taken in (*names, "of read", "best peer"):
         with pytest.raises(ValueError, match="expected a name that is not taken"):
             further.further_peers("decode", [f"{taken}=math:sqrt"])
@@ -212,10 +213,8 @@ def test_measure_stores_what_it_shows(tmp_path, capsys, monkeypatch):
     shown, record = capsys.readouterr().out, json.loads(path.read_text())
     for case, cell in zip(suites.quick("decode", dtype="float16"), record["cells"], strict=True):
         assert cell["name"] == str(case) and case.shape_name in shown
-        assert {OURS, "page 16", "page 64", "page 1", "heads first"} <= {
-            name for name, of in cell["results"].items() if "gb_s" in of
-        }
-    assert {"page 16", "page 64", "page 1", "heads first"} <= set(record["summary"]["forms"])
+        assert {OURS, "page 16", "page 64"} <= {name for name, of in cell["results"].items() if "gb_s" in of}
+    assert {"page 16", "page 64"} <= set(record["summary"]["forms"])
 
 
 @pytest.mark.parametrize("attention, wrong", [(scaled_wrongly, OURS), (wrong_in_pages, "page 16")])
@@ -247,7 +246,7 @@ def test_on_a_gpu(tmp_path):
     assert record["machine"]["read_gb_s"] > 0
     for cell in record["cells"]:
         timed = {name for name, result in cell["results"].items() if "median_us" in result}
-        assert {*decode.CACHE_FORMS, "Mine"} <= timed, cell
+        assert {*FORMS, "Mine"} <= timed, cell
 
 
 @pytest.mark.gpu

@@ -17,15 +17,16 @@ from flashtile.bench.peers import OURS, PLAIN, Peer, cuda_settings
 
 SUITES = ("decode", "prefill")
 PAGE_SIZES = (16, 64)
-ROW = 1  # a page's size, as SGLang's are
-HEADS_FIRST = "heads first"  # pages of (H_k, page_size, D), as FlashInfer's may be
+# Pages of one row, as SGLang's are, and of (H_k, page_size, D), as FlashInfer's may be: in suite prefill alone, as the
+# caches of a decode are so large that one more of them would leave no room for a peer.
+PREFILL_FORMS = ROWS, HEADS_FIRST = ("page 1", "heads first")
 GRAPH = "graph"
 FP8 = "fp8"  # caches of e4m3 numbers
 # That flashtile is timed in over a cache; in those of 8 bits on a GPU alone.
 CACHE_FORMS = (
     OURS,
-    *(f"page {size}" for size in (*PAGE_SIZES, ROW)),
-    HEADS_FIRST,
+    *(f"page {size}" for size in PAGE_SIZES),
+    *PREFILL_FORMS,
     GRAPH,
     FP8,
     *(f"{FP8} page {size}" for size in PAGE_SIZES),
@@ -49,8 +50,10 @@ def cache_peers_of(device_type: str, attention_kvcache: Callable[..., torch.Tens
     """`attention_kvcache`, which has flashtile's signature, on a contiguous cache and on pages, of 16 and of 8 bits;
     PyTorch's own."""
     peers = [Peer(OURS, contiguous(attention_kvcache))]
-    peers += [Peer(f"page {size}", Paged(attention_kvcache, size)) for size in (*PAGE_SIZES, ROW)]
-    peers.append(Peer(HEADS_FIRST, Paged(attention_kvcache, PAGE_SIZES[0], heads_first=True)))
+    peers += [Peer(f"page {size}", Paged(attention_kvcache, size)) for size in PAGE_SIZES]
+    if case.work is Work.PREFILL:
+        peers.append(Peer(ROWS, Paged(attention_kvcache, 1)))
+        peers.append(Peer(HEADS_FIRST, Paged(attention_kvcache, PAGE_SIZES[0], heads_first=True)))
     if device_type == "cuda":
         peers.append(Peer(GRAPH, Replayed(contiguous(attention_kvcache))))
         peers.append(Peer(FP8, Narrowed(attention_kvcache)))

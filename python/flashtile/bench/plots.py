@@ -16,7 +16,7 @@ from typing import Any
 
 from flashtile._refusal import Refusal
 from flashtile.bench.cases import Work, pair
-from flashtile.bench.decode import FP8, GRAPH, HEADS_FIRST, PAGE_SIZES, ROW, SUITES
+from flashtile.bench.decode import FP8, GRAPH, HEADS_FIRST, PAGE_SIZES, ROWS, SUITES
 from flashtile.bench.fp8 import IN_16_BITS, SUITE
 from flashtile.bench.machine import MATMUL_SIZE
 from flashtile.bench.masked import BAND, VARLEN
@@ -54,7 +54,7 @@ STYLES = {
         for prefix, markers in (("", "v^"), (f"{FP8} ", "<>"))
         for size, marker in zip(PAGE_SIZES, markers, strict=True)
     },
-    f"page {ROW}": Style(VERMILION, ">", "-."),
+    ROWS: Style(VERMILION, ">", "-."),
     HEADS_FIRST: Style(VERMILION, "<", "-."),
     "SDPA": Style(INK, "X"),
     "SDPA FA2": Style(BLUE, "s"),
