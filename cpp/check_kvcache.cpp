@@ -294,15 +294,6 @@ class Values {
 
 }  // namespace
 
-int rows_to_next(const TensorView& t) {
-  if (t.shape[0] <= 1 || t.shape[1] <= 1) return static_cast<int>(t.shape[1]);
-  const Size apart = t.strides[0], of_row = t.strides[1];
-  if (of_row <= 0 || apart % of_row != 0) return 0;
-  const Size rows = apart / of_row;
-  const bool fits = rows == t.shape[1] || (rows > 0 && rows < Band::kUnbounded / t.shape[0]);
-  return fits ? static_cast<int>(rows) : 0;
-}
-
 KvcacheProblem check_kvcache(const char* function, const KvcacheTensors& t, const KvcacheOptions& options) {
   KvcacheProblem cache;
   Problem& p = cache.problem;

@@ -20,6 +20,15 @@ KvcacheTensors KvcacheTensors::with_batch() const {
   return t;
 }
 
+int rows_to_next(const TensorView& t) {
+  if (t.shape[0] <= 1 || t.shape[1] <= 1) return static_cast<int>(t.shape[1]);
+  const std::int64_t apart = t.strides[0], of_row = t.strides[1];
+  if (of_row <= 0 || apart % of_row != 0) return 0;
+  const std::int64_t rows = apart / of_row;
+  const bool fits = rows == t.shape[1] || (rows > 0 && rows < Band::kUnbounded / t.shape[0]);
+  return fits ? static_cast<int>(rows) : 0;
+}
+
 Spans KvcacheProblem::queries(const KvcacheTensors& t) const {
   return {problem.batch, problem.seqlen_q, data_of(t.cu_seqlens_q), nullptr};
 }

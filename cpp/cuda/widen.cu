@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ Co
       for (int n = 0; n < kReads; ++n) {
         const int i = from + n * kThreads;
         if (i >= chunks) break;
-        const int row = one.of_row.quotient(i), of_row = i - row * one.of_row.value;
-        const int head = one.of_head.quotient(of_row), chunk = of_row - head * one.of_head.value;
+        const int row = one.of_row.quotient(i), in_row = i - row * one.of_row.value;
+        const int head = one.of_head.quotient(in_row), chunk = in_row - head * one.of_head.value;
         const Pages::Place place = params.pages.at(b, rows.begin + first + row);
         const std::int64_t number =
             one.strides.at(place.page, place.row) + head * one.strides.head + chunk * Numbers::kChunk;

@@ -19,7 +19,8 @@ SUITES = ("decode", "prefill")
 PAGE_SIZES = (16, 64)
 # Pages of one row, as SGLang's are, and of (H_k, page_size, D), as FlashInfer's may be: in suite prefill alone, as the
 # caches of a decode are so large that one more of them would leave no room for a peer.
-PREFILL_FORMS = ROWS, HEADS_FIRST = ("page 1", "heads first")
+ROWS, HEADS_FIRST = "page 1", "heads first"
+PREFILL_FORMS = (ROWS, HEADS_FIRST)
 GRAPH = "graph"
 FP8 = "fp8"  # caches of e4m3 numbers
 # That flashtile is timed in over a cache; in those of 8 bits on a GPU alone.
