@@ -282,7 +282,8 @@ bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   if (may_widen_ahead && pays && select_widened(plan, device)) return true;
   if (cache.descales_of_rows) return false;  // the forward kernel that widens knows one for a head
   auto [forward, run] = cache.in_line ? over_cache(cache, device) : Found{};
-  const bool may_copy = !plan.problem.column_masked();  // a copy hands no mask on either
+  // A copy hands no mask on either, and is itself in line, of one page for each sequence.
+  const bool may_copy = !plan.problem.column_masked() && !(cache.in_line && cache.of_sequence == 1);
   if (may_copy && pays_to_copy(cache, forward ? rows_of_box(cache, forward->variant) : 0) &&
       select_over_copy(plan, device, select_prefill, kCopied, kRoomForCopy))
     return true;
