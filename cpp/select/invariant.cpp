@@ -2,7 +2,6 @@
 // serve a call depends on nothing that a batch, a chunk or a cache changes, and all that serve it give the same bits.
 #include <algorithm>
 #include <limits>
-#include <optional>
 #include <utility>
 
 #include "flashtile/fixed_parts.h"
@@ -64,20 +63,24 @@ const InvariantRow& row_over_cache(const Problem& p, const DeviceInfo& device) {
   return 2 * tiles <= device.multiprocessors ? shares : tall;
 }
 
-/// Plans the call over a cache that TMA can load as it lies.
-bool select_as_it_lies(KvcachePlan& plan, const DeviceInfo& device) {
+/// Plans the call over a cache that TMA can load as it lies. Where `dense` is given, a dense q stays a batch.
+void select_as_it_lies(KvcachePlan& plan, const DeviceInfo& device, bool dense) {
   const KvcacheProblem& cache = plan.cache;
   const Problem &p = cache.problem, estimated = as_estimated(cache);
   const InvariantRow& row = row_over_cache(estimated, device);
   const Estimate estimate = estimate_fixed_parts(row.variant, estimated, device);
   // Tiles of a dense batch are dealt out ahead, as if all sequences filled the cache. Where no tile waits for another,
   // that is no matter; else they are taken one by one, by the lengths that the GPU finds.
-  // Where q has gaps, its rows are no ragged sequences.
-  const auto plan_of = [&](const Problem& as) { return planned(as, row.variant, estimate, p.seqlen_k, device); };
-  std::optional<ForwardPlan> dense;
-  if (!p.ragged) dense = plan_of(p);
-  const bool as_batch = dense && (!cache.q_in_line || dense->tiles <= device.multiprocessors);
-  complete(plan, as_batch ? *std::move(dense) : plan_of(as_ragged(cache)), row.run_over_cache, kInvariant);
+  if (!p.ragged) {
+    ForwardPlan as_dense = planned(p, row.variant, estimate, p.seqlen_k, device);
+    if (dense || as_dense.tiles <= device.multiprocessors)
+      return complete(plan, std::move(as_dense), row.run_over_cache, kInvariant);
+  }
+  complete(plan, planned(as_ragged(cache), row.variant, estimate, p.seqlen_k, device), row.run_over_cache, kInvariant);
+}
+
+bool select_copied(KvcachePlan& plan, const DeviceInfo& device) {
+  select_as_it_lies(plan, device, true);
   return true;
 }
 
@@ -104,11 +107,13 @@ bool select_invariant(KvcachePlan& plan, const DeviceInfo& device) {
   if (keys == 0 || cache.queries() == 0) return false;  // no row sees a key
   countable("q", cache.queries(), "rows");
   countable("k_cache", std::max(keys, std::int64_t{cache.pages} * cache.page_size), "rows");
-  const Variant& v = row_over_cache(as_estimated(cache), device).variant;
-  if (cache.in_line && has_boxes(cache, v) && !pays_to_copy(cache, rows_of_box(cache, v)))
-    return select_as_it_lies(plan, device);
+  const Variant& variant = row_over_cache(as_estimated(cache), device).variant;
+  if (cache.in_line && has_boxes(cache, variant) && !pays_to_copy(cache)) {
+    select_as_it_lies(plan, device, !cache.q_in_line);
+    return true;
+  }
   // Any other kernel would give other bits, so a copy is made, however large.
-  return select_over_copy(plan, device, select_as_it_lies, kOfCopy, std::numeric_limits<std::int64_t>::max());
+  return select_over_copy(plan, device, select_copied, kOfCopy, std::numeric_limits<std::int64_t>::max());
 }
 
 }  // namespace flashtile

@@ -2,6 +2,7 @@
 // ragged sequences, or, with few tiles, as over a dense batch.
 #include <algorithm>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <utility>
@@ -204,19 +205,22 @@ bool pays_to_widen(const KvcacheProblem& cache) {
   return rows_of_key(cache) > rows;
 }
 
+/// Boxes have a multiple of so many rows; of fewer they were not tried.
+constexpr int kRowsOfBox = 4;
+
 }  // namespace
 
 bool has_boxes(const KvcacheProblem& cache, const Variant& v) {
-  // Each lane of a warp loads one box of a tile. Boxes of fewer rows than 4 were not tried.
-  constexpr int kLanes = 32, kRowsOfBox = 4;
+  constexpr int kLanes = 32;  // of a warp, of which each loads one box of a tile
   const int rows = rows_of_box(cache, v);
   return rows % kRowsOfBox == 0 && v.tile_n <= rows * kLanes;
 }
 
-bool pays_to_copy(const KvcacheProblem& cache, int rows) {
+bool pays_to_copy(const KvcacheProblem& cache) {
   if (is_fp8(cache.stored()) || is_mixed(cache)) return false;
-  if (rows == 0) return rows_of_key(cache) > h200::kRowsOfCopyingWithoutBoxes;
-  return rows_of_key(cache) * (16 - std::min(rows, 16)) > std::int64_t{h200::kRowsOfCopying} * rows;
+  const int rows = cache.of_sequence == 1 ? 16 : std::gcd(cache.page_size, 16);
+  if (!cache.in_line || rows % kRowsOfBox != 0) return rows_of_key(cache) > h200::kRowsOfCopyingWithoutBoxes;
+  return rows_of_key(cache) * (16 / rows - 1) > h200::kRowsOfCopying;
 }
 
 Problem as_ragged(const KvcacheProblem& cache) {
@@ -281,12 +285,10 @@ bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   const bool pays = cache.descales_of_rows || !cache.in_line || pays_to_widen(cache);
   if (may_widen_ahead && pays && select_widened(plan, device)) return true;
   if (cache.descales_of_rows) return false;  // the forward kernel that widens knows one for a head
-  auto [forward, run] = cache.in_line ? over_cache(cache, device) : Found{};
-  // A copy hands no mask on either, and is itself in line, of one page for each sequence.
-  const bool may_copy = !plan.problem.column_masked() && !(cache.in_line && cache.of_sequence == 1);
-  if (may_copy && pays_to_copy(cache, forward ? rows_of_box(cache, forward->variant) : 0) &&
-      select_over_copy(plan, device, select_prefill, kCopied, kRoomForCopy))
-    return true;
+  const bool may_copy = !plan.problem.column_masked() && pays_to_copy(cache);  // a copy hands no mask on either
+  if (may_copy && select_over_copy(plan, device, select_prefill, kCopied, kRoomForCopy)) return true;
+  if (!cache.in_line) return false;
+  auto [forward, run] = over_cache(cache, device);
   if (!forward) return may_widen_ahead && select_widened(plan, device);
   complete(plan, *std::move(forward), run, widens ? kWidening : kPrefill);
   if (is_mixed(cache)) {

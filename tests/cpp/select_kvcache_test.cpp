@@ -123,11 +123,11 @@ TEST(SelectKvcache, SmallPagesAreCopiedForManyRows) {
     EXPECT_TRUE(copies(page_size, 20, nothing)) << page_size;
     EXPECT_FALSE(copies(page_size, 16, nothing)) << page_size;
   }
-  for (const int page_size : {4, 12, 28}) {
+  for (const int page_size : {4, 12, 20}) {
     EXPECT_TRUE(copies(page_size, 90, nothing)) << page_size;
     EXPECT_FALSE(copies(page_size, 80, nothing)) << page_size;
   }
-  for (const int page_size : {8, 24, 56}) {
+  for (const int page_size : {8, 24, 40}) {
     EXPECT_TRUE(copies(page_size, 270, nothing)) << page_size;
     EXPECT_FALSE(copies(page_size, 250, nothing)) << page_size;
   }
