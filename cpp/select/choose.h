@@ -131,6 +131,11 @@ Choice<Row> choose(const Problem& problem, const DeviceInfo& device, std::span<c
   return choose(problem, device, rows, suits, [](const Row& row, const Problem& p) { return estimate(row, p); });
 }
 
+/// Returns what the time of a key goes by in rows of different head dimensions: all are multiplied to their full width.
+inline double width_of(const Variant& v) {
+  return v.head_dim + v.head_dim_v;
+}
+
 /// Takes the row of a forward; instead of it one of Ampere's where keys are few, or one that splits keys, where Hopper
 /// has one that serves and its estimate is clearly less. Sinks are no feature of such a row, as they are added when the
 /// parts of a row are joined.
@@ -157,7 +162,8 @@ Choice<Row> choose_forward(Problem problem, const DeviceInfo& device, std::span<
   Choice<Row> split = choose(problem, device, rows, splits,
                              [&](const Row& row, const Problem& p) { return estimate_splits(row.variant, p, device); });
   split.why = kSplitKeys;
-  return split.estimate.time > 0 && split.estimate.time < counted::kClearly * whole.estimate.time ? split : whole;
+  const double found = split.estimate.time * width_of(split.row->variant) / width_of(whole.row->variant);
+  return found > 0 && found < counted::kClearly * whole.estimate.time ? split : whole;
 }
 
 }  // namespace flashtile

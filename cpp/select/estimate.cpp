@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "flashtile/fixed_parts.h"
+#include "flashtile/invariant_rows.h"
 #include "select/work.h"
 
 namespace flashtile {
@@ -26,12 +27,23 @@ constexpr double kEndsOf128Rows = 100;          // a tile's prologue and epilogu
 constexpr double kEndsOf192Rows = 180;
 constexpr double kEndsOf192RowsOfFewKeys = 110;  // where all keys are in one block (an H100)
 
+// Where thread blocks share the fixed parts of a tile, each has a prologue and an epilogue that nothing hides. Beside
+// these a tile of 64 rows takes this share of the time of one of 128.
+constexpr double kPartOf64Rows = 0.85;
+constexpr double kEndsOfSharesOf64Rows = 50;
+constexpr double kEndsOfSharesOf128Rows = 300;
+
 // In Hopper's backward of one pass this is the time of a query in tiles of 80 queries, relative to tiles of 64.
 constexpr double kQueryOf80 = 0.945;
 
 // A tile of 8 or 16 rows over a cache takes as long as its keys take to read. This is the time of a tile of 64, which
-// takes longer for its matmuls, relative to that.
+// takes longer for its matmuls, relative to that. Where all thread blocks together have little to do, each still takes
+// its keys one block after the other, and a part of 64 rows is long to join: that takes the time of so many keys of
+// tiles of 16 rows for each key of a sequence, up to a length from which keys are split.
 constexpr double kTileOf64Rows = 2.2;
+constexpr double kKeysOfLoneTile = 100;
+constexpr int kKeysUnsplit = 1500;
+constexpr double kMultiprocessors = 132;  // on which that was measured
 
 }  // namespace h200
 
@@ -76,6 +88,12 @@ double speed_of_192_rows(const Variant& v, const Problem& p) {
   return v.head_dim == 96 && p.head_dim < 96 ? h200::kSpeedOf192RowsOf80 : h200::kSpeedOf192Rows;
 }
 
+/// Returns the speed of a tile of 128 rows relative to the usual one, which has more keys at D128. Only batch-invariant
+/// calls have another.
+double speed_of_128_rows(const Variant& v) {
+  return v.head_dim == 128 && v.tile_n == 80 ? h200::kSpeedOf128RowsBy80 : 1;
+}
+
 /// Returns how long `blocks` thread blocks take for so many tiles, of which the shortest and the longest are given, and
 /// which take `mean` on average. However they are dealt, a thread block gets n + 1 of the n · blocks + 1 longest tiles.
 /// Lengths are taken to fall evenly from the longest to the shortest.
@@ -92,8 +110,7 @@ double time_of_rounds(double tiles, int blocks, double shortest, double longest,
 /// Returns the time of all tiles, each of whose keys are divided among `splits` thread blocks.
 double time_of_tiles(const Variant& v, const Problem& p, HeadPacking packing, int splits, const DeviceInfo& device) {
   const bool large = v.tile_m == 192;
-  const bool by_80 = v.head_dim == 128 && v.tile_n == 80;  // only batch-invariant calls have one of 128 rows
-  const double speed = large ? speed_of_192_rows(v, p) * 128 / 192 : by_80 ? h200::kSpeedOf128RowsBy80 : 1;
+  const double speed = large ? speed_of_192_rows(v, p) * 128 / 192 : speed_of_128_rows(v);
   const double ends = !large                   ? h200::kEndsOf128Rows
                       : p.seqlen_k <= v.tile_n ? h200::kEndsOf192RowsOfFewKeys
                                                : h200::kEndsOf192Rows;
@@ -114,8 +131,7 @@ double time_of_tiles(const Variant& v, const Problem& p, HeadPacking packing, in
 double time_of_joining(const Variant& v, const Problem& p, int splits) {
   const double rows = 1.0 * splits * p.seqlen_q * p.batch * p.heads_q;
   const double bytes = 2 * rows * 4 * (p.head_dim_v + 2);  // written, then read
-  const double of_key = 2 * 128 * (v.head_dim + v.head_dim_v) / counted::kFlops;
-  return (h100::kLaunch + h100::kPart * splits + bytes / counted::kBytes) / of_key;
+  return (h100::kLaunch + h100::kPart * splits + bytes / counted::kBytes) / counted::time_of_key(v);
 }
 
 }  // namespace
@@ -159,7 +175,9 @@ Estimate estimate_splits(const Variant& v, const Problem& p, const DeviceInfo& d
 }
 
 Estimate estimate_fixed_parts(const Variant& v, const Problem& p, const DeviceInfo& device) {
-  if (!shares_tiles(v)) return estimate_forward(v, p, device);
+  const bool few_rows = shares_tiles(v);
+  Estimate best = few_rows ? Estimate{} : estimate_forward(v, p, device);
+  if (!may_share_tiles(v)) return best;
   const HeadPacking packing = packing_of_fewest_tiles(v, p);
   const int queries = packing.queries_of(v.tile_m), parts = std::max(fixed_parts(v, p.seqlen_k), 1);
   // A window shows so many parts at the most.
@@ -167,12 +185,13 @@ Estimate estimate_fixed_parts(const Variant& v, const Problem& p, const DeviceIn
                                 ? parts
                                 : (std::int64_t{p.band.left} + p.band.right + queries) / keys_of_part(v) + 2;
   const std::int64_t tiles = std::int64_t{Spans::tiles(p.seqlen_q, queries)} * p.batch * packing.packs_of(p.heads_q);
-  Estimate best;
-  for (int each = parts; each > 0; --each) {
+  const double of_key = few_rows ? h200::kPartOf64Rows : 1 / speed_of_128_rows(v);
+  const double ends = few_rows ? h200::kEndsOfSharesOf64Rows : h200::kEndsOfSharesOf128Rows;
+  for (int each = few_rows ? parts : parts - 1; each > 0; --each) {
     const int splits = (parts + each - 1) / each;
     if (splits > 1 && tiles * parts * v.tile_m * 4 * v.head_dim_v > kRoomForParts) break;
     const double waves = std::ceil(1.0 * tiles * std::min<std::int64_t>(splits, seen) / device.multiprocessors);
-    const double of_tile = 1.0 * std::min<std::int64_t>(each, seen) * keys_of_part(v) + h200::kEndsOf128Rows;
+    const double of_tile = of_key * std::min<std::int64_t>(each, seen) * keys_of_part(v) + ends;
     const double time = waves * of_tile + (splits > 1 ? time_of_joining(v, p, splits) : 0);
     if (best.time == 0 || time < best.time) best = {time, packing, splits};
   }
@@ -193,11 +212,17 @@ Estimate estimate(const BackwardRow& row, const Problem& p) {
   return {queries * (v.tile_m == 80 ? h200::kQueryOf80 : 1), {}};
 }
 
-Estimate estimate(const KvcacheRow& row, const Problem& p) {
-  const Variant& v = row.variant;
-  if (v.arch == Arch::kCpu) return {};
-  const auto tiles = static_cast<double>(std::max<std::int64_t>((rows_of_sequence(p) + v.tile_m - 1) / v.tile_m, 1));
-  return {tiles * (v.tile_m <= 16 ? 1 : h200::kTileOf64Rows), {}};
+double time_over_cache(int tile_m, const Problem& p, const DeviceInfo& device) {
+  const auto tiles = static_cast<double>(std::max<std::int64_t>((rows_of_sequence(p) + tile_m - 1) / tile_m, 1));
+  const double keys = std::max(tiles * p.batch * p.heads_k * p.seqlen_k, 1.0);
+  if (tile_m <= 16) return keys;
+  const double alone = h200::kKeysOfLoneTile * std::min(p.seqlen_k, h200::kKeysUnsplit);
+  return h200::kTileOf64Rows * keys + alone * device.multiprocessors / h200::kMultiprocessors;
+}
+
+Estimate estimate(const KvcacheRow& row, const Problem& p, const DeviceInfo& device) {
+  if (row.variant.arch == Arch::kCpu) return {};
+  return {time_over_cache(row.variant.tile_m, p, device), {}};
 }
 
 double time_of_warps(const Variant& v, const Problem& p, const DeviceInfo& device) {

@@ -15,6 +15,11 @@ inline constexpr double kBytes = 2500;    // that memory moves in a nanosecond
 inline constexpr double kFlops = 4000;    // that the matmuls of one multiprocessor do in one
 inline constexpr double kClearly = 0.95;  // estimates are no more exact than this share of each other
 
+/// Returns the time of the unit of estimates, a key of a tile of 128 rows.
+constexpr double time_of_key(const Variant& v) {
+  return 2 * 128 * (v.head_dim + v.head_dim_v) / kFlops;
+}
+
 }  // namespace counted
 
 struct Estimate {
@@ -44,8 +49,9 @@ Estimate estimate_fixed_parts(const Variant& v, const Problem& p, const DeviceIn
 /// Estimates the time of one block of keys, in queries.
 Estimate estimate(const BackwardRow& row, const Problem& p);
 
-/// Estimates the time of one KV head's tiles, in tiles of 16 rows.
-Estimate estimate(const KvcacheRow& row, const Problem& p);
+/// Estimates the time of a call over a cache by Ampere's tiles of so many rows, in keys of a tile of 16 rows.
+double time_over_cache(int tile_m, const Problem& p, const DeviceInfo& device);
+Estimate estimate(const KvcacheRow& row, const Problem& p, const DeviceInfo& device);
 
 /// Returns the time of such a tile relative to one with four warps, which depends on the whole batch: a thread block
 /// that goes from tile to tile joins the results of its warps at the end of each.

@@ -2,6 +2,7 @@
 // serve a call depends on nothing that a batch, a chunk or a cache changes, and all that serve it give the same bits.
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "flashtile/fixed_parts.h"
@@ -22,16 +23,16 @@ bool is_on_hopper(const Problem& p, const DeviceInfo& device) {
   return p.device.type == DeviceType::kCuda && device.compute_capability == 90;
 }
 
-/// Returns the narrowest row that is wide enough, among those that share tiles out or among the others. Of several it
-/// takes the one with the least estimated time.
-const InvariantRow& row_for(const Problem& p, const DeviceInfo& device, bool shares) {
-  const auto time = [&](const InvariantRow& row) { return estimate_fixed_parts(row.variant, p, device).time; };
+/// Returns the narrowest row that is wide enough, among those of few rows to a tile, which serve caches alone, or among
+/// the others. Of several it takes the one with the least estimated time.
+template <class EstimateOf>
+const InvariantRow& row_for(const Problem& p, bool few_rows, const EstimateOf& estimate_of) {
   const InvariantRow* best = nullptr;
   for (const InvariantRow& row : invariant_rows()) {
     const Variant& v = row.variant;
-    if (!serves(row, p) || shares_tiles(v) != shares) continue;
+    if (!serves(row, p) || shares_tiles(v) != few_rows) continue;
     if (best && (v.head_dim != best->variant.head_dim || v.head_dim_v != best->variant.head_dim_v)) break;
-    if (!best || time(row) < time(*best)) best = &row;
+    if (!best || estimate_of(row).time < estimate_of(*best).time) best = &row;
   }
   return *best;
 }
@@ -52,35 +53,29 @@ Problem as_estimated(const KvcacheProblem& cache) {
   return p;
 }
 
-/// Returns the row for such a call. Where rows are few, or tiles of many rows are, tiles are shared out.
+/// Returns the row for such a call.
 const InvariantRow& row_over_cache(const Problem& p, const DeviceInfo& device) {
-  const InvariantRow& shares = row_for(p, device, true);
-  if (rows_of_sequence(p) <= shares.variant.tile_m) return shares;
-  const InvariantRow& tall = row_for(p, device, false);
-  const HeadPacking packing = estimate_fixed_parts(tall.variant, p, device).packing;
-  const std::int64_t tiles = std::int64_t{Spans::tiles(p.seqlen_q, packing.queries_of(tall.variant.tile_m))} * p.batch *
-                             packing.packs_of(p.heads_q);
-  return 2 * tiles <= device.multiprocessors ? shares : tall;
+  const auto estimate_of = [&](const InvariantRow& row) { return estimate_fixed_parts(row.variant, p, device); };
+  const InvariantRow& few = row_for(p, true, estimate_of);
+  if (rows_of_sequence(p) <= few.variant.tile_m) return few;
+  const InvariantRow& tall = row_for(p, false, estimate_of);
+  return estimate_of(few).time < estimate_of(tall).time ? few : tall;
 }
 
-/// Plans the call over a cache that TMA can load as it lies. Where `dense` is given, a dense q stays a batch.
-void select_as_it_lies(KvcachePlan& plan, const DeviceInfo& device, bool dense) {
+/// Plans the call over a cache that TMA can load as it lies.
+bool select_as_it_lies(KvcachePlan& plan, const DeviceInfo& device) {
   const KvcacheProblem& cache = plan.cache;
   const Problem &p = cache.problem, estimated = as_estimated(cache);
   const InvariantRow& row = row_over_cache(estimated, device);
   const Estimate estimate = estimate_fixed_parts(row.variant, estimated, device);
   // Tiles of a dense batch are dealt out ahead, as if all sequences filled the cache. Where no tile waits for another,
   // that is no matter; else they are taken one by one, by the lengths that the GPU finds.
-  if (!p.ragged) {
-    ForwardPlan as_dense = planned(p, row.variant, estimate, p.seqlen_k, device);
-    if (dense || as_dense.tiles <= device.multiprocessors)
-      return complete(plan, std::move(as_dense), row.run_over_cache, kInvariant);
-  }
-  complete(plan, planned(as_ragged(cache), row.variant, estimate, p.seqlen_k, device), row.run_over_cache, kInvariant);
-}
-
-bool select_copied(KvcachePlan& plan, const DeviceInfo& device) {
-  select_as_it_lies(plan, device, true);
+  // Where q has gaps, its rows are no ragged sequences.
+  const auto plan_of = [&](const Problem& as) { return planned(as, row.variant, estimate, p.seqlen_k, device); };
+  std::optional<ForwardPlan> dense;
+  if (!p.ragged) dense = plan_of(p);
+  const bool as_batch = dense && (!cache.q_in_line || dense->tiles <= device.multiprocessors);
+  complete(plan, as_batch ? *std::move(dense) : plan_of(as_ragged(cache)), row.run_over_cache, kInvariant);
   return true;
 }
 
@@ -92,8 +87,10 @@ bool has_invariant_kernel(const Problem& p, const DeviceInfo& device) {
 }
 
 ForwardPlan select_invariant(const Problem& p, const DeviceInfo& device) {
-  const InvariantRow& row = row_for(p.dense(), device, false);
-  ForwardPlan plan = planned(p, row.variant, estimate_fixed_parts(row.variant, p.dense(), device), p.seqlen_k, device);
+  const Problem dense = p.dense();
+  const auto estimate_of = [&](const InvariantRow& row) { return estimate_forward(row.variant, dense, device); };
+  const InvariantRow& row = row_for(dense, false, estimate_of);
+  ForwardPlan plan = planned(p, row.variant, estimate_of(row), p.seqlen_k, device);
   plan.why = kInvariant;
   plan.run = row.run;
   return plan;
@@ -107,13 +104,11 @@ bool select_invariant(KvcachePlan& plan, const DeviceInfo& device) {
   if (keys == 0 || cache.queries() == 0) return false;  // no row sees a key
   countable("q", cache.queries(), "rows");
   countable("k_cache", std::max(keys, std::int64_t{cache.pages} * cache.page_size), "rows");
-  const Variant& variant = row_over_cache(as_estimated(cache), device).variant;
-  if (cache.in_line && has_boxes(cache, variant) && !pays_to_copy(cache)) {
-    select_as_it_lies(plan, device, !cache.q_in_line);
-    return true;
-  }
+  const Variant& v = row_over_cache(as_estimated(cache), device).variant;
+  if (cache.in_line && has_boxes(cache, v) && !pays_to_copy(cache, rows_of_box(cache, v)))
+    return select_as_it_lies(plan, device);
   // Any other kernel would give other bits, so a copy is made, however large.
-  return select_over_copy(plan, device, select_copied, kOfCopy, std::numeric_limits<std::int64_t>::max());
+  return select_over_copy(plan, device, select_as_it_lies, kOfCopy, std::numeric_limits<std::int64_t>::max());
 }
 
 }  // namespace flashtile

@@ -185,7 +185,7 @@ void select_row(KvcachePlan& plan, const Problem& like, const DeviceInfo& device
     return arch == Arch::kCpu || (arch == Arch::kSm80 && (!splits || row.variant.tile_m == h200::kFewRows));
   };
   const auto time = [&](const KvcacheRow& row, const Problem& dense) {
-    Estimate found = estimate(row, dense);
+    Estimate found = estimate(row, dense, device);
     if (!splits) found.time *= time_of_warps(row.variant, dense, device);  // with splits no row depends on the batch
     return found;
   };

@@ -19,9 +19,9 @@ bool select_prefill(KvcachePlan& plan, const DeviceInfo& device);
 /// them, at a time.
 bool has_boxes(const KvcacheProblem& cache, const Variant& v);
 
-/// Returns whether a kernel ahead is to copy the rows of a cache, of 16 bits, to where TMA loads many at a time: those
-/// of small pages, and of a cache that TMA cannot load at all.
-bool pays_to_copy(const KvcacheProblem& cache);
+/// Returns whether a kernel ahead is to copy a cache of 16 bits, which TMA loads in boxes of so many rows, or not at
+/// all where that is 0.
+bool pays_to_copy(const KvcacheProblem& cache, int rows);
 
 /// Plans a batch-invariant call over a cache on Hopper, and returns true, if a row of the table serves it.
 bool select_invariant(KvcachePlan& plan, const DeviceInfo& device);

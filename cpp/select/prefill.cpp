@@ -2,7 +2,6 @@
 // ragged sequences, or, with few tiles, as over a dense batch.
 #include <algorithm>
 #include <memory>
-#include <numeric>
 #include <optional>
 #include <span>
 #include <utility>
@@ -43,6 +42,7 @@ constexpr int kRowsOfWideningWide = 640;     // above D128
 // Ampere's kernel.
 constexpr int kRowsOfCopying = 1024;
 constexpr int kRowsOfCopyingWithoutBoxes = 64;
+constexpr int kRowsOfCopyingWideWithoutBoxes = 16;  // above D128, where Ampere's tiles are slower
 
 // Where the forward kernel does not serve 8-bit numbers, no kernel ahead widens them for so few rows: one tile of
 // Ampere's kernel, which reads them as they are.
@@ -55,11 +55,22 @@ constexpr int kNarrowHead = 64, kFewTiles = 16;
 constexpr int kNarrowRaggedHead = 128, kFewRaggedTiles = 128;
 constexpr int kRowsOfFewTiles = 32;
 
+// With ALiBi a tile of the forward kernel has rows of one head alone, while Ampere's have rows of a group. This is the
+// time of a key of such a tile, in keys of Ampere's tiles of 16 rows, and how many of these one kernel takes besides:
+// the forward up to D128, Ampere's above.
+constexpr double kKeyOfOneHead = 1.2, kKeyOfOneWideHead = 0.8;
+constexpr double kBesideKeys = 40000;
+
+// In a mixed batch whose keys are split the empty parts of sequences of few queries are written at this rate, in bytes
+// in a nanosecond, all that comes with a tile included.
+constexpr double kBytesOfEmptyParts = 500;
+
 }  // namespace h200
 
 // These are estimates, which held in eight mixed batches on an H200 (docs/performance.md): the queries that a chunk of
 // a prompt is taken to have, and the fewest beside a token of each sequence that are worth a kernel of their own.
 constexpr int kOfChunk = 512, kOfAllChunks = 256;
+constexpr double kClearlyOfChunks = 0.8;  // as the host does not know how many chunks there are
 
 /// Returns how many queries a sequence may have that is left to the kernels over a cache.
 int few_queries(const Problem& p) {
@@ -81,8 +92,22 @@ bool packs_share_masks(const Problem& p) {
   return !p.column_masked() || p.heads_q / p.masks_of_entry % std::max(p.group(), 1) == 0;
 }
 
+bool is_wide(const Problem& p) {
+  return p.wider_head_dim() > 128;
+}
+
+/// Returns whether the forward kernel is faster than a kernel over a cache although no tile has rows of several heads.
+bool has_many_rows_of_head(const Problem& p, const DeviceInfo& device) {
+  constexpr int kRowsOfTile = 128;
+  const double keys = 1.0 * Spans::tiles(p.seqlen_q, kRowsOfTile) * p.batch * p.heads_q * p.seqlen_k;
+  const double over_cache = std::min(time_over_cache(16, p, device), time_over_cache(64, p, device));
+  return is_wide(p) ? h200::kKeyOfOneWideHead * keys <= over_cache + h200::kBesideKeys
+                    : h200::kKeyOfOneHead * keys + h200::kBesideKeys <= over_cache;
+}
+
 /// Returns whether sequences have so many rows that the forward kernel is faster than a kernel over a cache.
-bool has_many_rows(const Problem& p) {
+bool has_many_rows(const Problem& p, const DeviceInfo& device) {
+  if (p.alibi && !has_many_rows_of_head(p.dense(), device)) return false;
   const std::int64_t tiles = std::int64_t{p.batch} * p.heads_k;
   const bool few_tiles = p.wider_head_dim() <= (p.ragged ? h200::kNarrowRaggedHead : h200::kNarrowHead) &&
                          tiles < (p.ragged ? h200::kFewRaggedTiles : h200::kFewTiles);
@@ -97,7 +122,7 @@ bool may_prefill(const KvcacheProblem& cache, const DeviceInfo& device) {
   const std::int64_t keys = std::int64_t{p.batch} * p.seqlen_k;
   const std::int64_t rows_of_cache = std::int64_t{cache.pages} * cache.page_size;
   return keys > 0 && std::max({keys, rows_of_cache, cache.queries()}) < Band::kUnbounded &&
-         (has_many_rows(p) || is_mixed(cache));
+         (has_many_rows(p, device) || is_mixed(cache));
 }
 
 /// This holds the plan of a forward over a cache, if Hopper has a row that serves, and the function that launches it.
@@ -106,9 +131,17 @@ struct Found {
   KvcacheKernel run = nullptr;
 };
 
-/// Chooses a row for the sequences of a call: of a mixed batch for its chunks, whose keys are not split, since a tile
-/// of another sequence would leave as many parts. Its heads are packed for sequences of the mean length: of such short
-/// ones a tile of one head would have few rows, and a chunk has as many tiles with either packing.
+/// Returns the time, in keys of a 128-row tile, that sequences of few queries in a mixed batch take from the forward
+/// kernel where keys are split: it has a tile of each pack and split of them, which writes an empty part.
+double time_of_empty_parts(const Variant& v, const Problem& p, HeadPacking packing, int splits) {
+  const double tiles = 1.0 * p.batch * packing.packs_of(p.heads_q) * splits;
+  return tiles * v.tile_m * v.head_dim_v * 4 / h200::kBytesOfEmptyParts / counted::time_of_key(v);
+}
+
+/// Chooses a row for the sequences of a call: of a mixed batch for its chunks. Keys of these are split where that
+/// clearly pays, with whatever sequences of few queries are among them. Heads are packed for sequences of the mean
+/// length: of such short ones a tile of one head would have few rows, and a chunk has as many tiles with either
+/// packing.
 template <class Row, class Suits>
 Choice<Row> choose_for(const KvcacheProblem& cache, const DeviceInfo& device, std::span<const Row> rows,
                        const Suits& suits) {
@@ -118,8 +151,14 @@ Choice<Row> choose_for(const KvcacheProblem& cache, const DeviceInfo& device, st
   sequences.batch = std::clamp(sequences.seqlen_q / kOfChunk, 1, sequences.batch);
   sequences.seqlen_k = sequences.batch * cache.problem.seqlen_k;
   Choice<Row> choice = choose_forward(sequences, device, rows, suits);
-  if (choice.estimate.splits > 1) choice.estimate = estimate_forward(choice.row->variant, sequences.dense(), device);
-  choice.estimate.packing = packing_of_fewest_tiles(choice.row->variant, of_mean_length);
+  const Variant& v = choice.row->variant;
+  const HeadPacking packing = packing_of_fewest_tiles(v, of_mean_length);
+  if (const int splits = choice.estimate.splits; splits > 1) {
+    const Estimate whole = estimate_forward(v, sequences.dense(), device);
+    const double time = choice.estimate.time + time_of_empty_parts(v, cache.problem, packing, splits);
+    if (time > kClearlyOfChunks * whole.time) choice.estimate = whole;
+  }
+  choice.estimate.packing = packing;
   return choice;
 }
 
@@ -199,28 +238,28 @@ std::int64_t rows_of_key(const KvcacheProblem& cache) {
 bool pays_to_widen(const KvcacheProblem& cache) {
   const Problem& p = cache.problem;
   const int width = p.wider_head_dim();
-  const int rows = width > 128                                ? h200::kRowsOfWideningWide
+  const int rows = is_wide(p)                                 ? h200::kRowsOfWideningWide
                    : width > 64 && p.dtype == DType::kFloat16 ? h200::kRowsOfWideningHalves
                                                               : h200::kRowsOfWidening;
   return rows_of_key(cache) > rows;
 }
 
-/// Boxes have a multiple of so many rows; of fewer they were not tried.
-constexpr int kRowsOfBox = 4;
-
 }  // namespace
 
 bool has_boxes(const KvcacheProblem& cache, const Variant& v) {
-  constexpr int kLanes = 32;  // of a warp, of which each loads one box of a tile
+  // Each lane of a warp loads one box of a tile. Boxes of fewer rows than 4 were not tried.
+  constexpr int kLanes = 32, kRowsOfBox = 4;
   const int rows = rows_of_box(cache, v);
   return rows % kRowsOfBox == 0 && v.tile_n <= rows * kLanes;
 }
 
-bool pays_to_copy(const KvcacheProblem& cache) {
+bool pays_to_copy(const KvcacheProblem& cache, int rows) {
   if (is_fp8(cache.stored()) || is_mixed(cache)) return false;
-  const int rows = cache.of_sequence == 1 ? 16 : std::gcd(cache.page_size, 16);
-  if (!cache.in_line || rows % kRowsOfBox != 0) return rows_of_key(cache) > h200::kRowsOfCopyingWithoutBoxes;
-  return rows_of_key(cache) * (16 / rows - 1) > h200::kRowsOfCopying;
+  if (rows == 0) {
+    const bool wide = is_wide(cache.problem);
+    return rows_of_key(cache) > (wide ? h200::kRowsOfCopyingWideWithoutBoxes : h200::kRowsOfCopyingWithoutBoxes);
+  }
+  return rows_of_key(cache) * (16 - std::min(rows, 16)) > std::int64_t{h200::kRowsOfCopying} * rows;
 }
 
 Problem as_ragged(const KvcacheProblem& cache) {
@@ -285,10 +324,12 @@ bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   const bool pays = cache.descales_of_rows || !cache.in_line || pays_to_widen(cache);
   if (may_widen_ahead && pays && select_widened(plan, device)) return true;
   if (cache.descales_of_rows) return false;  // the forward kernel that widens knows one for a head
-  const bool may_copy = !plan.problem.column_masked() && pays_to_copy(cache);  // a copy hands no mask on either
-  if (may_copy && select_over_copy(plan, device, select_prefill, kCopied, kRoomForCopy)) return true;
-  if (!cache.in_line) return false;
-  auto [forward, run] = over_cache(cache, device);
+  auto [forward, run] = cache.in_line ? over_cache(cache, device) : Found{};
+  // A copy hands no mask on either, and is itself in line, of one page for each sequence.
+  const bool may_copy = !plan.problem.column_masked() && !(cache.in_line && cache.of_sequence == 1);
+  if (may_copy && pays_to_copy(cache, forward ? rows_of_box(cache, forward->variant) : 0) &&
+      select_over_copy(plan, device, select_prefill, kCopied, kRoomForCopy))
+    return true;
   if (!forward) return may_widen_ahead && select_widened(plan, device);
   complete(plan, *std::move(forward), run, widens ? kWidening : kPrefill);
   if (is_mixed(cache)) {

@@ -1,6 +1,7 @@
 // These tests check how batch-invariant calls divide keys on Hopper, and that nothing changes a row's bits: neither the
 // block of keys in which a key is, nor the part that has it, depends on the batch, the chunk or the cache.
 #include "flashtile/fixed_parts.h"
+#include "flashtile/invariant_rows.h"
 
 #include <gtest/gtest.h>
 
@@ -143,6 +144,26 @@ TEST(SelectInvariant, TilesOfD128AreTallUnlessManyOfTheirRowsWouldBeIdle) {
   EXPECT_EQ(rows_of_tile(64, 128, 16, 16), 128);
 }
 
+/// Thread blocks share the keys of tiles that are too few for the GPU, of many rows and of few.
+TEST(SelectInvariant, FewTilesOverCachesAreShared) {
+  const auto plan_of = [](int head_dim, int queries, int batch) {
+    KvcacheProblem cache = in_pages(decode(kH100, batch, 8, 1, 8000), 64);
+    cache.batch_invariant = true;
+    cache.problem.seqlen_q = queries;
+    cache.problem.head_dim = cache.problem.head_dim_v = head_dim;
+    return *select_kvcache(cache, kH100).prefill;
+  };
+  for (const int head_dim : {64, 96, 128, 192, 256}) {
+    for (const int queries : {256, 512}) {
+      EXPECT_EQ(plan_of(head_dim, queries, 1).variant.tile_m, 128) << head_dim;
+      EXPECT_GT(plan_of(head_dim, queries, 1).splits, 1) << head_dim;
+    }
+    EXPECT_EQ(plan_of(head_dim, 64, 1).variant.tile_m, 64) << head_dim;
+    EXPECT_GT(plan_of(head_dim, 64, 1).splits, 1) << head_dim;
+    EXPECT_EQ(plan_of(head_dim, 512, 32).splits, 1) << head_dim;
+  }
+}
+
 TEST(SelectInvariant, PlansFitTheGpu) {
   for_each_supported([](KvcacheProblem cache, const DeviceInfo& device) {
     cache.batch_invariant = true;
@@ -157,7 +178,7 @@ TEST(SelectInvariant, PlansFitTheGpu) {
     ASSERT_EQ(v.dtype, p.dtype);
     ASSERT_GE(v.head_dim, p.head_dim);
     ASSERT_GE(v.head_dim_v, p.head_dim_v);
-    ASSERT_TRUE(forward.splits == 1 || shares_tiles(v));
+    ASSERT_TRUE(forward.splits == 1 || may_share_tiles(v));
     ASSERT_EQ(forward.parts_at % 16, 0);
     ASSERT_EQ(forward.workspace_bytes, forward.parts_at + FixedParts::bytes(forward, p.seqlen_k));
     const FixedParts parts = FixedParts::of(forward, p.seqlen_k, nullptr);

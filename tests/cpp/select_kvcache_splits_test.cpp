@@ -84,6 +84,15 @@ TEST(SelectKvcache, ManyRowsHaveLargeTilesOnlyWithoutSplits) {
   }
 }
 
+/// A tile of 64 rows takes long for its keys, however few there are, so that little work has more tiles of 16 rows.
+TEST(SelectKvcache, LittleWorkHasSmallTiles) {
+  for (const auto& [batch, keys] : {std::pair(1, 8192), {16, 2048}, {128, 8192}, {256, 512}}) {
+    KvcacheProblem cache = decode(kA100, batch, 1, 8, keys);
+    cache.problem.seqlen_q = 8;
+    EXPECT_EQ(select_kvcache(cache, kA100).variant.tile_m, batch > 64 ? 64 : 16) << batch;
+  }
+}
+
 TEST(SelectKvcache, LittleWorkHasFewTeams) {
   for (const DeviceInfo& device : {kH100, kA100, kSmall}) {
     const auto plan = [&](int batch, int heads_k, int capacity) {

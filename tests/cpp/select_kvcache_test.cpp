@@ -69,6 +69,14 @@ TEST(SelectKvcache, EveryRowOfPagesIsReached) {
     EXPECT_TRUE(row.variant.arch != Arch::kSm90 || reached.contains(name_of(row.variant))) << name_of(row.variant);
 }
 
+/// Rows wider than a problem need all of their width: they do not split keys that others multiply sooner whole.
+TEST(SelectKvcache, WiderRowsDoNotSplitKeys) {
+  KvcacheProblem cache = in_pages(decode(kH100, 64, 3, 1, 720), 16);
+  cache.problem.seqlen_q = 87;
+  cache.problem.head_dim = cache.problem.head_dim_v = 96;
+  EXPECT_EQ(select_kvcache(cache, kH100).variant.head_dim, 96);
+}
+
 TEST(SelectKvcache, BoxesLieWithinPages) {
   for (int page_size = 1; page_size <= 512; ++page_size) {
     KvcacheProblem cache = in_pages(decode(kH100, 4, 8, 4, 4096), page_size);
@@ -103,7 +111,6 @@ KvcacheProblem masked(KvcacheProblem cache, int masks) {
   return cache;
 }
 
-/// A column mask of the last keys changes nothing of a plan, on Ampere and, where sequences have many rows, on Hopper.
 /// A copy of small pages has a cost of its own, whatever the number of queries, and room is found for it.
 TEST(SelectKvcache, SmallPagesAreCopiedForManyRows) {
   const auto copies = [](int page_size, int seqlen_q, auto change) {
@@ -123,11 +130,11 @@ TEST(SelectKvcache, SmallPagesAreCopiedForManyRows) {
     EXPECT_TRUE(copies(page_size, 20, nothing)) << page_size;
     EXPECT_FALSE(copies(page_size, 16, nothing)) << page_size;
   }
-  for (const int page_size : {4, 12, 20}) {
+  for (const int page_size : {4, 12, 28}) {
     EXPECT_TRUE(copies(page_size, 90, nothing)) << page_size;
     EXPECT_FALSE(copies(page_size, 80, nothing)) << page_size;
   }
-  for (const int page_size : {8, 24, 40}) {
+  for (const int page_size : {8, 24, 56}) {
     EXPECT_TRUE(copies(page_size, 270, nothing)) << page_size;
     EXPECT_FALSE(copies(page_size, 250, nothing)) << page_size;
   }
@@ -139,8 +146,25 @@ TEST(SelectKvcache, SmallPagesAreCopiedForManyRows) {
   EXPECT_TRUE(copies(16, 20, [](KvcacheProblem& cache) { cache.in_line = false, cache.of_sequence = 1; }));
   EXPECT_FALSE(copies(16, 16, [](KvcacheProblem& cache) { cache.in_line = false; }));
   EXPECT_TRUE(copies(16, 20, [](KvcacheProblem& cache) { cache.q_in_line = cache.in_line = false; }));
+  EXPECT_TRUE(copies(1, 8, [](KvcacheProblem& cache) { cache.problem.head_dim = 192; })) << "at fewer rows, too";
 }
 
+/// Hopper has no kernel for a large softcap. A cache is not copied for Ampere's, and a copy not once more.
+TEST(SelectKvcache, NothingIsCopiedForKernelsThatDoNotServe) {
+  for (const bool in_line : {false, true}) {
+    for (const int page_size : {1, 16}) {
+      KvcacheProblem cache = in_pages(decode(kH100, 4, 8, 4, 8192), page_size);
+      cache.problem.seqlen_q = 512;
+      cache.problem.softcap = 1e6f;
+      cache.in_line = in_line;
+      const KvcachePlan plan = select_kvcache(cache, kH100);
+      EXPECT_FALSE(plan.widened || plan.prefill);
+      EXPECT_EQ(plan.variant.arch, Arch::kSm80);
+    }
+  }
+}
+
+/// A column mask of the last keys changes nothing of a plan, on Ampere and, where sequences have many rows, on Hopper.
 /// There a contiguous cache is planned as one that has a page for each sequence, and heads of a group that have masks
 /// of their own are left to the kernels over a cache, as are 8-bit numbers.
 TEST(SelectKvcache, ColumnMasksAskForNoOtherPlan) {
@@ -321,6 +345,41 @@ TEST(SelectKvcache, AMixedBatchHasTwoKernelsOnHopper) {
   EXPECT_FALSE(plan(129, 640, 4, [](KvcacheProblem& cache) { cache.num_splits = 2; }).few);
   EXPECT_FALSE(plan(129, 640, 4, [](KvcacheProblem& cache) { cache.batch_invariant = true; }).few);
   EXPECT_FALSE(plan(129, 640, 4, [](KvcacheProblem& cache) { cache.in_line = false; }).few);
+}
+
+/// Where chunks have too few tiles for the GPU, their keys are split, but not among so many other sequences that the
+/// empty parts of these would take longer.
+TEST(SelectKvcache, KeysOfFewChunksAreSplit) {
+  const auto splits = [](int batch, int queries, int heads_k, int keys) {
+    KvcacheProblem cache = in_pages(decode(kH100, batch, heads_k, 1, keys), 16);
+    cache.problem.ragged = true;
+    cache.problem.seqlen_q = queries;
+    const KvcachePlan plan = select_kvcache(cache, kH100);
+    EXPECT_TRUE(plan.few);
+    return plan.prefill->splits;
+  };
+  EXPECT_GT(splits(3, 3 * 118, 2, 8192), 4);
+  EXPECT_GT(splits(17, 512 + 16, 2, 8192), 1);
+  EXPECT_EQ(splits(129, 512 + 128, 2, 8192), 1) << "many other sequences";
+  EXPECT_EQ(splits(17, 512 + 16, 32, 8192), 1) << "many tiles";
+}
+
+/// With ALiBi a tile of Hopper's forward has rows of one head alone, and is left to Ampere's kernel where these are few
+/// beside the rows of a KV head.
+TEST(SelectKvcache, FewRowsOfEachHeadWithAlibiAreLeftToAmpere) {
+  const auto is_on_hopper = [](int queries, int group, int head_dim, bool alibi) {
+    KvcacheProblem cache = in_pages(decode(kH100, 32, 2, group, 4096), 16);
+    cache.problem.seqlen_q = queries;
+    cache.problem.head_dim = cache.problem.head_dim_v = head_dim;
+    cache.problem.alibi = alibi;
+    return select_kvcache(cache, kH100).prefill != nullptr;
+  };
+  for (const int head_dim : {64, 128, 192}) {
+    EXPECT_TRUE(is_on_hopper(4, 16, head_dim, false));
+    EXPECT_FALSE(is_on_hopper(4, 16, head_dim, true));
+    EXPECT_TRUE(is_on_hopper(100, 16, head_dim, true));
+    EXPECT_TRUE(is_on_hopper(64, 1, head_dim, true));
+  }
 }
 
 /// Few rows of 8 bits go through the forward kernel that widens them, which needs no memory for that. For many a kernel

@@ -206,6 +206,31 @@ def test_long_keys(name, device):
             assert_same_bits([x[-1:] for x in found], (out[:, begin:end], lse[:, :, begin:end]), way)
 
 
+@each_device
+@pytest.mark.parametrize("options", [{}, dict(window=(1500, 0), sinks=0.5)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 192, 256])
+def test_many_rows_of_few_sequences(head_dim, options, device):
+    """So few tiles of many rows that thread blocks share the keys of each; also as ragged queries."""
+    length, chunk, heads_q, heads_k = 3100, 256, 16, 2
+    given = dict(causal=True, batch_invariant=True, return_lse=True) | options
+    if "sinks" in options:
+        given["sinks"] = torch.linspace(-2, 2, heads_q, device=device)
+    generator = torch.Generator().manual_seed(head_dim)
+    q, k, v = (
+        torch.randn(1, length, heads, head_dim, generator=generator).to(device, (BF16, F16)[head_dim % 3 % 2])
+        for heads in (heads_q, heads_k, heads_k)
+    )
+    out, lse = flashtile.attention(q[:, -2 * chunk :], k, v, **given)
+    expected = out[:, chunk:], lse[:, :, chunk:]
+    q = q[:, -chunk:]
+    assert_same_bits(flashtile.attention_kvcache(q, k, v, cache_seqlens=length, **given), expected, "over a cache")
+    paged, tables = in_pages(q, k, v, 16, 1)
+    assert_same_bits(flashtile.attention_kvcache(*paged, **tables, **given), expected, "over pages")
+    tables["cu_seqlens_q"] = torch.tensor([0, chunk], dtype=torch.int32, device=device)
+    found, found_lse = flashtile.attention_kvcache(paged[0][0], *paged[1:], **tables, **given)
+    assert_same_bits((found[None], found_lse[None]), expected, "of ragged queries")
+
+
 def in_pages(q, k, v, page_size, batch):
     """(q, caches) and the tables of a batch whose last sequence is the given one, and whose others are its beginnings:
     all of them in pages in reverse order, behind which there is room, and NaN."""

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flashtile/fixed_parts.h"
+#include "flashtile/invariant_rows.h"
 #include "flashtile/kernel/paged_sm90.h"
 
 namespace flashtile {
@@ -42,7 +43,7 @@ void launch_invariant_over_pages_sm90(const KvcachePlan& plan, const KvcacheTens
   const LaunchShape shape{forward.grid, Row::kVariant.threads(), forward.shared_memory, forward.problem.ragged};
   const Device device = forward.problem.device;
   if (forward.lists) order_tiles(params.forward.sequences, params.forward.ragged, device, stream);
-  if constexpr (shares_tiles(Row::kVariant)) {
+  if constexpr (may_share_tiles(Row::kVariant)) {
     if (forward.splits > 1) {
       launch(forward_sm90<Row, Keys::kFixedPartsOfPagesSplit, Maps::kAsAsked>, shared, device, shape, params, stream);
       return join_fixed_parts(forward, params.forward, params.parts, params.rows, stream);
