@@ -4,8 +4,11 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <type_traits>
 
+#include "flashtile/cuda/divisor.h"
 #include "flashtile/cuda/launch.h"
 #include "flashtile/params.h"
 
@@ -14,6 +17,7 @@ namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kPairsOfLane = 4;  // of a row of at most 256 elements
+constexpr int kChunk = 8;        // elements that a thread copies at once, where all rows are aligned to as many
 
 /// This copies rows of one tensor to rows of another.
 struct Copy {
@@ -23,6 +27,16 @@ struct Copy {
   int heads = 0;
   int head_dim = 0;
   CacheDescales descales = {};  // where they become numbers of 8 bits
+
+  /// Returns how many chunks, or pairs of elements, all heads of a row have.
+  int pieces(bool in_chunks) const { return heads * head_dim / (in_chunks ? kChunk : 2); }
+  bool has_chunks() const {
+    const auto is_aligned = [](const void* data, const Strides& strides) {
+      const bool whole = strides.batch % kChunk == 0 && strides.row % kChunk == 0 && strides.head % kChunk == 0;
+      return whole && reinterpret_cast<std::uintptr_t>(data) % sizeof(uint4) == 0;
+    };
+    return head_dim % kChunk == 0 && is_aligned(from, from_strides) && is_aligned(to, to_strides);
+  }
 };
 
 struct AppendParams {
@@ -31,13 +45,17 @@ struct AppendParams {
   Spans queries;  // rows of q that are rotated
   CachedRows rows;
   Pages pages;
-  std::int64_t new_rows = 0;  // rows of k_new over all sequences
-  const void* cos = nullptr;  // (positions, R / 2), or null
+  std::int64_t new_rows = 0, query_rows = 0;  // of k_new and of q, over all sequences
+  const void* cos = nullptr;                  // (positions, R / 2), or null
   const void* sin = nullptr;
   std::int64_t cos_stride = 0, sin_stride = 0;
   int positions = 0;
   int rotary_dim = 0;
   bool interleaved = true;
+  // A thread block has rows of k_new, or, behind those, of q: as many as there are threads for at a time.
+  bool in_chunks = false;
+  Divisor threads_of_new, threads_of_query;
+  int blocks_of_new = 0;
 };
 
 /// These are the angles of one row; there are none where it is copied as it is.
@@ -56,6 +74,14 @@ struct Rotation {
   }
 };
 
+template <class Element>
+__device__ void rotate(Element& first, Element& second, Rotation<Element> const& rotation, int index) {
+  const float cos = float(rotation.cos[index]), sin = float(rotation.sin[index]);
+  const float a = float(first), b = float(second);
+  first = Element(a * cos - b * sin);
+  second = Element(a * sin + b * cos);
+}
+
 /// Two elements of a row are rotated together, and copied together.
 template <class Element>
 struct Pair {
@@ -70,26 +96,48 @@ struct Pair {
     pair.second = halves ? index + rotation.dim / 2 : pair.first + 1;
     pair.a = row[pair.first];
     pair.b = row[pair.second];
-    if (rotates) {
-      const float cos = float(rotation.cos[index]), sin = float(rotation.sin[index]);
-      const float a = float(pair.a), b = float(pair.b);
-      pair.a = Element(a * cos - b * sin);
-      pair.b = Element(a * sin + b * cos);
-    }
+    if (rotates) rotate(pair.a, pair.b, rotation, index);
     return pair;
   }
 };
 
-/// Copies all heads of a row. A thread takes a pair at a time.
+/// Chunks of two halves of a row, or of what lies together, are rotated together.
 template <class Element>
-__device__ void copy_row(Copy const& copy, const Element* from, Element* to, Rotation<Element> const& rotation) {
-  const int pairs = copy.head_dim / 2;
-  for (int i = threadIdx.x; i < copy.heads * pairs; i += kThreads) {
-    const int head = i / pairs;
-    const auto pair = Pair<Element>::rotated(from + head * copy.from_strides.head, i - head * pairs, rotation);
+__device__ void copy_chunk(const Element* from, Element* to, int index, Rotation<Element> const& rotation) {
+  const int column = index * kChunk, half = rotation.dim / 2;
+  alignas(uint4) Element chunk[kChunk];
+  *reinterpret_cast<uint4*>(chunk) = *reinterpret_cast<const uint4*>(from + column);
+  if (column < rotation.dim && rotation.interleaved) {
+#pragma unroll
+    for (int i = 0; i < kChunk; i += 2) rotate(chunk[i], chunk[i + 1], rotation, (column + i) / 2);
+  } else if (column < half) {
+    alignas(uint4) Element second[kChunk];
+    *reinterpret_cast<uint4*>(second) = *reinterpret_cast<const uint4*>(from + half + column);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) rotate(chunk[i], second[i], rotation, column + i);
+    *reinterpret_cast<uint4*>(to + half + column) = *reinterpret_cast<const uint4*>(second);
+  } else if (column < rotation.dim) {
+    return;  // a second half
+  }
+  *reinterpret_cast<uint4*>(to + column) = *reinterpret_cast<const uint4*>(chunk);
+}
+
+/// Copies all heads of a row. The calling thread is one of several, which take a chunk, or a pair, at a time.
+template <class Element>
+__device__ void copy_row(Copy const& copy, const Element* from, Element* to, Rotation<Element> const& rotation,
+                         bool in_chunks, int thread, int threads) {
+  const int of_head = copy.head_dim / (in_chunks ? kChunk : 2);
+  for (int i = thread; i < copy.heads * of_head; i += threads) {
+    const int head = i / of_head, index = i - head * of_head;
+    const Element* const x = from + head * copy.from_strides.head;
     Element* const y = to + head * copy.to_strides.head;
-    y[pair.first] = pair.a;
-    y[pair.second] = pair.b;
+    if (in_chunks) {
+      copy_chunk(x, y, index, rotation);
+    } else {
+      const auto pair = Pair<Element>::rotated(x, index, rotation);
+      y[pair.first] = pair.a;
+      y[pair.second] = pair.b;
+    }
   }
 }
 
@@ -144,12 +192,15 @@ __device__ int entry_of(Spans const& spans, std::int64_t row) {
   return last_where(spans.entries(), [&](int b) { return spans.begins[b] <= row; });
 }
 
-/// Runs one thread block for each row of k_new, then one for each row of q. The cache holds `Stored`.
+/// Appends rows of k_new and rotates rows of q. The cache holds `Stored`.
 template <class Element, class Stored>
 __global__ void __launch_bounds__(kThreads) append_rows(const __grid_constant__ AppendParams params) {
-  std::int64_t row = blockIdx.x;
-  const bool is_query = row >= params.new_rows;
-  if (is_query) row -= params.new_rows;
+  const bool is_query = int(blockIdx.x) >= params.blocks_of_new;
+  const Divisor threads = is_query ? params.threads_of_query : params.threads_of_new;
+  const int of_block = kThreads / threads.value;
+  const int within = threads.quotient(threadIdx.x), thread = threads.remainder(threadIdx.x);
+  const std::int64_t row = std::int64_t(blockIdx.x - (is_query ? params.blocks_of_new : 0)) * of_block + within;
+  if (within >= of_block || row >= (is_query ? params.query_rows : params.new_rows)) return;
   const Spans& spans = is_query ? params.queries : params.added;
   const int b = entry_of(spans, row);
   const Span span = spans.at(b);
@@ -162,13 +213,14 @@ __global__ void __launch_bounds__(kThreads) append_rows(const __grid_constant__ 
   const auto store = [&](Copy const& copy, Pages::Place place, Rotation<Element> const& rotation) {
     Stored* const to = static_cast<Stored*>(copy.to) + copy.to_strides.at(place.page, place.row);
     if constexpr (std::is_same_v<Stored, Element>)
-      copy_row(copy, source(copy), to, rotation);
+      copy_row(copy, source(copy), to, rotation, params.in_chunks, thread, threads.value);
     else
       narrow_row(copy, source(copy), to, rotation, b, place);
   };
   if (is_query) {
     Element* const to = static_cast<Element*>(params.q.to) + params.q.to_strides.at(b, span.first + i);
-    copy_row(params.q, source(params.q), to, Rotation<Element>::of(params, rows.end - span.used + i));
+    const auto rotation = Rotation<Element>::of(params, rows.end - span.used + i);
+    copy_row(params.q, source(params.q), to, rotation, params.in_chunks, thread, threads.value);
   } else if (rows.held + i < rows.end) {
     const Pages::Place place = params.pages.at(b, rows.held + i);
     store(params.k, place, Rotation<Element>::of(params, rows.held + i));
@@ -203,7 +255,6 @@ void append(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, Stre
                       .queries = cache.queries(t),
                       .rows = cache.rows(t),
                       .pages = cache.layout(t)};
-  std::int64_t blocks = 0;
   if (cache.appends) {
     params.k = {t.k_new.data, t.k_cache.data, Strides::of(t.k_new),          Strides::of(t.k_cache),
                 p.heads_k,    p.head_dim,     CacheDescales::of(t.k_descale)};
@@ -212,7 +263,6 @@ void append(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, Stre
     params.added = params.queries;
     if (!p.ragged) params.added.size = cache.seqlen_new;
     params.new_rows = p.ragged ? cache.seqlen_new : std::int64_t{p.batch} * cache.seqlen_new;
-    blocks += params.new_rows;
   }
   if (cache.rotary_dim > 0) {
     const std::int64_t row = std::int64_t{p.heads_q} * p.head_dim;
@@ -226,8 +276,21 @@ void append(const KvcachePlan& plan, const KvcacheTensors& t, void* memory, Stre
     params.positions = cache.rotary_rows;
     params.rotary_dim = cache.rotary_dim;
     params.interleaved = cache.rotary_interleaved;
-    blocks += cache.queries();
+    params.query_rows = cache.queries();
   }
+  // Numbers of 8 bits are written by whole warps, each of a head.
+  const bool narrows = cache.stored() != p.dtype;
+  const auto has_chunks = [](const Copy& copy) { return copy.heads == 0 || copy.has_chunks(); };
+  params.in_chunks = has_chunks(params.q) && (narrows || (has_chunks(params.k) && has_chunks(params.v)));
+  const auto threads_of = [&](const Copy& copy) { return std::min(copy.pieces(params.in_chunks), kThreads); };
+  params.threads_of_new = Divisor(narrows ? kThreads : std::max(threads_of(params.k), threads_of(params.v)));
+  params.threads_of_query = Divisor(threads_of(params.q));
+  const auto blocks_of = [](std::int64_t rows, const Divisor& threads) {
+    const int of_block = kThreads / threads.value;
+    return (rows + of_block - 1) / of_block;
+  };
+  params.blocks_of_new = static_cast<int>(blocks_of(params.new_rows, params.threads_of_new));
+  const std::int64_t blocks = params.blocks_of_new + blocks_of(params.query_rows, params.threads_of_query);
   (p.dtype == DType::kFloat16 ? launch_append_to<__half> : launch_append_to<__nv_bfloat16>)(cache.stored(), params,
                                                                                             p.device, blocks, stream);
 }
