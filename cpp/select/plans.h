@@ -21,7 +21,7 @@ bool has_boxes(const KvcacheProblem& cache, const Variant& v);
 
 /// Returns whether a kernel ahead is to copy a cache of 16 bits, which TMA loads in boxes of so many rows, or not at
 /// all where that is 0.
-bool pays_to_copy(const KvcacheProblem& cache, int rows);
+bool pays_to_copy(const KvcacheProblem& cache, int rows, const DeviceInfo& device);
 
 /// Plans a batch-invariant call over a cache on Hopper, and returns true, if a row of the table serves it.
 bool select_invariant(KvcachePlan& plan, const DeviceInfo& device);

@@ -42,7 +42,11 @@ constexpr int kRowsOfWideningWide = 640;     // above D128
 // Ampere's kernel.
 constexpr int kRowsOfCopying = 1024;
 constexpr int kRowsOfCopyingWithoutBoxes = 64;
-constexpr int kRowsOfCopyingWideWithoutBoxes = 16;  // above D128, where Ampere's tiles are slower
+
+// Above D128 Ampere's tiles are slower. Times there are in keys of its tiles of 16 rows: of a key that is copied and
+// gone over, and what Ampere's kernel takes beside its keys.
+constexpr double kKeysOfCopyingWide = 2.5;
+constexpr double kBesideWideKeys = 60000;
 
 // Where the forward kernel does not serve 8-bit numbers, no kernel ahead widens them for so few rows: one tile of
 // Ampere's kernel, which reads them as they are.
@@ -96,11 +100,16 @@ bool is_wide(const Problem& p) {
   return p.wider_head_dim() > 128;
 }
 
+double least_time_over_cache(const Problem& p, const DeviceInfo& device) {
+  const Problem dense = p.dense();
+  return std::min(time_over_cache(16, dense, device), time_over_cache(64, dense, device));
+}
+
 /// Returns whether the forward kernel is faster than a kernel over a cache although no tile has rows of several heads.
 bool has_many_rows_of_head(const Problem& p, const DeviceInfo& device) {
   constexpr int kRowsOfTile = 128;
   const double keys = 1.0 * Spans::tiles(p.seqlen_q, kRowsOfTile) * p.batch * p.heads_q * p.seqlen_k;
-  const double over_cache = std::min(time_over_cache(16, p, device), time_over_cache(64, p, device));
+  const double over_cache = least_time_over_cache(p, device);
   return is_wide(p) ? h200::kKeyOfOneWideHead * keys <= over_cache + h200::kBesideKeys
                     : h200::kKeyOfOneHead * keys + h200::kBesideKeys <= over_cache;
 }
@@ -253,13 +262,13 @@ bool has_boxes(const KvcacheProblem& cache, const Variant& v) {
   return rows % kRowsOfBox == 0 && v.tile_n <= rows * kLanes;
 }
 
-bool pays_to_copy(const KvcacheProblem& cache, int rows) {
+bool pays_to_copy(const KvcacheProblem& cache, int rows, const DeviceInfo& device) {
+  const Problem& p = cache.problem;
   if (is_fp8(cache.stored()) || is_mixed(cache)) return false;
-  if (rows == 0) {
-    const bool wide = is_wide(cache.problem);
-    return rows_of_key(cache) > (wide ? h200::kRowsOfCopyingWideWithoutBoxes : h200::kRowsOfCopyingWithoutBoxes);
-  }
-  return rows_of_key(cache) * (16 - std::min(rows, 16)) > std::int64_t{h200::kRowsOfCopying} * rows;
+  if (rows > 0) return rows_of_key(cache) * (16 - std::min(rows, 16)) > std::int64_t{h200::kRowsOfCopying} * rows;
+  if (!is_wide(p)) return rows_of_key(cache) > h200::kRowsOfCopyingWithoutBoxes;
+  const double copied = h200::kKeysOfCopyingWide * p.batch * p.heads_k * p.seqlen_k;
+  return rows_of_key(cache) > kFewRows && least_time_over_cache(p, device) + h200::kBesideWideKeys > copied;
 }
 
 Problem as_ragged(const KvcacheProblem& cache) {
@@ -327,7 +336,7 @@ bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   auto [forward, run] = cache.in_line ? over_cache(cache, device) : Found{};
   // A copy hands no mask on either, and is itself in line, of one page for each sequence.
   const bool may_copy = !plan.problem.column_masked() && !(cache.in_line && cache.of_sequence == 1);
-  if (may_copy && pays_to_copy(cache, forward ? rows_of_box(cache, forward->variant) : 0) &&
+  if (may_copy && pays_to_copy(cache, forward ? rows_of_box(cache, forward->variant) : 0, device) &&
       select_over_copy(plan, device, select_prefill, kCopied, kRoomForCopy))
     return true;
   if (!forward) return may_widen_ahead && select_widened(plan, device);

@@ -122,7 +122,8 @@ TEST(SelectKvcache, SmallPagesAreCopiedForManyRows) {
     if (!plan.widened) return false;
     EXPECT_EQ(plan.widened->cache.page_size, cache.problem.seqlen_k);
     EXPECT_TRUE(plan.widened->problem.max_logits);
-    EXPECT_GE(plan.workspace_bytes, std::int64_t{4} * cache.problem.seqlen_k * 8 * 256 * 2);
+    const Problem& p = cache.problem;
+    EXPECT_GE(plan.workspace_bytes, std::int64_t{p.batch} * p.seqlen_k * 8 * (p.head_dim + p.head_dim_v) * 2);
     return true;
   };
   const auto nothing = [](KvcacheProblem&) {};
@@ -146,7 +147,8 @@ TEST(SelectKvcache, SmallPagesAreCopiedForManyRows) {
   EXPECT_TRUE(copies(16, 20, [](KvcacheProblem& cache) { cache.in_line = false, cache.of_sequence = 1; }));
   EXPECT_FALSE(copies(16, 16, [](KvcacheProblem& cache) { cache.in_line = false; }));
   EXPECT_TRUE(copies(16, 20, [](KvcacheProblem& cache) { cache.q_in_line = cache.in_line = false; }));
-  EXPECT_TRUE(copies(1, 8, [](KvcacheProblem& cache) { cache.problem.head_dim = 192; })) << "at fewer rows, too";
+  EXPECT_TRUE(copies(1, 16, [](KvcacheProblem& cache) { cache.problem.head_dim = 192, cache.problem.batch = 1; }));
+  EXPECT_FALSE(copies(1, 8, [](KvcacheProblem& cache) { cache.problem.head_dim = 192; })) << "much to copy";
 }
 
 /// Hopper has no kernel for a large softcap. A cache is not copied for Ampere's, and a copy not once more.
