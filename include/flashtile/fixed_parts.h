@@ -20,8 +20,8 @@ constexpr int keys_of_part(const Variant& v) {
   return (kKeys + v.tile_n - 1) / v.tile_n * v.tile_n;
 }
 
-/// Returns whether the parts of a tile may be shared out among thread blocks: of tiles of few queries, of which there
-/// are few, too. Such rows serve caches alone.
+/// Returns whether a row is made for tiles of few queries, whose parts thread blocks share. Such rows serve caches
+/// alone. Others may share parts, too: see invariant_rows.h.
 constexpr bool shares_tiles(const Variant& v) {
   return v.tile_m == 64;
 }
