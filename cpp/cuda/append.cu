@@ -74,6 +74,7 @@ struct Rotation {
   }
 };
 
+/// Rotates two elements by the angle of this index.
 template <class Element>
 __device__ void rotate(Element& first, Element& second, Rotation<Element> const& rotation, int index) {
   const float cos = float(rotation.cos[index]), sin = float(rotation.sin[index]);

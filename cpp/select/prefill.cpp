@@ -96,13 +96,14 @@ bool packs_share_masks(const Problem& p) {
   return !p.column_masked() || p.heads_q / p.masks_of_entry % std::max(p.group(), 1) == 0;
 }
 
+/// Returns whether Ampere's tiles have rows of 256 columns, as those of all wider heads.
 bool is_wide(const Problem& p) {
   return p.wider_head_dim() > 128;
 }
 
+/// Returns the time that Ampere's kernel takes by the better of its tiles, for a dense batch.
 double least_time_over_cache(const Problem& p, const DeviceInfo& device) {
-  const Problem dense = p.dense();
-  return std::min(time_over_cache(16, dense, device), time_over_cache(64, dense, device));
+  return std::min(time_over_cache(16, p, device), time_over_cache(64, p, device));
 }
 
 /// Returns whether the forward kernel is faster than a kernel over a cache although no tile has rows of several heads.
@@ -268,7 +269,7 @@ bool pays_to_copy(const KvcacheProblem& cache, int rows, const DeviceInfo& devic
   if (rows > 0) return rows_of_key(cache) * (16 - std::min(rows, 16)) > std::int64_t{h200::kRowsOfCopying} * rows;
   if (!is_wide(p)) return rows_of_key(cache) > h200::kRowsOfCopyingWithoutBoxes;
   const double copied = h200::kKeysOfCopyingWide * p.batch * p.heads_k * p.seqlen_k;
-  return rows_of_key(cache) > kFewRows && least_time_over_cache(p, device) + h200::kBesideWideKeys > copied;
+  return rows_of_key(cache) > kFewRows && least_time_over_cache(p.dense(), device) + h200::kBesideWideKeys > copied;
 }
 
 Problem as_ragged(const KvcacheProblem& cache) {
