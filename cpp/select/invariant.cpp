@@ -23,14 +23,14 @@ bool is_on_hopper(const Problem& p, const DeviceInfo& device) {
   return p.device.type == DeviceType::kCuda && device.compute_capability == 90;
 }
 
-/// Returns the narrowest row that is wide enough, among those of few rows to a tile, which serve caches alone, or among
-/// the others. Of several it takes the one with the least estimated time.
+/// Returns the narrowest row that is wide enough, among those for few queries or among the others. Of several it takes
+/// the one with the least estimated time.
 template <class EstimateOf>
-const InvariantRow& row_for(const Problem& p, bool few_rows, const EstimateOf& estimate_of) {
+const InvariantRow& row_for(const Problem& p, bool few_queries, const EstimateOf& estimate_of) {
   const InvariantRow* best = nullptr;
   for (const InvariantRow& row : invariant_rows()) {
     const Variant& v = row.variant;
-    if (!serves(row, p) || shares_tiles(v) != few_rows) continue;
+    if (!serves(row, p) || has_few_queries(v) != few_queries) continue;
     if (best && (v.head_dim != best->variant.head_dim || v.head_dim_v != best->variant.head_dim_v)) break;
     if (!best || estimate_of(row).time < estimate_of(*best).time) best = &row;
   }
@@ -88,11 +88,21 @@ bool has_invariant_kernel(const Problem& p, const DeviceInfo& device) {
 
 ForwardPlan select_invariant(const Problem& p, const DeviceInfo& device) {
   const Problem dense = p.dense();
-  const auto estimate_of = [&](const InvariantRow& row) { return estimate_forward(row.variant, dense, device); };
-  const InvariantRow& row = row_for(dense, false, estimate_of);
-  ForwardPlan plan = planned(p, row.variant, estimate_of(row), p.seqlen_k, device);
+  // Of several ragged sequences the host does not know the longest, by whose parts tiles would be shared out.
+  const bool may_share = !p.ragged || p.batch == 1;
+  const auto estimate_of = [&](const InvariantRow& row) {
+    return may_share ? estimate_fixed_parts(row.variant, dense, device) : estimate_forward(row.variant, dense, device);
+  };
+  const InvariantRow* row = &row_for(dense, false, estimate_of);
+  Estimate estimate = estimate_of(*row);
+  if (may_share) {
+    const InvariantRow& few = row_for(dense, true, estimate_of);
+    const Estimate shared = estimate_of(few);
+    if (shared.splits > 1 && shared.time < estimate.time) row = &few, estimate = shared;
+  }
+  ForwardPlan plan = planned(p, row->variant, estimate, p.seqlen_k, device);
   plan.why = kInvariant;
-  plan.run = row.run;
+  plan.run = row->run;
   return plan;
 }
 

@@ -20,10 +20,15 @@ constexpr int keys_of_part(const Variant& v) {
   return (kKeys + v.tile_n - 1) / v.tile_n * v.tile_n;
 }
 
-/// Returns whether a row is made for tiles of few queries, whose parts thread blocks share. Such rows serve caches
-/// alone. Others may share parts, too: see invariant_rows.h.
-constexpr bool shares_tiles(const Variant& v) {
+/// Returns whether a row is made for tiles of few queries. Over keys in rows it serves those that are shared out, and
+/// no others.
+constexpr bool has_few_queries(const Variant& v) {
   return v.tile_m == 64;
+}
+
+/// Returns whether thread blocks may share the parts of a tile: not of the tallest, as few calls have few of them.
+constexpr bool may_share_tiles(const Variant& v) {
+  return v.tile_m <= 128;
 }
 
 /// Returns how many parts so many keys have.

@@ -1,7 +1,6 @@
 // These tests check how batch-invariant calls divide keys on Hopper, and that nothing changes a row's bits: neither the
 // block of keys in which a key is, nor the part that has it, depends on the batch, the chunk or the cache.
 #include "flashtile/fixed_parts.h"
-#include "flashtile/invariant_rows.h"
 
 #include <gtest/gtest.h>
 
@@ -144,23 +143,44 @@ TEST(SelectInvariant, TilesOfD128AreTallUnlessManyOfTheirRowsWouldBeIdle) {
   EXPECT_EQ(rows_of_tile(64, 128, 16, 16), 128);
 }
 
-/// Thread blocks share the keys of tiles that are too few for the GPU, of many rows and of few.
-TEST(SelectInvariant, FewTilesOverCachesAreShared) {
-  const auto plan_of = [](int head_dim, int queries, int batch) {
+/// Thread blocks share the keys of tiles that are too few for the GPU, of many rows and of few, over a cache and
+/// without.
+TEST(SelectInvariant, FewTilesAreShared) {
+  const auto plan_of = [](bool over_cache, int head_dim, int queries, int batch) {
     KvcacheProblem cache = in_pages(decode(kH100, batch, 8, 1, 8000), 64);
     cache.batch_invariant = true;
     cache.problem.seqlen_q = queries;
     cache.problem.head_dim = cache.problem.head_dim_v = head_dim;
-    return *select_kvcache(cache, kH100).prefill;
+    return over_cache ? *select_kvcache(cache, kH100).prefill : select_forward(cache.problem, kH100, true);
   };
-  for (const int head_dim : {64, 96, 128, 192, 256}) {
-    for (const int queries : {256, 512}) {
-      EXPECT_EQ(plan_of(head_dim, queries, 1).variant.tile_m, 128) << head_dim;
-      EXPECT_GT(plan_of(head_dim, queries, 1).splits, 1) << head_dim;
+  for (const bool over_cache : {false, true}) {
+    for (const int head_dim : {64, 96, 128, 192, 256}) {
+      for (const int queries : {256, 512}) {
+        EXPECT_EQ(plan_of(over_cache, head_dim, queries, 1).variant.tile_m, 128) << head_dim;
+        EXPECT_GT(plan_of(over_cache, head_dim, queries, 1).splits, 1) << head_dim;
+      }
+      EXPECT_EQ(plan_of(over_cache, head_dim, 64, 1).variant.tile_m, 64) << head_dim;
+      EXPECT_GT(plan_of(over_cache, head_dim, 64, 1).splits, 1) << head_dim;
+      EXPECT_EQ(plan_of(over_cache, head_dim, 512, 32).splits, 1) << head_dim;
     }
-    EXPECT_EQ(plan_of(head_dim, 64, 1).variant.tile_m, 64) << head_dim;
-    EXPECT_GT(plan_of(head_dim, 64, 1).splits, 1) << head_dim;
-    EXPECT_EQ(plan_of(head_dim, 512, 32).splits, 1) << head_dim;
+  }
+}
+
+/// Over keys in rows those for few queries serve tiles that are shared out, and of several ragged sequences none is.
+TEST(SelectInvariant, RowsForFewQueriesServeSharesAlone) {
+  for (const int keys : {1, 64, 1024, 3000, 100000}) {
+    for (const int queries : {1, 64, 300, 5000}) {
+      for (const int batch : {1, 100}) {
+        Problem p = decode(kH100, batch, 4, 2, keys).problem;
+        p.seqlen_q = queries;
+        const ForwardPlan plan = select_forward(p, kH100, true);
+        EXPECT_TRUE(plan.splits > 1 || !has_few_queries(plan.variant)) << to_string(p);
+        EXPECT_TRUE(plan.splits == 1 || may_share_tiles(plan.variant)) << to_string(p);
+        EXPECT_GE(plan.workspace_bytes, plan.parts_at + FixedParts::bytes(plan, keys));
+        p.ragged = true, p.seqlen_q *= batch, p.seqlen_k *= batch;
+        EXPECT_EQ(select_forward(p, kH100, true).splits, batch > 1 ? 1 : plan.splits);
+      }
+    }
   }
 }
 

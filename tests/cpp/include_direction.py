@@ -28,7 +28,7 @@ LEVELS = [
     {"workspace"},
     {"plan"},
     {"kvcache", "forward_parts", "backward_order", "merge", "quantize", "counters"},
-    {"registry", "begin_max_logits", "order_tiles", "mask_words", "append", "prefill", "fixed_parts", "invariant_rows"},
+    {"registry", "begin_max_logits", "order_tiles", "mask_words", "append", "prefill", "fixed_parts"},
     {"flashtile", "params"},
     {"kvcache_params", "join_gradients", "join_parts", "prepare_backward"},
     {"mainloop", "epilogue"},

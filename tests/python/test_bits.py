@@ -210,8 +210,9 @@ def test_long_keys(name, device):
 @pytest.mark.parametrize("options", [{}, dict(window=(1500, 0), sinks=0.5)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 192, 256])
 def test_many_rows_of_few_sequences(head_dim, options, device):
-    """So few tiles of many rows that thread blocks share the keys of each; also as ragged queries."""
-    length, chunk, heads_q, heads_k = 3100, 256, 16, 2
+    """So few tiles of many rows that thread blocks share the keys of each, beside so many that they do not; also as
+    ragged queries, and with few rows."""
+    length, chunk, few, heads_q, heads_k = 3100, 256, 7, 16, 2
     given = dict(causal=True, batch_invariant=True, return_lse=True) | options
     if "sinks" in options:
         given["sinks"] = torch.linspace(-2, 2, heads_q, device=device)
@@ -220,14 +221,20 @@ def test_many_rows_of_few_sequences(head_dim, options, device):
         torch.randn(1, length, heads, head_dim, generator=generator).to(device, (BF16, F16)[head_dim % 3 % 2])
         for heads in (heads_q, heads_k, heads_k)
     )
-    out, lse = flashtile.attention(q[:, -2 * chunk :], k, v, **given)
-    expected = out[:, chunk:], lse[:, :, chunk:]
+    batch = 10 if device == "cuda" else 1
+    out, lse = flashtile.attention(*(x.expand(batch, -1, -1, -1) for x in (q[:, -2 * chunk :], k, v)), **given)
+    expected = out[:1, chunk:], lse[:1, :, chunk:]
     q = q[:, -chunk:]
+    assert_same_bits(flashtile.attention(q, k, v, **given), expected, "alone")
+    of_q, of_k = (torch.tensor([0, rows], dtype=torch.int32, device=device) for rows in (chunk, length))
+    found = flashtile.attention_varlen(q[0], k[0], v[0], cu_seqlens_q=of_q, cu_seqlens_k=of_k, **given)
+    assert_same_bits([x[None] for x in found], expected, "as a ragged sequence")
+    of_few = expected[0][:, -few:], expected[1][:, :, -few:]
+    assert_same_bits(flashtile.attention(q[:, -few:], k, v, **given), of_few, "of few rows")
     assert_same_bits(flashtile.attention_kvcache(q, k, v, cache_seqlens=length, **given), expected, "over a cache")
     paged, tables = in_pages(q, k, v, 16, 1)
     assert_same_bits(flashtile.attention_kvcache(*paged, **tables, **given), expected, "over pages")
-    tables["cu_seqlens_q"] = torch.tensor([0, chunk], dtype=torch.int32, device=device)
-    found, found_lse = flashtile.attention_kvcache(paged[0][0], *paged[1:], **tables, **given)
+    found, found_lse = flashtile.attention_kvcache(paged[0][0], *paged[1:], cu_seqlens_q=of_q, **tables, **given)
     assert_same_bits((found[None], found_lse[None]), expected, "of ragged queries")
 
 

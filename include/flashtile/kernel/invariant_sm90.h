@@ -3,7 +3,6 @@
 #pragma once
 
 #include "flashtile/fixed_parts.h"
-#include "flashtile/invariant_rows.h"
 #include "flashtile/kernel/paged_sm90.h"
 
 namespace flashtile {
@@ -14,16 +13,23 @@ InFixedParts<Params> in_fixed_parts(const ForwardPlan& plan, Params params, int 
   return {params, FixedParts::of(plan, keys_of_sequence, memory)};
 }
 
+/// Launches the forward kernel over keys in rows. Rows of few queries serve tiles that are shared out, and no others.
 template <class Row>
 void launch_invariant_sm90(const ForwardPlan& plan, const ForwardTensors& tensors, void* memory, Stream stream) {
-  if constexpr (!shares_tiles(Row::kVariant)) {
-    static KernelHandles plain, mapped;
-    using Mainloop = ForwardMainloopSm90<Row::kVariant, Keys::kFixedParts>;
-    const auto params =
-        in_fixed_parts(plan, forward_params_sm90<Mainloop>(plan, tensors, memory), plan.problem.seqlen_k, memory);
-    const LaunchShape shape{plan.grid, Row::kVariant.threads(), plan.shared_memory, plan.problem.ragged};
-    const Device device = plan.problem.device;
-    if (plan.lists) order_tiles(params.forward.sequences, params.forward.ragged, device, stream);
+  static KernelHandles plain, mapped, shared;
+  using Mainloop = ForwardMainloopSm90<Row::kVariant, Keys::kFixedParts>;
+  const auto params =
+      in_fixed_parts(plan, forward_params_sm90<Mainloop>(plan, tensors, memory), plan.problem.seqlen_k, memory);
+  const LaunchShape shape{plan.grid, Row::kVariant.threads(), plan.shared_memory, plan.problem.ragged};
+  const Device device = plan.problem.device;
+  if (plan.lists) order_tiles(params.forward.sequences, params.forward.ragged, device, stream);
+  if constexpr (may_share_tiles(Row::kVariant)) {
+    if (plan.splits > 1) {
+      launch(forward_sm90<Row, Keys::kFixedPartsSplit, Maps::kAsAsked>, shared, device, shape, params, stream);
+      return join_fixed_parts(plan, params.forward, params.parts, {}, stream);
+    }
+  }
+  if constexpr (!has_few_queries(Row::kVariant)) {
     if (params.forward.scores.map.maps())
       launch(forward_sm90<Row, Keys::kFixedParts, Maps::kAsAsked>, mapped, device, shape, params, stream);
     else

@@ -82,6 +82,7 @@ enum class Keys : std::uint8_t {
   kE5M2 = 16,
   kFixedParts = 32,  // the call is batch-invariant: see FixedParts
   kLastMasked = 64,  // a column mask hides some of the last ones: see LastColumns
+  kFixedPartsSplit = kFixedParts | kSplit,
   kInFixedPartsOfPages = kFixedParts | kInPages,
   kFixedPartsOfPagesSplit = kInFixedPartsOfPages | kSplit,
   kInPagesSplit = kInPages | kSplit,
