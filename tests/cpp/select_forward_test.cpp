@@ -216,6 +216,23 @@ TEST(SelectForward, NarrowWindowsPackHeads) {
   EXPECT_EQ(select_forward(problem, device).variant.features, Features::kNone);
 }
 
+/// They cost little, so no head dimension takes rows of a wider one for them.
+TEST(SelectForward, SinksTakeRowsOfTheHeadsWidth) {
+  const DeviceInfo device = gpu(90, 227);
+  for (const auto& [head_dim, head_dim_v] :
+       {std::pair{64, 64}, std::pair{88, 88}, std::pair{96, 96}, std::pair{128, 128}, std::pair{192, 128},
+        std::pair{192, 192}, std::pair{256, 256}}) {
+    for (const int seqlen : {150, 600, 4096}) {
+      Problem problem = problem_on(device, DType::kBFloat16, head_dim, head_dim_v, seqlen);
+      const Variant plain = select_forward(problem, device).variant;
+      problem.sinks = true;
+      const Variant sinks = select_forward(problem, device).variant;
+      EXPECT_EQ(sinks.head_dim, plain.head_dim) << head_dim << ", " << seqlen;
+      EXPECT_EQ(sinks.head_dim_v, plain.head_dim_v) << head_dim_v << ", " << seqlen;
+    }
+  }
+}
+
 TEST(SelectForward, TakesBandsThatLieElsewhere) {
   for (const DeviceInfo& device : {gpu(90, 227), gpu(80, 163), cpu()}) {
     for (const Band band : kBandsElsewhere) {
