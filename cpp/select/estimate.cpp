@@ -5,7 +5,6 @@
 #include <limits>
 
 #include "flashtile/fixed_parts.h"
-#include "flashtile/invariant_rows.h"
 #include "select/work.h"
 
 namespace flashtile {
@@ -45,6 +44,19 @@ constexpr double kKeysOfLoneTile = 100;
 constexpr int kKeysUnsplit = 1500;
 constexpr double kMultiprocessors = 132;  // on which that was measured
 
+// A thread block that goes from tile to tile over a cache joins the results of its warps at the end of each, which
+// takes long beside few keys. This is the time of a short tile relative to one by four warps: by eight, where there is
+// about a tile for each multiprocessor, and by one, where there are several for each and a tile has few bytes. With
+// many tiles of so few elements of queries that parts are short to join, one warp takes no longer where tiles are long,
+// and less where sequences are shorter than the cache has room for. That of any other tile by one warp may be so long.
+constexpr double kShortTileOfEightWarps = 1.05;
+constexpr int kShortTile = 1024;  // keys
+constexpr double kShortTileOfOneWarp = 0.7;
+constexpr std::int64_t kShortTileBytes = 112 << 10;     // keys and values
+constexpr int kTilesOfOneWarp = 3, kManyOfOneWarp = 7;  // of a multiprocessor
+constexpr std::int64_t kFewElements = 128;
+constexpr double kLongTileOfOneWarp = 0.95, kTileOfOneWarp = 1.4;
+
 }  // namespace h200
 
 /// These constants are fitted to a few shapes on H100s (docs/performance.md).
@@ -53,12 +65,6 @@ namespace h100 {
 // These times are in nanoseconds.
 constexpr double kLaunch = 3500;  // a kernel behind another
 constexpr double kPart = 400;     // to load and join a part more; 300 and 600 were compared (13 calls, an H200)
-
-// Over a cache a tile of eight warps takes longer than one of four where it has few keys, and a multiprocessor many
-// tiles: the time of the former, relative to the latter, at the least.
-constexpr double kTileOfEightWarps = 1.05;
-constexpr int kShortTile = 1024;  // keys
-constexpr int kManyTiles = 4;     // of a multiprocessor
 
 }  // namespace h100
 
@@ -175,8 +181,8 @@ Estimate estimate_splits(const Variant& v, const Problem& p, const DeviceInfo& d
 }
 
 Estimate estimate_fixed_parts(const Variant& v, const Problem& p, const DeviceInfo& device) {
-  const bool few_rows = shares_tiles(v);
-  Estimate best = few_rows ? Estimate{} : estimate_forward(v, p, device);
+  const bool few_queries = has_few_queries(v);
+  Estimate best = few_queries ? Estimate{} : estimate_forward(v, p, device);
   if (!may_share_tiles(v)) return best;
   const HeadPacking packing = packing_of_fewest_tiles(v, p);
   const int queries = packing.queries_of(v.tile_m), parts = std::max(fixed_parts(v, p.seqlen_k), 1);
@@ -185,9 +191,9 @@ Estimate estimate_fixed_parts(const Variant& v, const Problem& p, const DeviceIn
                                 ? parts
                                 : (std::int64_t{p.band.left} + p.band.right + queries) / keys_of_part(v) + 2;
   const std::int64_t tiles = std::int64_t{Spans::tiles(p.seqlen_q, queries)} * p.batch * packing.packs_of(p.heads_q);
-  const double of_key = few_rows ? h200::kPartOf64Rows : 1 / speed_of_128_rows(v);
-  const double ends = few_rows ? h200::kEndsOfSharesOf64Rows : h200::kEndsOfSharesOf128Rows;
-  for (int each = few_rows ? parts : parts - 1; each > 0; --each) {
+  const double of_key = few_queries ? h200::kPartOf64Rows : 1 / speed_of_128_rows(v);
+  const double ends = few_queries ? h200::kEndsOfSharesOf64Rows : h200::kEndsOfSharesOf128Rows;
+  for (int each = few_queries ? parts : parts - 1; each > 0; --each) {
     const int splits = (parts + each - 1) / each;
     if (splits > 1 && tiles * parts * v.tile_m * 4 * v.head_dim_v > kRoomForParts) break;
     const double waves = std::ceil(1.0 * tiles * std::min<std::int64_t>(splits, seen) / device.multiprocessors);
@@ -225,10 +231,25 @@ Estimate estimate(const KvcacheRow& row, const Problem& p, const DeviceInfo& dev
   return {time_over_cache(row.variant.tile_m, p, device), {}};
 }
 
+bool has_tile_for_each(std::int64_t tiles, const DeviceInfo& device) {
+  return 4 * tiles >= std::int64_t{3} * device.multiprocessors;
+}
+
+bool is_short_tile(const Variant& v, const Problem& p) {
+  const std::int64_t window = std::int64_t{p.band.left} + p.band.right + p.seqlen_q;
+  const std::int64_t keys = p.band.left == Band::kUnbounded ? p.seqlen_k : std::min<std::int64_t>(window, p.seqlen_k);
+  return keys * 2 * v.head_dim * bytes_of(v.dtype) <= h200::kShortTileBytes;
+}
+
 double time_of_warps(const Variant& v, const Problem& p, const DeviceInfo& device) {
   const std::int64_t tiles = tiles_of_rows(p, v, p.group()) * p.heads_k;
-  const bool many = tiles >= std::int64_t{h100::kManyTiles} * device.multiprocessors;
-  return v.warps == 8 && many && p.seqlen_k <= h100::kShortTile ? h100::kTileOfEightWarps : 1;
+  if (v.warps == 8)
+    return has_tile_for_each(tiles, device) && p.seqlen_k <= h200::kShortTile ? h200::kShortTileOfEightWarps : 1;
+  if (v.warps > 1) return 1;
+  const auto has_of_each = [&](std::int64_t number) { return tiles >= number * device.multiprocessors; };
+  const bool short_to_join = rows_of_sequence(p) * v.head_dim <= h200::kFewElements;
+  if (has_of_each(h200::kTilesOfOneWarp) && is_short_tile(v, p)) return h200::kShortTileOfOneWarp;
+  return has_of_each(h200::kManyOfOneWarp) && short_to_join ? h200::kLongTileOfOneWarp : h200::kTileOfOneWarp;
 }
 
 }  // namespace flashtile

@@ -21,6 +21,7 @@ namespace h200 {
 constexpr std::int64_t kSmallCache = 200 << 20;  // a cache is small up to this many bytes
 constexpr int kFewRows = 16;                     // a tile of no more rows is bound by reading its keys
 constexpr int kFewestKeys = 512;                 // least keys of a larger tile that are worth a thread block
+constexpr int kBlocksOfManyTiles = 9;  // as kBlocksTogether, where there is about a tile for each multiprocessor
 
 }  // namespace h200
 
@@ -29,9 +30,8 @@ constexpr int kFewestKeys = 512;                 // least keys of a larger tile 
 namespace h100 {
 
 constexpr int kBlocksTogether = 2;
-constexpr int kBlocksOfManyTiles = 3;  // the same where there is a tile for each multiprocessor
-constexpr int kFewestOfTile = 4;       // with fewer thread blocks for a tile, whole numbers of them leave too many idle
-constexpr int kBlocksOfGoingOn = 1;    // a share that goes on to a second tile takes as long as one with so many more
+constexpr int kFewestOfTile = 4;     // with fewer thread blocks for a tile, whole numbers of them leave too many idle
+constexpr int kBlocksOfGoingOn = 1;  // a share that goes on to a second tile takes as long as one with so many more
 
 }  // namespace h100
 
@@ -59,8 +59,9 @@ std::int64_t counted_tiles(const KvcachePlan& plan) {
 
 /// Returns whether each tile has so few keys that one thread block takes them all.
 bool has_short_tiles(const KvcachePlan& plan, std::int64_t tiles, const DeviceInfo& device) {
-  const bool many = tiles * plan.problem.heads_k >= device.multiprocessors;
-  return groups_of(plan.variant) > 1 && key_blocks(plan) <= (many ? h100::kBlocksOfManyTiles : h100::kBlocksTogether);
+  if (plan.variant.warps == 1) return is_short_tile(plan.variant, plan.problem);
+  const bool many = has_tile_for_each(tiles * plan.problem.heads_k, device);
+  return groups_of(plan.variant) > 1 && key_blocks(plan) <= (many ? h200::kBlocksOfManyTiles : h100::kBlocksTogether);
 }
 
 /// Returns how many keys a split of a batch-invariant call has. Splits are joined in an order that begins with a tile's
@@ -116,8 +117,9 @@ std::int64_t pieces(const KvcachePlan& plan, std::int64_t tiles, std::int64_t sp
 /// each KV head, form a team: see SplitKeys.
 int teams(const KvcachePlan& plan, const DeviceInfo& device, std::int64_t tiles, std::int64_t pieces) {
   constexpr int kOfSystem = 1024;  // the bytes of shared memory that the system reserves for each thread block
-  const int of_multiprocessor =
-      std::clamp((device.max_shared_memory + kOfSystem) / (plan.shared_memory + kOfSystem), 1, 2);
+  constexpr int kWarps = 8;        // that hide the latency of memory on a multiprocessor
+  const int fit = (device.max_shared_memory + kOfSystem) / (plan.shared_memory + kOfSystem);
+  const int of_multiprocessor = std::clamp(fit, 1, std::max(kWarps / plan.variant.warps, 2));
   const int at_a_time = device.multiprocessors * of_multiprocessor;
   const std::int64_t most =
       std::clamp<std::int64_t>(at_a_time / plan.problem.heads_k, 1, std::max<std::int64_t>(pieces, 1));

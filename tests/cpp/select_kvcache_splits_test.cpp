@@ -37,7 +37,7 @@ TEST(SelectKvcache, SplitsAreOfRowsThatHaveThem) {
     }
     if (!asked && !cache.batch_invariant) {
       if (plan.num_splits == 1) {
-        ASSERT_LE(cache.problem.seqlen_k, 3 * keys_of_item) << "only few keys are not divided";
+        ASSERT_TRUE(plan.variant.warps == 1 || cache.problem.seqlen_k <= 9 * keys_of_item) << "others are divided";
       }
       ASSERT_FALSE(plan.splits_apart);
       return;
@@ -133,13 +133,23 @@ TEST(SelectKvcache, LittleWorkHasFewTeams) {
   }
 }
 
-TEST(SelectKvcache, ManyShortTilesHaveFourWarps) {
-  const auto warps = [](int batch, int heads_k, int capacity) {
-    return select_kvcache(decode(kH100, batch, heads_k, 1, capacity), kH100).variant.warps;
+TEST(SelectKvcache, ManyShortTilesHaveFewWarps) {
+  const auto plan_of = [](int batch, int heads_k, int group, int capacity, Band band = Band::causal()) {
+    KvcacheProblem cache = decode(kH100, batch, heads_k, group, capacity);
+    cache.problem.band = band;
+    return select_kvcache(cache, kH100);
   };
-  EXPECT_EQ(warps(64, 43, 195), 4);
-  EXPECT_EQ(warps(64, 43, 4096), 8);
-  EXPECT_EQ(warps(1, 43, 195), 8);
+  const auto warps = [&](auto... of) { return plan_of(of...).variant.warps; };
+  EXPECT_EQ(warps(1, 43, 1, 195), 8);
+  EXPECT_EQ(warps(8, 16, 1, 195), 4);
+  EXPECT_EQ(warps(64, 8, 8, 195), 1);
+  EXPECT_EQ(warps(64, 8, 8, 4096), 8);
+  EXPECT_EQ(warps(64, 8, 8, 4096, Band{127, 0}), 1) << "a row sees few of the keys";
+  EXPECT_EQ(warps(64, 43, 1, 4096), 1) << "parts of one row are short to join";
+  EXPECT_EQ(plan_of(64, 8, 8, 195).num_splits, 1) << "a warp takes a short tile whole,";
+  EXPECT_EQ(plan_of(64, 43, 1, 4096).num_splits, 0) << "and warps share long ones";
+  EXPECT_EQ(plan_of(64, 8, 8, 195).grid, 64 * 8);
+  EXPECT_GE(plan_of(512, 8, 8, 195).grid, 6 * kH100.multiprocessors) << "so many warps hide what memory takes";
 }
 
 TEST(SelectKvcache, SplitsThatTakeMuchRoomAreOfOneThreadBlock) {
@@ -182,6 +192,8 @@ std::int64_t items_of(const KvcacheParams& params, const Variant& v) {
     case 8064: return items<8, 64>(params.schedule);
     case 8128: return items<8, 128>(params.schedule);
     case 8192: return items<8, 192>(params.schedule);
+    case 16016: return items<16, 16>(params.schedule);
+    case 16032: return items<16, 32>(params.schedule);
     case 16064: return items<16, 64>(params.schedule);
     case 16128: return items<16, 128>(params.schedule);
     case 16256: return items<16, 256>(params.schedule);

@@ -236,3 +236,35 @@ def test_one_length_for_all(device):
     for more in ({}, dict(lengths_q=(1, 1, 1))):
         given = Cached("even", dtype=F16, held=(40, 40, 40), new=1, **more).arguments(device)
         assert_same(results(given | dict(cache_seqlens=40)), results(given))
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+@pytest.mark.parametrize("options", [{}, dict(window=(20, 0)), dict(batch_invariant=True)], ids=str)
+@pytest.mark.parametrize(
+    "batch, heads_k, group, capacity, head_dim",
+    [(32, 1, 1, 90, 64), (33, 5, 1, 300, 128), (64, 43, 1, 195, 64), (70, 6, 4, 60, 256), (1025, 2, 1, 40, 64),
+     (2500, 1, 8, 64, 128), (264, 8, 1, 700, 64), (140, 8, 1, 1100, 128)],
+)  # fmt: skip
+def test_many_sequences(batch, heads_k, group, capacity, head_dim, options, device):
+    """More than a warp, and a section of lanes, looks at once; short ones, of which a warp takes a tile."""
+    if device == "cpu" and batch * capacity * heads_k > 400_000:
+        batch //= 4
+    generator = torch.Generator().manual_seed(batch)
+    q, k, v = (
+        torch.randn(batch, rows, heads, head_dim, generator=generator).to(device, BF16)
+        for rows, heads in ((1, heads_k * group), (capacity, heads_k), (capacity, heads_k))
+    )
+    held = torch.randint(0, capacity + 1, (batch,), generator=generator)
+    held[-1] = capacity
+    found = flashtile.attention_kvcache(q, k, v, cache_seqlens=held.int().to(device), return_lse=True, **options)
+    keys = torch.arange(capacity, device=device)
+    begin = (held - 21).clamp(min=0).to(device)[:, None] if "window" in options else 0
+    seen = (keys >= begin) & (keys < held.to(device)[:, None])
+    scores = torch.einsum("bgkd,bskd->bkgs", q.float().view(batch, heads_k, group, -1).transpose(1, 2), k.float())
+    scores = (scores * head_dim**-0.5).masked_fill(~seen[:, None, None], -math.inf)
+    out = torch.einsum("bkgs,bskd->bkgd", scores.softmax(-1).nan_to_num(0), v.float()).flatten(1, 2)[:, None]
+    expected = dict(out=out.to(BF16), lse=scores.logsumexp(-1).flatten(1, 2)[..., None])
+    for what, x in zip(("out", "lse"), found, strict=True):
+        eps = torch.finfo(BF16 if what == "out" else F32).eps
+        finite = expected[what].nan_to_num(neginf=0)
+        torch.testing.assert_close(x.nan_to_num(neginf=0), finite, rtol=0, atol=8 * eps * max(largest(finite), 1))

@@ -256,7 +256,8 @@ __global__ void __launch_bounds__(Row::kVariant.threads(), blocks_of_multiproces
   if (threadIdx.x < 32) prefetch_constants(params);
   const int team = params.heads_k.quotient(blockIdx.x), head = params.heads_k.remainder(blockIdx.x);
   const Kernel kernel{params, shared, team, head};
-  KvcacheShare<Kernel::kM, Kernel::kItem>{params.schedule, team}.for_each(
+  __shared__ int items_of_section[32];
+  KvcacheShare<Kernel::kM, Kernel::kItem, Row::kVariant.warps>{params.schedule, items_of_section, team}.for_each(
       [&](KvcacheSegment const& segment, TeamShares const& shares)
           __attribute__((always_inline)) { kernel.run(segment, shares); });
 }

@@ -20,12 +20,15 @@ struct KvcacheSegment {
 };
 
 /// KvcacheShare is the share of one team of thread blocks (see SplitKeys). Each warp finds it by itself, with a lane
-/// for each of 32 sequences, as this delays the load of the first key of each tile.
-template <int kM, int kItem>
+/// for each of 32 sequences, as this delays the load of the first key of each tile. Of more sequences it has to know
+/// how many items come before its share: each lane has the number of a section, which is a whole number of times 32
+/// sequences, and the warps of a thread block count these numbers together.
+template <int kM, int kItem, int kWarps>
 struct KvcacheShare {
   SplitKeys const& schedule;
+  int (&items_of_section)[32];  // in shared memory
   int team;
-  int item = 0, items_end = -1;  // next item and end of the share, once it is known
+  int item = 0, items_end = 0;  // next item and end of the share
 
   /// Calls `visit(segment, shares)` for each segment, where `shares` are those of all teams.
   template <class Visit>
@@ -38,43 +41,44 @@ struct KvcacheShare {
       asm volatile("ld.global.b32 %0, [%1];" : "=r"(held) : "l"(schedule.rows.held + lane));
     if (!sorted()) return;
 
-    // First the items of all sequences are counted, then those sequences are looked at again that the share may lie in;
-    // up to 32 sequences are looked at once.
     const int entries = schedule.queries.entries();
+    const bool in_sections = entries > 32;
     TeamShares shares{};
-    int all = 0, line_end = 0;  // items of all sequences; and of those up to, and with, these 32
+    int first = 0, line_end = 0;  // the next 32 sequences, and the items of all before these
+    if (in_sections) {
+      const int of_section = (entries + kOfSections - 1) / kOfSections * 32;  // sequences
+      count_sections(entries, of_section);
+      const int items = lane * of_section < entries ? items_of_section[lane] : 0, end = sum_up_to_lane(items);
+      share_out(__shfl_sync(0xffffffff, end, 31), shares);
+      if (item == items_end) return;
+      const int found = __ffs(__ballot_sync(0xffffffff, end > item)) - 1;
+      first = found * of_section;
+      line_end = __shfl_sync(0xffffffff, end - items, found);
+    }
     CUTE_NO_UNROLL
-    for (int first = 0; first < entries && item != items_end; first += 32) {
+    do {
       Sequence own;
       int items = 0;  // items of all the sequence's tiles
       if (first + lane < entries) {
-        if (first > 0) held = schedule.rows.held_of(first + lane);
+        if (in_sections) held = schedule.rows.held_of(first + lane);
         items = look_at(first + lane, held, own);
-      }
-      if (items_end < 0) {
-        all += items;
-        if (first + 32 < entries) continue;
-        shares = TeamShares::of(__reduce_add_sync(0xffffffff, all), schedule.teams);
-        item = shares.first_item(team);
-        items_end = shares.first_item(team + 1);
-        if (first > 0) {
-          held = schedule.rows.held_of(lane);
-          first = -32;
-          continue;
-        }
       }
       const int end = line_end + sum_up_to_lane(items);
       line_end = __shfl_sync(0xffffffff, end, 31);
+      if (!in_sections) share_out(line_end, shares);
       CUTE_NO_UNROLL
       while (item < min(items_end, line_end)) {
         const int found = __ffs(__ballot_sync(0xffffffff, end > item)) - 1;
         visit_tiles(of_lane(own, found), first + found, __shfl_sync(0xffffffff, end - items, found),
                     [&](KvcacheSegment const& segment) { visit(segment, shares); });
       }
-    }
+      first += 32;
+    } while (first < entries && item != items_end);
   }
 
  private:
+  static constexpr int kOfSections = 32 * 32;  // sequences of all sections, if each has 32
+
   struct Sequence {
     Span queries;
     int first_row = 0;  // row of the cache
@@ -89,6 +93,35 @@ struct KvcacheShare {
     CUTE_NO_UNROLL
     for (int b = threadIdx.x % 32; b < schedule.queries.batch; b += 32) sorted &= schedule.sorted(b);
     return __all_sync(0xffffffff, sorted);
+  }
+
+  /// Sets the share, of so many items of all teams.
+  CUTE_DEVICE void share_out(int items, TeamShares& shares) {
+    shares = TeamShares::of(items, schedule.teams);
+    item = shares.first_item(team);
+    items_end = shares.first_item(team + 1);
+  }
+
+  /// Counts the items of each section, of so many sequences. All warps of the thread block call it.
+  CUTE_DEVICE void count_sections(int entries, int of_section) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int held = schedule.rows.held_of(warp * of_section + lane);
+    CUTE_NO_UNROLL
+    for (int section = warp; section * of_section < entries; section += kWarps) {
+      const int begin = section * of_section, end = min(begin + of_section, entries);
+      int items = 0;
+      CUTE_NO_UNROLL
+      for (int first = begin; first < end; first += 32) {
+        const int next = first + 32 < end ? first + 32 : begin + kWarps * of_section;
+        const int held_of_next = schedule.rows.held_of(next + lane);  // loaded while these are counted
+        Sequence sequence;
+        if (first + lane < end) items += look_at(first + lane, held, sequence);
+        held = held_of_next;
+      }
+      items = __reduce_add_sync(0xffffffff, items);
+      if (lane == 0) items_of_section[section] = items;
+    }
+    __syncthreads();
   }
 
   /// Finds sequence `b`, of which the cache holds `held` rows, and returns how many items all its tiles have.
