@@ -13,6 +13,7 @@ under_functorch = torch._C._are_functorch_transforms_active
 _CONTIGUOUS = torch.contiguous_format
 _no_dispatch = Tensor.__torch_dispatch__
 DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16), "cuda": (torch.float16, torch.bfloat16)}
+_MOST_DIMENSIONS = 4  # of tensors that the module takes
 WIDEST = 256  # head dimension of Q and K, and of V
 
 
@@ -117,16 +118,11 @@ def refuse_flag(function, name, flag):
     raise TypeError(f"{function}: {name} is {_C.described(flag)}, expected True or False")
 
 
-def require_like(function, name, place, like):
-    """`place` is a tensor that `like` can be written into as it is."""
-    _require_shape_and_dtype(function, name, place, like.shape, like.dtype)
-
-
-def _require_shape_and_dtype(function, name, place, shape, dtype):
-    if place.shape != shape:
-        raise ValueError(f"{function}: {name} has shape {tuple(place.shape)}, expected {tuple(shape)}")
-    if place.dtype != dtype:
-        raise TypeError(f"{function}: {name} has dtype {place.dtype}, expected {dtype}")
+def require_shape_and_dtype(function, name, x, shape, dtype):
+    if x.shape != shape:
+        raise ValueError(f"{function}: {name} has shape {tuple(x.shape)}, expected {tuple(shape)}")
+    if x.dtype != dtype:
+        raise TypeError(f"{function}: {name} has dtype {x.dtype}, expected {dtype}")
 
 
 def entries_of(q, cu_seqlens_q):
@@ -151,20 +147,61 @@ def require_place(function, out, shape, dtype, device, read):
     """Refuses an `out` that a result cannot be copied to, or that has elements in tensors that are `read`, by name. The
     module has the same rules for results that kernels write, and knows about memory where there is some."""
     require_tensors(function, out=out)
-    _require_shape_and_dtype(function, "out", out, shape, dtype)
-    if out.device != device:
-        raise ValueError(f"{function}: out is on {out.device}, expected {device}, as q")
-    if is_compiling():  # sizes and strides may be known in no call yet, and a copy gets everywhere
+    require_copyable(function, "out", out, shape, dtype, device)
+    if is_compiling():
         return
     if out.shape[-1] > 1 and out.stride(-1) != 1:
         raise ValueError(f"{function}: out has stride {out.stride(-1)} in its last dimension, expected 1")
-    for dim, (size, stride) in enumerate(zip(out.shape, out.stride(), strict=True)):
-        if isinstance(size, int) and size > 1 and isinstance(stride, int) and stride == 0:  # no symbols of an export
-            raise ValueError(
-                f"{function}: out has stride 0 in dimension {dim}, expected memory of its own for each row"
-            )
-    if not takes_operators(out, *read.values()) and device.type in DTYPES:
+    if has_memory(out, *read.values()):
         _C.check_place(function, out, read)
+
+
+def require_copyable(function, name, place, shape, dtype, device):
+    """Refuses a tensor that a result of this shape, dtype and device cannot be copied to as it is."""
+    require_shape_and_dtype(function, name, place, shape, dtype)
+    if place.device != device:
+        raise ValueError(f"{function}: {name} is on {place.device}, expected {device}")
+    require_own_elements(function, name, place, "memory of its own for each row")
+
+
+def require_own_elements(function, name, place, expected):
+    """Refuses a tensor of which two elements are one in memory. Where a call is compiled, sizes and strides may be
+    known in no call yet, and a copy gets everywhere."""
+    if is_compiling() or (has_memory(place) and place.is_contiguous()):
+        return
+    for dim, (size, stride) in enumerate(zip(place.shape, place.stride(), strict=True)):
+        if isinstance(size, int) and size > 1 and isinstance(stride, int) and stride == 0:  # no symbols of an export
+            raise ValueError(f"{function}: {name} has stride 0 in dimension {dim}, expected {expected}")
+    if place.dim() <= _MOST_DIMENSIONS and _is_refused(place, place.new_empty(0)):
+        raise ValueError(f"{function}: {name} has strides {place.stride()}, expected {expected}")
+
+
+def has_memory(*tensors):
+    """Whether the module can be asked where all of these lie."""
+    return not (is_compiling() or takes_operators(*tensors)) and all(x.device.type in DTYPES for x in tensors)
+
+
+def share_elements(x, y):
+    """Whether an element of one is one of the other in memory. Where the module does not look, it counts whether they
+    begin at the same one."""
+    if x.device != y.device or not has_memory(x, y):
+        return False
+    refused = _is_refused(x, y)
+    return x.data_ptr() == y.data_ptr() if refused is None else refused
+
+
+def _is_refused(place, read):
+    """Whether the module refuses a place of this memory; None of one that no kernel could write to, as on CUDA those
+    that are no multiples of 16 bytes."""
+    if not has_memory(place, read):
+        return None
+    try:
+        _C.check_place("", place, {"": read})
+    except ValueError:
+        return True
+    except (NotImplementedError, TypeError):
+        return None
+    return False
 
 
 def copied_into(out, result):

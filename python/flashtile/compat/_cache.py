@@ -5,10 +5,10 @@ import contextlib
 import torch
 from torch import Tensor
 
-from .._core import is_compiling
+from .._core import has_memory, is_compiling, refuse_gradients_into, require_own_elements, share_elements
 from .._fp8 import dequantized
 from .._padding import contiguous, last_size, padded
-from ..kvcache import attention_kvcache
+from ..kvcache import attention_kvcache, require_place_over_cache
 from ._chunks import begins_of, length_of, parts_of
 from ._common import (
     flag,
@@ -16,7 +16,7 @@ from ._common import (
     index_within,
     integer,
     require_descales,
-    require_like,
+    require_place,
     require_rank,
     require_table,
     require_tensors,
@@ -68,6 +68,8 @@ def attend_cache(
         if k is not None:
             raise ValueError(f"{function}: cache_seqlens is None, expected a tensor or an int, since k is given")
         cache_seqlens = _rows(k_cache) * (1 if block_table is None else last_size(block_table))
+    if rotary_cos is None and rotary_sin is not None:
+        raise ValueError(f"{function}: rotary_cos is None, expected a tensor, since rotary_sin is given")
     if rotary_cos is not None and k is None:
         raise ValueError(f"{function}: k is None, expected new keys, since rotary_cos is given")
     if rotary_seqlens is cache_seqlens:
@@ -118,11 +120,17 @@ def attend_cache(
     inputs = _differentiated(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, alibi_slopes, sinks, *descales)
     if not (apart or turned or named or odd or scaled or inputs):
         return attention_kvcache(**call)
-    _require_place(function, out, q, v_cache)  # which is written to at the end, when the cache has been
+    if call["out"] is None:
+        _require_place(function, out, q, v_cache, k_cache=k_cache, k=k, v=v)
+    else:  # which a kernel writes to, but caches may have been written by then
+        refuse_gradients_into(function, out)
+        require_place_over_cache(function, out, q, k_cache, v_cache, k, v)
     with torch.no_grad() if inputs else contextlib.nullcontext():
         if named:
             _name_rows(function, call)
         if odd:
+            if k is not None:
+                _require_caches(function, call)
             _pad(call)
         if apart or turned or scaled:
             begins = contiguous(cu_seqlens_k_new)
@@ -146,7 +154,7 @@ def attend_used_queries(
     behind all sequences then, where rows are of none."""
     if seqused_q is None:
         return attend_cache(function, q, k_cache, v_cache, k, v, cu_seqlens_q=cu_seqlens_q, out=out, **options)
-    _require_place(function, out, _as_16_bits(q, k_cache, out), v_cache)
+    _require_place(function, out, _as_16_bits(q, k_cache, out), v_cache, k_cache=k_cache, k=k, v=v)
     sizes = None
     if cu_seqlens_q is None:
         require_rank(function, 4, "(B, S_q, H_q, D)", q=q)
@@ -168,11 +176,11 @@ def _as_16_bits(q, k_cache, out):
     return q.to(getattr(out, "dtype", torch.bfloat16)) if has_8_bits(q) and has_8_bits(k_cache) else q
 
 
-def _require_place(function, out, q, v_cache):
+def _require_place(function, out, q, v_cache, **read):
     if out is not None:
         require_tensors(function, q=q, v_cache=v_cache)
         shape = (*q.shape[:-1], last_size(v_cache))
-        require_like(function, "out", out, torch.empty(shape, dtype=q.dtype, device="meta"))
+        require_place(function, "out", out, shape, q.dtype, q.device, q=q, v_cache=v_cache, **read)
 
 
 def _rotates_alike(call):
@@ -222,6 +230,22 @@ def _name_rows(function, call):
     require_table(function, "(B)", cache_batch_idx=index)
     rows = index_within(function, "an entry of cache_batch_idx", index, table.shape[0], "block_table")
     call.update(block_table=table[rows], cache_batch_idx=None)
+
+
+def _require_caches(function, call):
+    """What flashtile says of caches that rows are written to, before it gets copies of them."""
+    k_cache, v_cache, k_new, v_new = (call[name] for name in ("k_cache", "v_cache", "k_new", "v_new"))
+    require_tensors(function, k_cache=k_cache, v_cache=v_cache, k=k_new, v=v_new)
+    expected = "a cache of its own memory, as k_new is given"
+    for name in ("k_cache", "v_cache"):
+        require_own_elements(function, name, call[name], expected)
+    alike = call["rotary_cos"] is None and _is_same(k_cache, v_cache) and _is_same(k_new, v_new)
+    if share_elements(k_cache, v_cache) and not alike:  # else both get the same rows
+        raise ValueError(f"{function}: v_cache shares memory with k_cache, expected {expected}")
+
+
+def _is_same(x, y):
+    return x is y or (has_memory(x, y) and (x.data_ptr(), x.shape, x.stride()) == (y.data_ptr(), y.shape, y.stride()))
 
 
 def _pad(call):

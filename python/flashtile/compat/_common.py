@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _core
-from .._core import is_compiling
+from .._core import is_compiling, refuse_gradients_into
 from .._padding import attend_padded
 
 WindowSize = tuple[int, int]
@@ -41,7 +41,9 @@ def attend(
 ):
     """``flashtile.attention`` or ``attention_varlen``. As in flash-attn, last dimensions need neither be contiguous nor
     multiples of 8."""
-    options |= {} if out is None else dict(out=out)
+    if out is not None:
+        refuse_gradients_into(function, out, q, k, v, options.get("sinks"))
+        options |= dict(out=out)
     result = attend_padded(
         attention,
         q,
@@ -54,7 +56,7 @@ def attend(
         deterministic=flag(function, "deterministic", deterministic) or None,
         **options,
     )
-    return written(function, "out", out, result)
+    return written(function, "out", out, result, q=q, k=k, v=v)
 
 
 def has_8_bits(x):
@@ -148,19 +150,26 @@ def require_descales(function, shape, device, **descales):
             raise ValueError(f"{function}: {name} is on {x.device}, expected {device}")
 
 
-def require_like(function, name, place, like):
-    """`place` is a tensor that `like` can be written into as it is."""
+def require_place(function, name, place, shape, dtype, device, **read):
+    """Refuses what a result cannot be copied to, or what has elements in tensors that are `read`. flashtile has the
+    same rules for a place that kernels write to, but that it also wants strides which these can write by."""
     require_tensors(function, **{name: place})
-    _core.require_like(function, name, place, like)
+    _core.require_copyable(function, name, place, shape, dtype, device)
+    if torch.is_grad_enabled() and place.requires_grad:
+        refuse(function, name, "a tensor that requires grad", "one that does not, as it is written in place")
+    for other, x in read.items():
+        if isinstance(x, Tensor) and x.layout is torch.strided and _core.share_elements(place, x):
+            raise ValueError(f"{function}: {name} shares memory with {other}, expected memory of its own")
 
 
-def written(function, name, place, result):
-    """`result`, out or (out, ...), with out in the tensor `place` where that is given; it may be there already."""
+def written(function, name, place, result, **read):
+    """`result`, out or (out, ...), with out in the tensor `place` where that is given; it may be there already. Then it
+    does not lie in tensors that were `read`."""
     if place is None:
         return result
     out, *others = result if isinstance(result, tuple) else (result,)
     if out is not place:
-        require_like(function, name, place, out)
+        require_place(function, name, place, out.shape, out.dtype, out.device, **read)
         place.copy_(out)
     return (place, *others) if others else place
 

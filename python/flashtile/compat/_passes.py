@@ -10,7 +10,7 @@ from .._invariance import is_batch_invariant
 from .._ops import gradient_operator
 from .._options import SEED, attention_options, replaced
 from .._padding import contiguous, last_size, padded
-from ._common import flag, require_like, require_rank, require_tensors, softcap_of, window_of
+from ._common import flag, require_place, require_rank, require_tensors, softcap_of, window_of
 from ._ragged import equal_lengths
 
 
@@ -42,7 +42,7 @@ def run_backward(
     require_rank(function, q.dim(), f"{q.dim()} dimensions, as q has", dout=dout)
     for (name, place), x in zip(places.items(), (q, k, v), strict=True):
         if place is not None:
-            require_like(function, name, place, x)
+            require_place(function, name, place, x.shape, x.dtype, x.device)
     *given, lse = dout, q, k, v, out, softmax_lse
     if sequences is not None:
         *given, lse, sequences = _as_ragged(function, *given, lse, sequences)

@@ -13,10 +13,11 @@ two sides of a window one by one.
 import torch
 from torch import Tensor
 
+from .._core import require_shape_and_dtype
 from ..attention import attention
 from ..varlen import attention_varlen
 from ._cache import attend_cache
-from ._common import attend, described, drops, flag, new_seed, refuse, require_like, require_table, require_tensors
+from ._common import attend, described, drops, flag, new_seed, refuse, require_table, require_tensors
 from ._dmask import signed_weights
 from ._passes import run_backward
 from ._ragged import equal_lengths, those_first
@@ -262,5 +263,6 @@ def _state_of(seed):
 def _seed_of(function, dropout_p, rng_state):
     if not drops(dropout_p):
         return None
-    require_like(function, "rng_state", rng_state, torch.empty(2, dtype=torch.int64, device="meta"))
+    require_tensors(function, rng_state=rng_state)
+    require_shape_and_dtype(function, "rng_state", rng_state, (2,), torch.int64)
     return rng_state[0]

@@ -14,7 +14,7 @@ from ..attention import attention
 from ..varlen import attention_varlen
 from ._cache import attend_used_queries
 from ._chunks import length_of
-from ._common import attend, flag, has_8_bits, refuse_unserved, require_like, require_tensors, written
+from ._common import attend, flag, has_8_bits, refuse_unserved, require_place, require_tensors, written
 from ._passes import run_backward
 from ._ragged import attend_ragged
 
@@ -93,7 +93,7 @@ def _flash_attn_forward(
     if out_ is not None:
         dtype = torch.bfloat16 if has_8_bits(q) else q.dtype
         shape = (*q.shape[:-1], *v.shape[-1:])
-        require_like(function, "out_", out_, torch.empty(shape, dtype=dtype, device="meta"))
+        require_place(function, "out_", out_, shape, dtype, q.device)
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     place = None if differentiated else out_  # where autograd keeps the result, the other is a copy
     window_size = (window_size_left, window_size_right)

@@ -48,7 +48,7 @@ def attend_ragged(
     if dense_q is None:
         return attend(function, attention_varlen, q, k, v, out=out, **options)
     result = dense_results(attend(function, attention_varlen, q, k, v, **options), dense_q)
-    return written(function, "out", out, result)
+    return written(function, "out", out, result, q=q, k=k, v=v)
 
 
 def dense_results(result, sizes):

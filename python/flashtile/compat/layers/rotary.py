@@ -27,7 +27,7 @@ Source: RoFormer (Su et al. 2021, arXiv:2104.09864); ``scale_base``: XPos (Sun e
 import torch
 from torch import Tensor
 
-from ..._core import is_compiling
+from ..._core import is_compiling, require_own_elements
 from .._common import flag, integer, require_rank, require_table, require_tensors, unpacked, unpacked_heads
 from .._rotation import angles_at, check_angles, positions_of, rotated
 
@@ -77,7 +77,7 @@ def apply_rotary_emb(
     else:
         require_rank(function, 3, "(T, H, D), since cu_seqlens is given", x=x)
     result = _rotated(function, "x", x, interleaved, seqlen_offsets, cu_seqlens, cos=cos, sin=sin)
-    return _written(x, result) if flag(function, "inplace", inplace) else result
+    return _written(function, "x", x, result) if flag(function, "inplace", inplace) else result
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -114,7 +114,7 @@ def apply_rotary_emb_qkv_(
     q = _rotated(function, "q", q, interleaved, seqlen_offsets, cos=cos, sin=sin)
     k = _rotated(function, "k", k, interleaved, seqlen_offsets, **tables_k)
     join = torch.stack if qkv.dim() == 5 else torch.cat
-    return _written(qkv, join((q, k, v), 2))
+    return _written(function, "qkv", qkv, join((q, k, v), 2))
 
 
 def apply_rotary_emb_kv_(
@@ -124,7 +124,7 @@ def apply_rotary_emb_kv_(
     function = "apply_rotary_emb_kv_"
     k, v = unpacked(function, "kv", kv, "(B, S, 2, H, D)")
     k = _rotated(function, "k", k, interleaved, seqlen_offsets, cos=cos, sin=sin)
-    return _written(kv, torch.stack((k, v), 2))
+    return _written(function, "kv", kv, torch.stack((k, v), 2))
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -230,9 +230,10 @@ def _rotated(function, name, x, interleaved, offsets, cu_seqlens=None, **tables)
     return rotated(x, *angles_at(function, name, position, **tables), interleaved)
 
 
-def _written(x, result):
+def _written(function, name, x, result):
     """`x` with this result in its memory. Unlike for PyTorch's own operations in place, it may be a leaf, or one of the
     parts that unbind or split have made."""
+    require_own_elements(function, name, x, "memory of its own for each row, as it is written in place")
     if not (torch.is_grad_enabled() and result.requires_grad):
         return x.copy_(result)
     # To autograd, what is written into a view changes all views beside it: the other parts that unbind has made could
