@@ -125,6 +125,20 @@ def require_shape_and_dtype(function, name, x, shape, dtype):
         raise TypeError(f"{function}: {name} has dtype {x.dtype}, expected {dtype}")
 
 
+def check_begins(function, name, begins, rows, rows_name):
+    """The numbers of cu_seqlens, which are at hand, of so many rows."""
+    before = 0
+    for i, begin in enumerate(begins.tolist()):
+        found = f"{function}: {name} has {begin} at index {i}"
+        if i == 0 and begin != 0:
+            raise ValueError(f"{found}, expected 0")
+        if begin < before:
+            raise ValueError(f"{found}, expected at least {before}")
+        if begin > rows:
+            raise ValueError(f"{found}, expected at most {rows} = {rows_name}")
+        before = begin
+
+
 def entries_of(q, cu_seqlens_q):
     """B. Of what is no tensor it is 0, for the module to say so."""
     return _rows(q) if cu_seqlens_q is None else max(_rows(cu_seqlens_q) - 1, 0)

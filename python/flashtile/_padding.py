@@ -40,12 +40,24 @@ def gathered(x, order):
     return x[torch.arange(x.shape[0], device=x.device)[:, None], order]
 
 
+def require_values(function, k, v):
+    """Refuses values that are not those of the keys, before rows of both are put elsewhere."""
+    expected = (*k.shape[:-1], *v.shape[-1:])
+    if v.shape != expected:
+        sizes = "(B, S_k, H_k, D_v)" if k.dim() == 4 else "(T_k, H_k, D_v)"
+        raise ValueError(f"{function}: v has shape {tuple(v.shape)}, expected {expected} = {sizes}")
+
+
 def attend_visible(q, k, v, keys, queries=None, **options):
     """Attention of the rows that count, where `keys` and `queries` are what :func:`visible_first` says of each. Visible
     keys stand in front, where a length tells them from the others, and so do queries, if they are given: then masks
     are aligned at the last query and the last key that count, distances are in rows that count, and out is 0 elsewhere.
     With return_lse, which goes without `queries`, also lse (B, H_q, S_q)."""
     (batch, seqlen_q), seqlen_k = q.shape[:2], k.shape[1]
+    if k.shape[0] != batch:
+        expected = f"{(batch, *k.shape[1:])} = (B, S_k, H_k, D)"
+        raise ValueError(f"attention: k has shape {tuple(k.shape)}, expected {expected}")
+    require_values("attention", k, v)
     offsets = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
     result = attend_padded(
         attention_varlen,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._core import DTYPES, WIDEST, is_compiling, readable, refuse_flag, require_tensors
+from ._core import DTYPES, WIDEST, check_begins, is_compiling, readable, refuse_flag, require_tensors
 from ._fp8 import BLOCKS, E4M3, dequantized
 from ._ops import define
 
@@ -282,7 +282,7 @@ def _by_torch(x: Tensor, block: int, seed: int | None) -> tuple[Tensor, Tensor]:
 
 
 def _ragged_by_torch(x: Tensor, begins: Tensor, side: str, seed: int | None) -> tuple[Tensor, Tensor]:
-    _check_numbers(f"cu_seqlens_{side}", begins, x.shape[0], f"T_{side}")
+    check_begins(_FUNCTION, f"cu_seqlens_{side}", begins, x.shape[0], f"T_{side}")
     lengths, heads = begins.diff().long(), x.shape[1]
     numbers = x.new_zeros(x.shape, dtype=torch.float32)
     sequence = torch.repeat_interleave(lengths)
@@ -292,19 +292,6 @@ def _ragged_by_torch(x: Tensor, begins: Tensor, side: str, seed: int | None) -> 
     descale, scale = _scales(largest)
     numbers[: len(sequence)] = x * scale[sequence, :, None]
     return numbers.to(E4M3), descale * of_rotation
-
-
-def _check_numbers(name: str, begins: Tensor, rows: int, rows_name: str) -> None:
-    before = 0
-    for i, begin in enumerate(begins.tolist()):
-        found = f"{_FUNCTION}: {name} has {begin} at index {i}"
-        if i == 0 and begin != 0:
-            raise ValueError(f"{found}, expected 0")
-        if begin < before:
-            raise ValueError(f"{found}, expected at least {before}")
-        if begin > rows:
-            raise ValueError(f"{found}, expected at most {rows} = {rows_name}")
-        before = begin
 
 
 def _rotated(x: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:

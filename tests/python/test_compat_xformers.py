@@ -314,6 +314,18 @@ def test_other_tensors_are_refused(case):
     assert_refuses(xops.memory_efficient_attention, NotImplementedError, message, *inputs, attn_bias=REFUSED[case])
 
 
+def test_a_padding_wants_a_value_and_a_batch_for_each_key():
+    q, k, v = tensors(7, 9, batch=2, heads=(3,))
+    bias = PADDING[:, None, None].expand(2, 3, 7, 9)
+    message = r"{} has shape \(., \d+, 3, \d+\), expected \(2, 9, 3, \d+\) = \(B, S_k, H_k, D"
+    function = xops.memory_efficient_attention
+    for attn_bias in (bias, None):
+        for value in (v[:, :8], torch.cat((v, v), 1), v[:1], v[[0, 1, 0]]):
+            assert_refuses(function, ValueError, message.format("v"), q, k, value, attn_bias, name="attention")
+        for key in (k[:1], k[[0, 1, 0]]):
+            assert_refuses(function, ValueError, message.format("k"), q, key, v, attn_bias, name="attention")
+
+
 def test_other_biases_are_refused():
     inputs = tensors(7, 7)
     for bias in (xops.LowerTriangularMask().add_bias(torch.zeros(7, 7)), object(), biases.AttentionBias()):

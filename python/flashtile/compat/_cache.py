@@ -24,7 +24,7 @@ from ._common import (
     window_of,
     written,
 )
-from ._ragged import dense_results, equal_lengths, those_first
+from ._ragged import check_lengths, dense_results, equal_lengths, those_first
 from ._rotation import angles_at, check_angles, positions_of, rotated
 
 
@@ -162,6 +162,7 @@ def attend_used_queries(
     require_rank(function, 3, "(T_q, H_q, D), since cu_seqlens_q is given", q=q)
     require_table(function, "(B + 1)", cu_seqlens_q=cu_seqlens_q)
     require_table(function, "(B)", cu_seqlens_q.shape[0] - 1, seqused_q=seqused_q)
+    check_lengths(function, q.shape[0], "T_q", cu_seqlens_q=cu_seqlens_q, seqused_q=seqused_q)
     order, begins = those_first(q.shape[0], cu_seqlens_q, None, seqused_q)
     if out is not None:  # of whose dtype the result is where q has 8 bits
         options |= dict(out=out.new_empty((*q.shape[:-1], last_size(v_cache))))

@@ -9,7 +9,7 @@ from .._core import gradients
 from .._invariance import is_batch_invariant
 from .._ops import gradient_operator
 from .._options import SEED, attention_options, replaced
-from .._padding import contiguous, last_size, padded
+from .._padding import contiguous, last_size, padded, require_values
 from ._common import flag, require_place, require_rank, require_tensors, softcap_of, window_of
 from ._ragged import equal_lengths
 
@@ -86,7 +86,8 @@ def _as_ragged(function, dout, q, k, v, out, lse, sequences):
         cu_seqlens_q, lse = equal_lengths(q), lse.transpose(0, 1).flatten(1)
         dout, q, out = (x.flatten(0, 1) for x in (dout, q, out))
     if cu_seqlens_k is None:
-        require_rank(function, 4, "(B, S_k, H_k, D or D_v), since cu_seqlens_k is None", k=k, v=v)
+        require_rank(function, 4, "(B, S_k, H_k, D), since cu_seqlens_k is None", k=k)
+        require_values(function, k, v)
         cu_seqlens_k = equal_lengths(k)
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     return dout, q, k, v, out, lse, (cu_seqlens_q, cu_seqlens_k, *used)

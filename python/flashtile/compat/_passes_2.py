@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from .._core import require_shape_and_dtype
+from .._padding import require_values
 from ..attention import attention
 from ..varlen import attention_varlen
 from ._cache import attend_cache
-from ._common import attend, described, drops, flag, new_seed, refuse, require_table, require_tensors
+from ._common import attend, described, drops, flag, new_seed, refuse, require_rank, require_table, require_tensors
 from ._dmask import signed_weights
 from ._passes import run_backward
-from ._ragged import equal_lengths, those_first
+from ._ragged import check_lengths, equal_lengths, those_first
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -69,9 +70,13 @@ def varlen_forward(
         out, lse = attend_cache(function, q, k, v, cache_seqlens=seqused_k, return_lse=True, **options)
         return out, lse, q.new_empty(0), None
     if leftpad_k is not None:
-        require_tensors(function, k=k, v=v)
+        require_rank(function, 3, "(T_k, H_k, D)", k=k)
+        require_rank(function, 3, "(T_k, H_k, D_v)", v=v)
+        require_values(function, k, v)
+        tables = dict(leftpad_k=leftpad_k) if seqused_k is None else dict(seqused_k=seqused_k, leftpad_k=leftpad_k)
         require_table(function, "(B + 1)", cu_seqlens_k=cu_seqlens_k)
-        require_table(function, "(B)", cu_seqlens_k.shape[0] - 1, leftpad_k=leftpad_k)
+        require_table(function, "(B)", cu_seqlens_k.shape[0] - 1, **tables)
+        check_lengths(function, k.shape[0], "T_k", cu_seqlens_k=cu_seqlens_k, **tables)
         used = None if seqused_k is None else seqused_k - leftpad_k
         order, cu_seqlens_k = those_first(k.shape[0], cu_seqlens_k, leftpad_k, used)
         k, v, seqused_k = k[order], v[order], None

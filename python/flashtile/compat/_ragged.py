@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._padding import visible_first
+from .._core import check_begins, has_memory
+from .._padding import require_values, visible_first
 from ..varlen import attention_varlen
 from ._chunks import in_chunks
 from ._common import attend, require_descales, require_rank, written
@@ -33,6 +34,7 @@ def attend_ragged(
         dense_q, q, cu_seqlens_q = q.shape[:2], q.flatten(0, 1), equal_lengths(q)
     if cu_seqlens_k is None:
         require_rank(function, 4, "(B, S_k, H_k, D), since cu_seqlens_k is None", k=k, v=v)
+        require_values(function, k, v)
         k, v, cu_seqlens_k = k.flatten(0, 1), v.flatten(0, 1), equal_lengths(k)
     tables = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k)
     if attention_chunk > 0:
@@ -57,6 +59,23 @@ def dense_results(result, sizes):
         return result.unflatten(0, sizes)
     out, lse = result
     return out.unflatten(0, sizes), lse.unflatten(1, sizes).transpose(0, 1).contiguous()
+
+
+def check_lengths(function, rows, rows_name, **tables):
+    """What tables hold is checked on the CPU alone, where they are not handed on to flashtile, which does the same:
+    first cu_seqlens of so many `rows`, then numbers of rows of each sequence, none above those of the table before."""
+    if not has_memory(*tables.values()) or not all(x.is_cpu for x in tables.values()):
+        return
+    (name, begins), *others = tables.items()
+    check_begins(function, name, begins, rows, rows_name)
+    most, what = begins.diff(), "the sequence's length"
+    for name, table in others:
+        wrong = (table < 0) | (table > most)
+        if wrong.any():
+            i = int(wrong.int().argmax())
+            found, limit = int(table[i]), int(most[i])
+            raise ValueError(f"{function}: {name} has {found} at index {i}, expected from 0 to {what} {limit}")
+        most, what = table, name
 
 
 def those_first(total, cu_seqlens, skipped, used):
