@@ -118,9 +118,13 @@ def refuse_flag(function, name, flag):
     raise TypeError(f"{function}: {name} is {_C.described(flag)}, expected True or False")
 
 
-def require_shape_and_dtype(function, name, x, shape, dtype):
+def require_shape(function, name, x, shape):
     if x.shape != shape:
         raise ValueError(f"{function}: {name} has shape {tuple(x.shape)}, expected {tuple(shape)}")
+
+
+def require_shape_and_dtype(function, name, x, shape, dtype):
+    require_shape(function, name, x, shape)
     if x.dtype != dtype:
         raise TypeError(f"{function}: {name} has dtype {x.dtype}, expected {dtype}")
 

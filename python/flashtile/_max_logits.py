@@ -59,7 +59,8 @@ def new_max_logits(q, cu_seqlens_q):
 def largest_scores(function, q, k, v, scores, sequences):
     """The largest score of each head, of the options `scores`. Values may be any: lse is all that counts."""
     options = (*sharpened(scores, q), 0.0, None, None, False, sequences, None, None)
-    _, lse = attend(function, q, k, v[..., :8], options, True)
+    values = v[..., :8] if v.dim() > 0 else v  # the module says what is wrong with those
+    _, lse = attend(function, q, k, values, options, True)
     return largest_of(lse, None if sequences is None else sequences[0])
 
 
@@ -103,7 +104,7 @@ def sharpened(scores, q):
     slopes, _, mask, causal, window, scale, softcap = scores
     if isinstance(slopes, Tensor) and slopes.dtype == torch.float32:
         slopes = slopes * _SHARPNESS  # else the module refuses them
-    scale = (max(q.shape[-1], 1) ** -0.5 if scale is None else scale) * _SHARPNESS
+    scale = (max((*q.shape[-1:], 1)) ** -0.5 if scale is None else scale) * _SHARPNESS
     return slopes, None, mask, causal, window, scale, softcap * _SHARPNESS
 
 

@@ -110,7 +110,8 @@ def quantize(
     arXiv:2307.13304).
     """
     ragged = cu_seqlens_q is not None or cu_seqlens_k is not None
-    _check(q, k, v, block, ragged)
+    block = _checked_block(block)
+    _check(q, k, v, ragged)
     q, k, v = (x.detach() for x in (q, k, v))
     if rotate is not True and rotate is not False:
         refuse_flag(_FUNCTION, "rotate", rotate)
@@ -171,13 +172,24 @@ def _checked_seed(seed: Any) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
+def _checked_block(block: Any) -> int:
+    expected = " or ".join(map(str, BLOCKS))
+    try:
+        number = operator.index(block)
+    except (TypeError, RuntimeError):
+        raise TypeError(f"{_FUNCTION}: block is {_C.described(block)}, expected {expected}") from None
+    if number not in BLOCKS:
+        raise ValueError(f"{_FUNCTION}: block is {_C.described(block)}, expected {expected}")
+    return number
+
+
 def _check_rank(function: str, name: str, x: Tensor, ragged: bool) -> None:
     if x.dim() != (3 if ragged else 4):
         expected = "(T, H, D)" if ragged else "(B, S, H, D)"
         raise ValueError(f"{function}: {name} has shape {tuple(x.shape)}, expected {expected}")
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, block: int, ragged: bool) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, ragged: bool) -> None:
     require_tensors(_FUNCTION, q=q, k=k, v=v)
     for name, x in dict(q=q, k=k, v=v).items():
         _check_rank(_FUNCTION, name, x, ragged)
@@ -197,8 +209,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block: int, ragged: bool) -> None:
     if k.shape[:-1] != v.shape[:-1]:
         names = "(T_k, H_k)" if ragged else "(B, S_k, H_k)"
         raise ValueError(f"{_FUNCTION}: v has shape {tuple(v.shape)}, expected {names} of k, {tuple(k.shape)}")
-    if block not in BLOCKS:
-        raise ValueError(f"{_FUNCTION}: block is {block!r}, expected {' or '.join(map(str, BLOCKS))}")
 
 
 def _check_begins(q: Tensor, of_q: Any, of_k: Any) -> tuple[Tensor, Tensor, Tensor]:

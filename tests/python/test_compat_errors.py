@@ -10,7 +10,7 @@ import torch
 from cases import F16
 from theirs import SMALL, assert_refuses, fa2, fa3, of_each_module, packed
 
-from flashtile.compat import bert_padding
+from flashtile.compat import bert_padding, sgl_kernel
 from flashtile.compat.layers import rotary
 
 WITH_QV = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "_flash_attn_forward")
@@ -113,7 +113,63 @@ def test_combine_writes_no_integers():
     assert not place.any()
     for dtype in ("float16", numpy.float16, 16, torch.int32, torch.complex64):
         refuses(TypeError, "out_dtype is .*, expected a floating torch.dtype", *parts, out_dtype=dtype)
-    refuses(ValueError, r"lse_partial has shape \(2,\), expected \(N, B, S_q, H_q\)", parts[0], parts[1][:, 0, 0, 0])
+
+
+def test_parts_that_do_not_fit_are_named_as_given():
+    outs, lses = torch.rand(2, 2, 20, 3, 16), torch.rand(2, 2, 20, 3)
+    refuses = functools.partial(assert_refuses, fa3.flash_attn_combine)
+    for lse in (lses[:, 0, 0, 0], lses.mT, lses[:, :1]):
+        message = r"lse_partial has shape .*, expected \(2, 2, 20, 3\) = \(N, B, S_q, H_q\)"
+        refuses(ValueError, message, outs, lse)
+    for out in (outs[0, 0], outs[:0], torch.rand(())):
+        message = r"out_partial has shape .*, expected \(N, B, S_q, H_q, D_v\) with N of at least 1"
+        refuses(ValueError, message, out, lses)
+    refuses(TypeError, "out_partial has dtype torch.int32, expected a floating dtype", outs.int(), lses)
+    for dtype in (torch.int64, torch.float8_e4m3fn):
+        message = f"lse_partial has dtype {dtype}, expected a floating dtype of more than 8 bits"
+        refuses(TypeError, message, outs, lses.to(dtype))
+    refuses(ValueError, "lse_partial is on meta, expected cpu", outs, lses.to("meta"))
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_what_a_forward_left_is_named_as_given(ragged):
+    """Also where a dense side stands beside a ragged one."""
+    q, k, v = SMALL.tensors()
+    used = dict(sequed_k=torch.tensor([20, 20], dtype=torch.int32)) if ragged else {}
+    legal = dict(dout=q, q=q, k=k, v=v, out=q, softmax_lse=torch.zeros(2, 2, 20))
+    refuses = functools.partial(assert_refuses, fa3._flash_attn_backward)
+    for name in ("dout", "out"):
+        message = rf"{name} has shape \(4, 10, 2, 16\), expected \(2, 20, 2, 16\)"
+        refuses(ValueError, message, **legal | {name: q.reshape(4, 10, 2, 16)}, **used)
+    lse = legal.pop("softmax_lse")
+    for wrong in (lse[..., :19], lse[:1], lse.mT, lse[0]):
+        message = r"softmax_lse has shape .*, expected \(2, 2, 20\)"
+        refuses(ValueError, message, **legal, softmax_lse=wrong, **used)
+    refuses(TypeError, "softmax_lse has dtype torch.float64, expected", **legal, softmax_lse=lse.double(), **used)
+
+
+def test_new_keys_that_are_rotated_are_named():
+    q, k_cache, v_cache = SMALL.tensors()
+    angles, before = torch.rand(2, 40, 8), k_cache.clone()
+    given = dict(cache_seqlens=3, rotary_cos=angles[0], rotary_sin=angles[1])
+    new = torch.rand(2, 1, 2, 16)
+    refuses = functools.partial(assert_refuses, fa2.flash_attn_with_kvcache, ValueError)
+    for k in (new[..., :15], new[:, :, :1], torch.rand(3, 1, 2, 16), torch.rand(1, 1, 2, 16)):
+        message = r"k has shape \(., 1, ., ..\), expected \(2, 1, 2, 16\)"
+        refuses(message, q[:, :2], k_cache, v_cache, k, new, **given)
+    message = r"k has shape \(2, 2, 15\), expected \(2, 2, 16\)"
+    rows = dict(k=new[:, 0, :, :15], v=new[:, 0], cu_seqlens_k_new=torch.tensor([0, 1, 2], dtype=torch.int32))
+    assert_refuses(fa3.flash_attn_with_kvcache, ValueError, message, q, k_cache, v_cache, **rows, **given)
+    assert torch.equal(k_cache, before)
+
+
+def test_a_chunk_of_two_lengths():
+    q, k, v = SMALL.tensors()
+    begins = torch.tensor([0, 20], dtype=torch.int32)
+    message = r"attention_chunk is a tensor of shape \(2,\), expected an int of at least 0"
+    chunk = dict(attention_chunk=torch.tensor([1, 2]))
+    assert_refuses(sgl_kernel.flash_attn_with_kvcache, TypeError, message, q, k, v, cache_seqlens=3, **chunk)
+    assert_refuses(sgl_kernel.flash_attn_varlen_func, TypeError, message, q[0], k[0], v[0], begins, begins, **chunk)
 
 
 def test_flashtile_names_what_no_wrapper_looks_at():

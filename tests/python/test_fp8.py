@@ -241,6 +241,8 @@ GOOD = torch.zeros(1, 4, 2, 64)
         (dict(k=GOOD[..., :32]), ValueError, r"quantize: k has shape \(1, 4, 2, 32\), expected B and D of q"),
         (dict(v=GOOD[:, :3]), ValueError, r"quantize: v has shape \(1, 3, 2, 64\), expected \(B, S_k, H_k\) of k"),
         (dict(block=96), ValueError, "quantize: block is 96, expected 64 or 128"),
+        (dict(block=64.0), TypeError, "quantize: block is 64.0, expected 64 or 128"),
+        (dict(block=torch.tensor([64, 128])), TypeError, "quantize: block is a tensor of shape .*, expected 64 or 128"),
         (
             dict(rotate=torch.tensor(True)),
             TypeError,

@@ -162,6 +162,8 @@ BAD = {
     ),
     "a mask": (dict(mask=torch.ones(5, 5)), TypeError, "max_logits: mask is .*, expected a flashtile.masks.ColumnMask"),
     "no element": (dict(q=torch.ones(1, 5, 2, 0), k=torch.ones(1, 5, 2, 0)), ValueError, "attention: q has shape"),
+    "a number for keys": (dict(k=torch.tensor(1.0)), ValueError, r"attention: k has shape \(\), expected 4 dimensions"),
+    "a number for queries": (dict(q=torch.tensor(1.0)), ValueError, r"attention: q has shape \(\), expected 4 dim"),
     "other keys": (dict(k=torch.ones(1, 5, 2, 16)), ValueError, "attention: k has shape"),
     "rows of no sequence": (dict(seqused_k=OFFSETS), TypeError, "max_logits: cu_seqlens_q is of type NoneType"),
     "queries alone": (

@@ -5,7 +5,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from .._core import has_memory, is_compiling, refuse_gradients_into, require_own_elements, share_elements
+from .._core import has_memory, is_compiling, refuse_gradients_into, require_own_elements, require_shape, share_elements
 from .._fp8 import dequantized
 from .._padding import contiguous, last_size, padded
 from ..kvcache import attention_kvcache, require_place_over_cache
@@ -318,10 +318,13 @@ def _check_queries(function, call):
 
 def _check_new_rows(function, call, cu_seqlens, batch):
     k, q = call["k_new"], call["q"]
+    heads = (call["k_cache"].shape[2], q.shape[-1])
     if cu_seqlens is None:
         require_rank(function, 4, "(B, S_new, H_k, D)", k=k)
+        require_shape(function, "k", k, (batch, k.shape[1], *heads))
     else:
         require_rank(function, 3, "(T_new, H_k, D), since cu_seqlens_k_new is given", k=k)
+        require_shape(function, "k", k, (k.shape[0], *heads))
         require_table(function, "(B + 1)", batch + 1, cu_seqlens_k_new=cu_seqlens)
     if has_8_bits(k):
         raise TypeError(f"{function}: k has dtype {k.dtype}, expected {q.dtype}, or that of v and both caches")

@@ -5,7 +5,7 @@ import operator
 import torch
 
 from .._autograd import is_traced
-from .._core import gradients
+from .._core import gradients, require_shape, require_shape_and_dtype
 from .._invariance import is_batch_invariant
 from .._ops import gradient_operator
 from .._options import SEED, attention_options, replaced
@@ -38,8 +38,8 @@ def run_backward(
     """Writes the gradients of q, k and v into `places`, each a tensor or None, and returns softmax_d: Σ dout · out of
     each row, float32, of softmax_lse's shape. k and v may be a part of the keys that `out` and `softmax_lse` are the
     results of; the gradients are those that this part has."""
-    require_tensors(function, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse)
-    require_rank(function, q.dim(), f"{q.dim()} dimensions, as q has", dout=dout)
+    require_tensors(function, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse, dout=dout)
+    _check_results(function, q, v, dout=dout, out=out, softmax_lse=softmax_lse)
     for (name, place), x in zip(places.items(), (q, k, v), strict=True):
         if place is not None:
             require_place(function, name, place, x.shape, x.dtype, x.device)
@@ -77,12 +77,21 @@ def run_backward(
     return (dout.float() * out).sum(-1).transpose(-1, -2)
 
 
+def _check_results(function, q, v, *, softmax_lse, **outs):
+    """What the forward has left, in the terms of the caller: a dense side may be flattened before flashtile sees it."""
+    if q.dim() < 3 or v.dim() == 0:
+        return  # flashtile says so
+    *batch, rows, heads, _ = q.shape
+    for name, x in outs.items():
+        require_shape(function, name, x, (*q.shape[:-1], v.shape[-1]))
+    require_shape_and_dtype(function, "softmax_lse", softmax_lse, (*batch, heads, rows), torch.float32)
+
+
 def _as_ragged(function, dout, q, k, v, out, lse, sequences):
     """All of them and the tables, where a side without cu_seqlens is dense."""
     cu_seqlens_q, cu_seqlens_k, *used = sequences
     if cu_seqlens_q is None:
-        require_rank(function, 4, "(B, S_q, H_q, D or D_v), since cu_seqlens_q is None", q=q, out=out, dout=dout)
-        require_rank(function, 3, "(B, H_q, S_q), since cu_seqlens_q is None", softmax_lse=lse)
+        require_rank(function, 4, "(B, S_q, H_q, D), since cu_seqlens_q is None", q=q)
         cu_seqlens_q, lse = equal_lengths(q), lse.transpose(0, 1).flatten(1)
         dout, q, out = (x.flatten(0, 1) for x in (dout, q, out))
     if cu_seqlens_k is None:

@@ -335,8 +335,19 @@ def flash_attn_combine(
     """
     function = "flash_attn_combine"
     require_tensors(function, out_partial=out_partial, lse_partial=lse_partial)
-    if lse_partial.dim() < 2:
-        raise ValueError(f"{function}: lse_partial has shape {tuple(lse_partial.shape)}, expected (N, B, S_q, H_q)")
+    if out_partial.dim() not in (4, 5) or len(out_partial) == 0:
+        expected = "(N, B, S_q, H_q, D_v) with N of at least 1"
+        raise ValueError(f"{function}: out_partial has shape {tuple(out_partial.shape)}, expected {expected}")
+    if lse_partial.shape != out_partial.shape[:-1]:
+        expected = f"{tuple(out_partial.shape[:-1])} = (N, B, S_q, H_q)"
+        raise ValueError(f"{function}: lse_partial has shape {tuple(lse_partial.shape)}, expected {expected}")
+    if not out_partial.is_floating_point():
+        raise TypeError(f"{function}: out_partial has dtype {out_partial.dtype}, expected a floating dtype")
+    if not lse_partial.is_floating_point() or lse_partial.element_size() == 1:
+        expected = "a floating dtype of more than 8 bits"
+        raise TypeError(f"{function}: lse_partial has dtype {lse_partial.dtype}, expected {expected}")
+    if lse_partial.device != out_partial.device:
+        raise ValueError(f"{function}: lse_partial is on {lse_partial.device}, expected {out_partial.device}")
     if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype.is_floating_point):
         raise TypeError(f"{function}: out_dtype is {described(out_dtype)}, expected a floating torch.dtype")
     if out is not None:
