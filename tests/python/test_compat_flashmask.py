@@ -90,6 +90,15 @@ def test_dropout_is_for_training():
     assert not torch.equal(flashmask_attention(q, k, v, indices, causal=True, dropout=0.5), plain)
 
 
+@pytest.mark.parametrize(
+    "dropout, error",
+    [(float("nan"), ValueError), (-0.5, ValueError), (1.0, ValueError), ("x", TypeError), (..., TypeError)],
+)
+def test_dropout_is_a_probability(dropout, error):
+    with pytest.raises(error, match=r"^attention: dropout_p is .*, expected a "):
+        flashmask_attention(*tensors(), dropout=dropout)
+
+
 def test_what_is_not_served_is_refused_by_name():
     q, k, v = tensors()
     for name, value in (("block_mask", q), ("fixed_seed_offset", q), ("return_seed_offset", True), ("rng_name", "x")):

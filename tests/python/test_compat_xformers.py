@@ -326,6 +326,12 @@ def test_a_padding_wants_a_value_and_a_batch_for_each_key():
             assert_refuses(function, ValueError, message.format("k"), q, key, v, attn_bias, name="attention")
 
 
+@pytest.mark.parametrize("p, error", [(math.nan, ValueError), ("x", TypeError)])
+def test_what_is_no_probability_is_refused(p, error):
+    for function in (xops.memory_efficient_attention, fmha.memory_efficient_attention_forward_requires_grad):
+        assert_refuses(function, error, "dropout_p is ", *tensors(7, 9), p=p, name="attention")
+
+
 def test_other_biases_are_refused():
     inputs = tensors(7, 7)
     for bias in (xops.LowerTriangularMask().add_bias(torch.zeros(7, 7)), object(), biases.AttentionBias()):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attention import attention
 from ..masks import ColumnMask
-from ._common import drops, flag, refuse_unserved, require_tensors
+from ._common import flag, refuse_unserved, require_tensors
 
 __all__ = ["flashmask_attention"]
 
@@ -87,7 +87,7 @@ def flashmask_attention(
         window=window,
         mask=mask,
         scale=softmax_scale,
-        dropout_p=dropout if training and drops(dropout) else 0.0,
+        dropout_p=dropout if training else 0.0,
         sinks=learnable_sink,
         return_lse=return_lse,
     )

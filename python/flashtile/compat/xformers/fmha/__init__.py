@@ -104,7 +104,7 @@ def memory_efficient_attention_forward_requires_grad(
     function = "memory_efficient_attention_forward_requires_grad"
     if drops(p):
         refuse(function, "p", p, 0)
-    return _attend(function, query, key, value, attn_bias, 0.0, scale, output_dtype, return_lse=True)
+    return _attend(function, query, key, value, attn_bias, p, scale, output_dtype, return_lse=True)
 
 
 def _attend(function, query, key, value, bias, p, scale, output_dtype, return_lse=False):
