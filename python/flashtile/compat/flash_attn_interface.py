@@ -330,8 +330,9 @@ def flash_attn_combine(
         (out, softmax_lse), with softmax_lse (B, S_q, H_q), float32.
 
     Raises:
-        TypeError: ``out`` has another dtype than out_dtype.
-        ValueError: shapes break the rules above.
+        TypeError: dtypes break the rules above, or ``out`` has another dtype than out_dtype.
+        ValueError: shapes or devices break the rules above, or elements of ``out`` are one in memory.
+        NotImplementedError: ``out`` requires a gradient, where gradients are enabled.
     """
     function = "flash_attn_combine"
     require_tensors(function, out_partial=out_partial, lse_partial=lse_partial)

@@ -68,7 +68,8 @@ def apply_rotary_emb(
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes, devices or positions break the rules above.
+        ValueError: shapes, devices or positions break the rules above, or elements of an x that is written are one in
+            memory.
     """
     function = "apply_rotary_emb"
     require_tensors(function, x=x)
