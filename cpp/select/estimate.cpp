@@ -44,18 +44,23 @@ constexpr double kKeysOfLoneTile = 100;
 constexpr int kKeysUnsplit = 1500;
 constexpr double kMultiprocessors = 132;  // on which that was measured
 
-// A thread block that goes from tile to tile over a cache joins the results of its warps at the end of each, which
-// takes long beside few keys. This is the time of a short tile relative to one by four warps: by eight, where there is
-// about a tile for each multiprocessor, and by one, where there are several for each and a tile has few bytes. With
-// many tiles of so few elements of queries that parts are short to join, one warp takes no longer where tiles are long,
-// and less where sequences are shorter than the cache has room for. That of any other tile by one warp may be so long.
-constexpr double kShortTileOfEightWarps = 1.05;
-constexpr int kShortTile = 1024;  // keys
+// Over a cache a thread block has the keys of so many blocks in flight at once that to divide so few spares less time
+// than the parts take to join. Where there is about a tile for each multiprocessor that holds for more of them, as long
+// as the last round of whole tiles leaves little idle.
+constexpr int kBlocksOfManyTiles = 9;
+constexpr double kIdleBlocks = 2.5;  // blocks of keys that each idle thread block might have taken
+
+// A thread block that goes from tile to tile joins the results of its warps at the end of each, which takes long beside
+// few keys. These are times relative to a tile that four warps share with other thread blocks: of four warps that take
+// it whole, and of one warp, where there are several tiles for each multiprocessor, and each has few bytes. With many
+// tiles of so few elements of queries that parts are short to join, one warp takes no longer where tiles are long, and
+// less where sequences are shorter than the cache has room for. That of any other tile by one warp may be so long.
+constexpr double kWholeTile = 0.95;
 constexpr double kShortTileOfOneWarp = 0.7;
 constexpr std::int64_t kShortTileBytes = 112 << 10;     // keys and values
 constexpr int kTilesOfOneWarp = 3, kManyOfOneWarp = 7;  // of a multiprocessor
 constexpr std::int64_t kFewElements = 128;
-constexpr double kLongTileOfOneWarp = 0.95, kTileOfOneWarp = 1.4;
+constexpr double kLongTileOfOneWarp = 0.93, kTileOfOneWarp = 1.4;
 
 }  // namespace h200
 
@@ -65,6 +70,16 @@ namespace h100 {
 // These times are in nanoseconds.
 constexpr double kLaunch = 3500;  // a kernel behind another
 constexpr double kPart = 400;     // to load and join a part more; 300 and 600 were compared (13 calls, an H200)
+
+// As kBlocksOfManyTiles: where there is no tile for each multiprocessor, and where there is one, whatever is left idle.
+constexpr int kBlocksTogether = 2;
+constexpr int kBlocksOfATile = 3;
+
+// Over a cache a tile of eight warps takes longer than one of four where it has few keys, and a multiprocessor many
+// tiles: the time of the former, relative to the latter, at the least.
+constexpr double kTileOfEightWarps = 1.05;
+constexpr int kShortTile = 1024;  // keys
+constexpr int kManyTiles = 4;     // of a multiprocessor
 
 }  // namespace h100
 
@@ -138,6 +153,18 @@ double time_of_joining(const Variant& v, const Problem& p, int splits) {
   const double rows = 1.0 * splits * p.seqlen_q * p.batch * p.heads_q;
   const double bytes = 2 * rows * 4 * (p.head_dim_v + 2);  // written, then read
   return (h100::kLaunch + h100::kPart * splits + bytes / counted::kBytes) / counted::time_of_key(v);
+}
+
+/// Returns whether a call over a cache has about a tile for each multiprocessor.
+bool has_tile_for_each(std::int64_t tiles, const DeviceInfo& device) {
+  return 4 * tiles >= std::int64_t{3} * device.multiprocessors;
+}
+
+/// Returns whether a tile over a cache sees so few bytes that one warp had best take it, and take it whole.
+bool is_short_tile(const Variant& v, const Problem& p) {
+  const std::int64_t window = std::int64_t{p.band.left} + p.band.right + p.seqlen_q;
+  const std::int64_t keys = p.band.left == Band::kUnbounded ? p.seqlen_k : std::min<std::int64_t>(window, p.seqlen_k);
+  return keys * 2 * v.head_dim * bytes_of(v.dtype) <= h200::kShortTileBytes;
 }
 
 }  // namespace
@@ -231,22 +258,30 @@ Estimate estimate(const KvcacheRow& row, const Problem& p, const DeviceInfo& dev
   return {time_over_cache(row.variant.tile_m, p, device), {}};
 }
 
-bool has_tile_for_each(std::int64_t tiles, const DeviceInfo& device) {
-  return 4 * tiles >= std::int64_t{3} * device.multiprocessors;
+int blocks_at_a_time(const Variant& v, const DeviceInfo& device) {
+  constexpr int kOfSystem = 1024;  // the bytes of shared memory that the system reserves for each thread block
+  constexpr int kWarps = 8;        // that hide the latency of memory on a multiprocessor
+  const int fit = (device.max_shared_memory + kOfSystem) / (kvcache_shared_memory(v) + kOfSystem);
+  return device.multiprocessors * std::clamp(fit, 1, std::max(kWarps / v.warps, 2));
 }
 
-bool is_short_tile(const Variant& v, const Problem& p) {
-  const std::int64_t window = std::int64_t{p.band.left} + p.band.right + p.seqlen_q;
-  const std::int64_t keys = p.band.left == Band::kUnbounded ? p.seqlen_k : std::min<std::int64_t>(window, p.seqlen_k);
-  return keys * 2 * v.head_dim * bytes_of(v.dtype) <= h200::kShortTileBytes;
+bool takes_whole_tiles(const Variant& v, const Problem& p, std::int64_t tiles, const DeviceInfo& device) {
+  if (v.warps == 1) return is_short_tile(v, p);
+  if (groups_of(v) == 1) return false;
+  const int blocks = Spans::tiles(p.seqlen_k, groups_of(v) * v.tile_n);
+  if (!has_tile_for_each(tiles, device)) return blocks <= h100::kBlocksTogether;
+  if (blocks <= h100::kBlocksOfATile || v.fp8()) return blocks <= h100::kBlocksOfATile;
+  const double rounds = 1.0 * tiles / blocks_at_a_time(v, device);
+  return blocks <= h200::kBlocksOfManyTiles && (std::ceil(rounds) - rounds) * blocks <= h200::kIdleBlocks;
 }
 
 double time_of_warps(const Variant& v, const Problem& p, const DeviceInfo& device) {
   const std::int64_t tiles = tiles_of_rows(p, v, p.group()) * p.heads_k;
-  if (v.warps == 8)
-    return has_tile_for_each(tiles, device) && p.seqlen_k <= h200::kShortTile ? h200::kShortTileOfEightWarps : 1;
-  if (v.warps > 1) return 1;
   const auto has_of_each = [&](std::int64_t number) { return tiles >= number * device.multiprocessors; };
+  if (v.warps == 8)
+    return has_of_each(h100::kManyTiles) && p.seqlen_k <= h100::kShortTile ? h100::kTileOfEightWarps : 1;
+  if (v.warps > 1)
+    return has_tile_for_each(tiles, device) && takes_whole_tiles(v, p, tiles, device) ? h200::kWholeTile : 1;
   const bool short_to_join = rows_of_sequence(p) * v.head_dim <= h200::kFewElements;
   if (has_of_each(h200::kTilesOfOneWarp) && is_short_tile(v, p)) return h200::kShortTileOfOneWarp;
   return has_of_each(h200::kManyOfOneWarp) && short_to_join ? h200::kLongTileOfOneWarp : h200::kTileOfOneWarp;

@@ -53,11 +53,12 @@ Estimate estimate(const BackwardRow& row, const Problem& p);
 double time_over_cache(int tile_m, const Problem& p, const DeviceInfo& device);
 Estimate estimate(const KvcacheRow& row, const Problem& p, const DeviceInfo& device);
 
-/// Returns whether a call over a cache has about a tile for each multiprocessor.
-bool has_tile_for_each(std::int64_t tiles, const DeviceInfo& device);
+/// Returns how many thread blocks of a kernel over a cache run at a time.
+int blocks_at_a_time(const Variant& v, const DeviceInfo& device);
 
-/// Returns whether a sequence has so few bytes that one warp had best take a tile over a cache, and take it whole.
-bool is_short_tile(const Variant& v, const Problem& p);
+/// Returns whether each of so many tiles over a cache, of all KV heads, has so few keys that it is best taken whole, by
+/// one thread block.
+bool takes_whole_tiles(const Variant& v, const Problem& p, std::int64_t tiles, const DeviceInfo& device);
 
 /// Returns the time of such a tile of few rows relative to one by four warps, which depends on the whole batch: a
 /// thread block that goes from tile to tile joins the results of its warps at the end of each.

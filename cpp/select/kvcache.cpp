@@ -21,15 +21,12 @@ namespace h200 {
 constexpr std::int64_t kSmallCache = 200 << 20;  // a cache is small up to this many bytes
 constexpr int kFewRows = 16;                     // a tile of no more rows is bound by reading its keys
 constexpr int kFewestKeys = 512;                 // least keys of a larger tile that are worth a thread block
-constexpr int kBlocksOfManyTiles = 9;  // as kBlocksTogether, where there is about a tile for each multiprocessor
 
 }  // namespace h200
 
-/// These were read off a dozen shapes on H100s (docs/performance.md). A thread block has the keys of so many blocks in
-/// flight at once: to divide them spares less time than the parts take to join.
+/// These were read off a dozen shapes on H100s (docs/performance.md).
 namespace h100 {
 
-constexpr int kBlocksTogether = 2;
 constexpr int kFewestOfTile = 4;     // with fewer thread blocks for a tile, whole numbers of them leave too many idle
 constexpr int kBlocksOfGoingOn = 1;  // a share that goes on to a second tile takes as long as one with so many more
 
@@ -57,13 +54,6 @@ std::int64_t counted_tiles(const KvcachePlan& plan) {
   return tiles;
 }
 
-/// Returns whether each tile has so few keys that one thread block takes them all.
-bool has_short_tiles(const KvcachePlan& plan, std::int64_t tiles, const DeviceInfo& device) {
-  if (plan.variant.warps == 1) return is_short_tile(plan.variant, plan.problem);
-  const bool many = has_tile_for_each(tiles * plan.problem.heads_k, device);
-  return groups_of(plan.variant) > 1 && key_blocks(plan) <= (many ? h200::kBlocksOfManyTiles : h100::kBlocksTogether);
-}
-
 /// Returns how many keys a split of a batch-invariant call has. Splits are joined in an order that begins with a tile's
 /// first one (see finish_joined in kvcache_sm80.h). Under a window that may be a split before the one that a row's own
 /// keys begin with, if these begin within the first ones of a split: then that one has them all, and there is nothing
@@ -81,7 +71,8 @@ int keys_of_split(const KvcachePlan& plan) {
 /// all tiles evenly.
 std::int64_t plan_splits(KvcachePlan& plan, std::int64_t tiles, const DeviceInfo& device) {
   const bool invariant = plan.cache.batch_invariant;
-  const bool whole = !invariant && plan.cache.num_splits == 0 && has_short_tiles(plan, tiles, device);
+  const bool whole = !invariant && plan.cache.num_splits == 0 &&
+                     takes_whole_tiles(plan.variant, plan.problem, tiles * plan.problem.heads_k, device);
   plan.num_splits = static_cast<int>(std::min(std::int64_t{whole ? 1 : plan.cache.num_splits}, key_blocks(plan)));
   plan.keys_of_split = invariant ? keys_of_split(plan) : 0;
   const std::int64_t of_length = invariant ? parts(plan.problem.seqlen_k, plan.keys_of_split) : 0;
@@ -116,13 +107,8 @@ std::int64_t pieces(const KvcachePlan& plan, std::int64_t tiles, std::int64_t sp
 /// which the longest share is as long, the least leaves fewest parts to join. Thread blocks of the same index, one for
 /// each KV head, form a team: see SplitKeys.
 int teams(const KvcachePlan& plan, const DeviceInfo& device, std::int64_t tiles, std::int64_t pieces) {
-  constexpr int kOfSystem = 1024;  // the bytes of shared memory that the system reserves for each thread block
-  constexpr int kWarps = 8;        // that hide the latency of memory on a multiprocessor
-  const int fit = (device.max_shared_memory + kOfSystem) / (plan.shared_memory + kOfSystem);
-  const int of_multiprocessor = std::clamp(fit, 1, std::max(kWarps / plan.variant.warps, 2));
-  const int at_a_time = device.multiprocessors * of_multiprocessor;
-  const std::int64_t most =
-      std::clamp<std::int64_t>(at_a_time / plan.problem.heads_k, 1, std::max<std::int64_t>(pieces, 1));
+  const std::int64_t most = std::clamp<std::int64_t>(blocks_at_a_time(plan.variant, device) / plan.problem.heads_k, 1,
+                                                     std::max<std::int64_t>(pieces, 1));
   const std::int64_t blocks = key_blocks(plan);
   if (plan.splits_apart || tiles == 0 || blocks == 0) return static_cast<int>(most);
   if (tiles > 1 && most < h100::kFewestOfTile * tiles) return static_cast<int>(most);
