@@ -43,6 +43,11 @@ constexpr int kRowsOfWideningWide = 640;     // above D128
 constexpr int kRowsOfCopying = 1024;
 constexpr int kRowsOfCopyingWithoutBoxes = 64;
 
+// TMA loads a row of D96 by three boxes of 32 columns, and one of D128, zeros beyond the head dimension included, by
+// two of 64. In boxes of so few rows that counts for more than the zeros, with heads as narrow as this one in any.
+constexpr int kShortBox = 16;
+constexpr int kNarrowOfThreeBoxes = 72;
+
 // Above D128 Ampere's tiles are slower. Times there are in keys of its tiles of 16 rows: of a key that is copied and
 // gone over, and what Ampere's kernel takes beside its keys.
 constexpr double kKeysOfCopyingWide = 2.5;
@@ -190,10 +195,19 @@ Problem without_mask(Problem p) {
   return p;
 }
 
+/// Returns whether a row of the table loads pages by so many boxes that one for wider heads, which takes fewer, is
+/// faster.
+bool has_many_boxes(const KvcacheProblem& cache, const Variant& v) {
+  const bool short_boxes = rows_of_box(cache, v) <= h200::kShortBox;
+  const bool narrow = cache.of_sequence > 1 && cache.problem.wider_head_dim() <= h200::kNarrowOfThreeBoxes;
+  return v.head_dim == 96 && (short_boxes || narrow);
+}
+
 Found over_pages(const KvcacheProblem& cache, const DeviceInfo& device) {
   const bool widens = is_fp8(cache.stored());
   const auto suits = [&](const KvcacheRow& row) {
-    return row.variant.arch == Arch::kSm90 && has_boxes(cache, row.variant);
+    const Variant& v = row.variant;
+    return v.arch == Arch::kSm90 && has_boxes(cache, v) && !has_many_boxes(cache, v);
   };
   const std::vector<KvcacheRow> rows = rows_for(cache);
   if (gpu_arch(std::span(rows), device, without_mask(cache.problem), suits) != Arch::kSm90) return {};

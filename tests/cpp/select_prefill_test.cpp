@@ -16,10 +16,30 @@ namespace {
 
 /// Rows wider than a problem need all of their width: they do not split keys that others multiply sooner whole.
 TEST(SelectPrefill, WiderRowsDoNotSplitKeys) {
-  KvcacheProblem cache = in_pages(decode(kH100, 64, 3, 1, 720), 16);
+  KvcacheProblem cache = in_pages(decode(kH100, 64, 3, 1, 720), 48);
   cache.problem.seqlen_q = 87;
   cache.problem.head_dim = cache.problem.head_dim_v = 96;
   EXPECT_EQ(select_kvcache(cache, kH100).variant.head_dim, 96);
+}
+
+/// D96's rows take three boxes of TMA for so many keys as one of two halves takes two.
+TEST(SelectPrefill, SmallPagesOfNarrowHeadsTakeRowsOfFewBoxes) {
+  const auto row_of = [](int head_dim, int page_size, int batch) {
+    KvcacheProblem cache = in_pages(decode(kH100, batch, 8, 4, 4096), page_size);
+    cache.problem.seqlen_q = 300;
+    cache.problem.head_dim = cache.problem.head_dim_v = head_dim;
+    return select_kvcache(cache, kH100).variant.head_dim;
+  };
+  for (const int batch : {1, 40}) {
+    for (const int head_dim : {80, 88, 96}) {
+      EXPECT_EQ(row_of(head_dim, 16, batch), 128);
+      EXPECT_EQ(row_of(head_dim, 64, batch), 96);
+    }
+    EXPECT_EQ(row_of(72, 16, batch), 128);
+    EXPECT_EQ(row_of(72, 64, batch), 128);
+    EXPECT_EQ(row_of(64, 16, batch), 64);
+  }
+  EXPECT_EQ(row_of(72, 4096, 1), 96) << "one page holds the sequence, and its boxes are as tall as a tile";
 }
 
 KvcacheProblem masked(KvcacheProblem cache, int masks) {
