@@ -50,7 +50,7 @@ TEST(SelectKvcache, EveryRowOfPagesIsReached) {
     if (row.variant.arch != Arch::kSm90) continue;
     for (const int head_dim : {row.variant.head_dim - 8, row.variant.head_dim}) {
       for (const int seqlen_q : {16, 100, 500, 2048}) {
-        KvcacheProblem cache = in_pages(decode(kH100, 4, 8, 4, 4096), 16);
+        KvcacheProblem cache = in_pages(decode(kH100, 4, 8, 4, 4096), 64);
         cache.problem.seqlen_q = seqlen_q;
         cache.problem.sinks = row.variant.knows(Features::kSinks);
         cache.problem.max_logits = row.variant.knows(Features::kMaxLogits);
