@@ -46,6 +46,9 @@ std::int64_t key_blocks(const KvcachePlan& plan) {
 std::int64_t counted_tiles(const KvcachePlan& plan) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
+  // Warps that count sequences by sections look beyond the last one (see KvcacheShare).
+  if (p.batch >= Band::kUnbounded)
+    throw Unsupported("q has " + std::to_string(p.batch) + " sequences, expected fewer than 2^30");
   std::int64_t tiles = countable("q", tiles_of_rows(p, v, plan.packed_heads), "tiles of rows");
   if (plan.comes_second())
     tiles = std::min(tiles, p.batch * parts(std::int64_t{plan.most_queries} * plan.packed_heads, v.tile_m));

@@ -97,11 +97,11 @@ TEST(SelectKvcache, BoxesLieWithinPages) {
 }
 
 TEST(SelectKvcache, RefusesMoreThanIntCounts) {
-  const auto refused = [](const KvcacheProblem& cache) {
+  const auto refused = [](const KvcacheProblem& cache, const char* expected = "expected fewer than 2^31") {
     try {
       select_kvcache(cache, kH100);
     } catch (const Unsupported& error) {
-      return std::string(error.what()).find("expected fewer than 2^31") != std::string::npos;
+      return std::string(error.what()).find(expected) != std::string::npos;
     }
     return false;
   };
@@ -115,6 +115,8 @@ TEST(SelectKvcache, RefusesMoreThanIntCounts) {
   EXPECT_TRUE(refused(cache));
   cache = decode(kH100, 1 << 10, 1, 16, kLongest);
   EXPECT_TRUE(refused(cache));  // too many items
+  EXPECT_FALSE(refused(decode(kH100, kLongest, 1, 1, 1)));
+  EXPECT_TRUE(refused(decode(kH100, kLongest + 1, 1, 1, 1), "1073741824 sequences, expected fewer than 2^30"));
 }
 
 TEST(KvcachePlan, PrintsWhatWasDecided) {
