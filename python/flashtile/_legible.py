@@ -1,6 +1,8 @@
 """What flashtile leaves to PyTorch, in a form that PyTorch's CUDA kernels read aright. Its choice among them looks at
 less than they need: what is said here of kernels was found with PyTorch 2.11 and cuDNN 9.19 on an H200."""
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,17 @@ from ._core import is_compiling, under_functorch
 
 PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors that are no subclass with a way of its own
 _ALIGNMENT = 16  # bytes
+
+
+def is_fake(x):
+    """Whether it stands for a tensor while PyTorch traces a graph without its compiler, as torch.export does."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    return fakes is not None and isinstance(x, fakes.FakeTensor)
+
+
+def is_plain(x):
+    """Whether it is a tensor without a way of its own, or stands for one."""
+    return type(x) in PLAIN or is_fake(x)
 
 
 def legible_mask(attn_mask, query, key):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._core import DTYPES, WIDEST, is_compiling, under_functorch
 from ._invariance import is_batch_invariant
-from ._legible import PLAIN, legible_mask, legible_operand
+from ._legible import is_fake, is_plain, legible_mask, legible_operand
 from ._padding import attend_padded, attend_visible, visible_first
 from ._sdpa_mask import first_columns, refuse_misfit, written_out
 from .attention import attention
@@ -72,8 +72,8 @@ def scaled_dot_product_attention(
     forward-mode differentiation. On a GPU it gets copies of what its kernels would misread, and a float32 bias of
     16-bit queries in their dtype. A :class:`flashtile.sdpa.FallbackWarning` names the argument, once for each reason in
     a process; ``warnings.simplefilter("error", FallbackWarning)`` makes an error of every such call. Nothing is said
-    under torch.compile. In a :func:`batch_invariant_mode` such calls are refused. The function may take the place of
-    PyTorch's, ``torch.nn.functional.scaled_dot_product_attention = flashtile.scaled_dot_product_attention``.
+    under torch.compile and torch.export. In a :func:`batch_invariant_mode` such calls are refused. The function may
+    take the place of PyTorch's: set ``torch.nn.functional.scaled_dot_product_attention`` to it.
 
     Raises:
         ValueError: key or value do not fit query: D, S_k or leading dimensions differ, or the groups of heads are not
@@ -107,7 +107,7 @@ def scaled_dot_product_attention(
                 "scaled_dot_product_attention: batch_invariant_mode is on, expected a call that flashtile serves: the "
                 "bits of PyTorch's kernels are others"
             ) from refusal
-        reason = None if is_compiling() else str(refusal)
+        reason = None if is_compiling() or is_fake(query) else str(refusal)
     _refuse_misfits(query, key, value, enable_gqa)
     if isinstance(attn_mask, ColumnMask):
         legible, is_causal = written_out(attn_mask, query, key, is_causal), False
@@ -174,7 +174,7 @@ def served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         if not isinstance(option, (float, int)) and not _is_number(option):
             raise NotImplementedError(f"{name} is of type {type(option).__name__}, expected a number")
     for x in (query, key, value):
-        if type(x) not in PLAIN or x.is_nested or x.layout is not torch.strided:
+        if not is_plain(x) or x.is_nested or x.layout is not torch.strided:
             kind = "nested, " if getattr(x, "is_nested", False) else ""
             found = f"query, key or value is {kind}of type {type(x).__name__} and layout {getattr(x, 'layout', None)}"
             raise NotImplementedError(f"{found}, expected a plain dense torch.Tensor")
@@ -217,7 +217,7 @@ def served(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         if seqlen_q < seqlen_k:  # no row sees the others
             key, value = key[..., :seqlen_q, :], value[..., :seqlen_q, :]
             mask = mask and first_columns(mask, seqlen_q)
-        causal = seqlen_q <= seqlen_k
+        causal = bool(seqlen_q <= seqlen_k)  # of sizes that a graph leaves open
         window = None if causal else (None, seqlen_q - seqlen_k)
 
     if len(leading) != 2:
@@ -275,7 +275,7 @@ def _with_heads(x, batched):
 
 def _visible_keys(attn_mask, query, seqlen_k, batched):
     """(B, S_k) bool of a mask that is alike for all heads and queries, by its shape and strides; None if none asks."""
-    if type(attn_mask) is not Tensor or attn_mask.dtype is not torch.bool or attn_mask.device != query.device:
+    if not is_plain(attn_mask) or attn_mask.dtype is not torch.bool or attn_mask.device != query.device:
         kind = f", {attn_mask.dtype} on {attn_mask.device}" if isinstance(attn_mask, Tensor) else ""
         found = f"attn_mask is a {type(attn_mask).__name__}{kind}"
         raise NotImplementedError(f"{found}, expected a plain Tensor of booleans on query's device")

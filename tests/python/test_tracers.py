@@ -45,6 +45,43 @@ def test_export(strict, device):
     assert_bitwise(loaded.module()(other), model(other))
 
 
+class Sdpa(torch.nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, query, key, value, *attn_mask):
+        return flashtile.scaled_dot_product_attention(query, key, value, *attn_mask, **self.options)
+
+
+@pytest.mark.parametrize("device", DEVICE_PARAMS)
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("call", ["causal", "of any length", "grouped", "padding", "columns"])
+def test_export_of_sdpa(call, strict, device):
+    """What stands for a tensor while a graph is traced is of no class that flashtile leaves to PyTorch."""
+    heads_k, length, options, mask, lengths = 4, 9, dict(is_causal=call in ("causal", "of any length")), (), None
+    if call == "of any length":
+        length, lengths = 20, ({2: torch.export.Dim("S", min=2, max=64)},) * 3
+    elif call == "grouped":
+        heads_k, options = 2, dict(enable_gqa=True, scale=0.3)
+    elif call == "padding":
+        mask = (torch.arange(9, device=device) < torch.tensor([9, 5], device=device)[:, None, None, None],)
+    elif call == "columns":
+        options = dict(attn_mask=flashtile.masks.ColumnMask.prefix_lm(9, prefix=3, device=device))
+
+    def arguments(rows):
+        shapes = ((2, heads, rows, 16) for heads in (4, heads_k, heads_k))
+        return (*(torch.randn(shape, dtype=BF16, device=device) for shape in shapes), *mask)
+
+    model = Sdpa(options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", flashtile.sdpa.FallbackWarning)
+        program = torch.export.export(model, arguments(9), dynamic_shapes=lengths, strict=strict)
+    assert any("flashtile" in str(node.target) for node in program.graph.nodes)
+    given = arguments(length)
+    assert_bitwise(program.module()(*given), model(*given))
+
+
 class Layer(torch.nn.Module):
     """Attention of four heads over two within x, (B, S, 8, D), and over a cache into which it writes x."""
 
