@@ -258,6 +258,11 @@ Estimate estimate(const KvcacheRow& row, const Problem& p, const DeviceInfo& dev
   return {time_over_cache(row.variant.tile_m, p, device), {}};
 }
 
+std::int64_t key_blocks(const Variant& v, const Problem& p) {
+  const std::int64_t keys = std::int64_t{groups_of(v)} * v.tile_n;
+  return (p.seqlen_k + keys - 1) / keys;
+}
+
 int blocks_at_a_time(const Variant& v, const DeviceInfo& device) {
   constexpr int kOfSystem = 1024;  // the bytes of shared memory that the system reserves for each thread block
   constexpr int kWarps = 8;        // that hide the latency of memory on a multiprocessor
@@ -268,11 +273,12 @@ int blocks_at_a_time(const Variant& v, const DeviceInfo& device) {
 bool takes_whole_tiles(const Variant& v, const Problem& p, std::int64_t tiles, const DeviceInfo& device) {
   if (v.warps == 1) return is_short_tile(v, p);
   if (groups_of(v) == 1) return false;
-  const int blocks = Spans::tiles(p.seqlen_k, groups_of(v) * v.tile_n);
+  const std::int64_t blocks = key_blocks(v, p);
   if (!has_tile_for_each(tiles, device)) return blocks <= h100::kBlocksTogether;
   if (blocks <= h100::kBlocksOfATile || v.fp8()) return blocks <= h100::kBlocksOfATile;
-  const double rounds = 1.0 * tiles / blocks_at_a_time(v, device);
-  return blocks <= h200::kBlocksOfManyTiles && (std::ceil(rounds) - rounds) * blocks <= h200::kIdleBlocks;
+  const double rounds = static_cast<double>(tiles) / blocks_at_a_time(v, device);
+  const double idle = (std::ceil(rounds) - rounds) * static_cast<double>(blocks);
+  return blocks <= h200::kBlocksOfManyTiles && idle <= h200::kIdleBlocks;
 }
 
 double time_of_warps(const Variant& v, const Problem& p, const DeviceInfo& device) {

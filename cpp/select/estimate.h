@@ -53,6 +53,10 @@ Estimate estimate(const BackwardRow& row, const Problem& p);
 double time_over_cache(int tile_m, const Problem& p, const DeviceInfo& device);
 Estimate estimate(const KvcacheRow& row, const Problem& p, const DeviceInfo& device);
 
+/// Returns how many key blocks a tile over a cache has. A key block is what the groups of warps of a thread block take
+/// at a time.
+std::int64_t key_blocks(const Variant& v, const Problem& p);
+
 /// Returns how many thread blocks of a kernel over a cache run at a time.
 int blocks_at_a_time(const Variant& v, const DeviceInfo& device);
 

@@ -37,9 +37,8 @@ std::int64_t parts(std::int64_t whole, std::int64_t part) {
   return (whole + part - 1) / part;
 }
 
-/// Returns how many key blocks a tile has. A key block is what the groups of warps of a thread block take at a time.
 std::int64_t key_blocks(const KvcachePlan& plan) {
-  return parts(plan.problem.seqlen_k, groups_of(plan.variant) * plan.variant.tile_n);
+  return key_blocks(plan.variant, plan.problem);
 }
 
 /// Refuses what a GPU cannot count in an int, and returns the number of query tiles of a KV head.
