@@ -44,21 +44,32 @@ constexpr double kKeysOfLoneTile = 100;
 constexpr int kKeysUnsplit = 1500;
 constexpr double kMultiprocessors = 132;  // on which that was measured
 
-// Over a cache a thread block has the keys of so many blocks in flight at once that to divide so few spares less time
-// than the parts take to join. Where there is about a tile for each multiprocessor that holds for more of them, as long
-// as the last round of whole tiles leaves little idle.
+// Where there are no more tiles over a cache than thread blocks run at a time, several of these may share a tile. These
+// times are in nanoseconds: of a block of keys more for each of them to go through; of parts to join, of each of these,
+// of each element of a tile's rows where so many parts are loaded at a time, and of a tile for each multiprocessor, as
+// all join at once; and of thread blocks that go on from one tile to the next, where the line of all keys is cut evenly
+// instead, wherever that is.
+constexpr double kKeyBlock = 830;
+constexpr double kJoin = 830, kJoinPart = 80, kJoinElement = 1.7, kJoinTiles = 5100;
+constexpr int kPartsAtATime = 24;
+constexpr double kGoingOn = 7000;
+constexpr double kBytesOfMemory = 4000;  // that all thread blocks together read in a nanosecond
+
+// With more tiles than that a thread block takes tiles of up to so many blocks of keys whole, as long as the last round
+// of them leaves little idle.
 constexpr int kBlocksOfManyTiles = 9;
 constexpr double kIdleBlocks = 2.5;  // blocks of keys that each idle thread block might have taken
 
 // A thread block that goes from tile to tile joins the results of its warps at the end of each, which takes long beside
 // few keys. These are times relative to a tile that four warps share with other thread blocks: of four warps that take
-// it whole, and of one warp, where there are several tiles for each multiprocessor, and each has few bytes. With many
-// tiles of so few elements of queries that parts are short to join, one warp takes no longer where tiles are long, and
-// less where sequences are shorter than the cache has room for. That of any other tile by one warp may be so long.
+// it whole, and of one warp, where a multiprocessor has more tiles than thread blocks of four warps at a time, and each
+// tile has few bytes: fewer still where there are more tiles than such warps at a time. With many tiles of so few
+// elements of queries that parts are short to join, one warp takes no longer where tiles are long, and less where
+// sequences are shorter than the cache has room for. That of any other tile by one warp may be so long.
 constexpr double kWholeTile = 0.95;
 constexpr double kShortTileOfOneWarp = 0.7;
-constexpr std::int64_t kShortTileBytes = 112 << 10;     // keys and values
-constexpr int kTilesOfOneWarp = 3, kManyOfOneWarp = 7;  // of a multiprocessor
+constexpr int kShortTileBytes = 112 << 10, kShortTileOfOneRound = 256 << 10;  // keys and values
+constexpr int kTilesOfWarps = 2, kManyOfOneWarp = 7;                          // of a multiprocessor
 constexpr std::int64_t kFewElements = 128;
 constexpr double kLongTileOfOneWarp = 0.93, kTileOfOneWarp = 1.4;
 
@@ -71,8 +82,7 @@ namespace h100 {
 constexpr double kLaunch = 3500;  // a kernel behind another
 constexpr double kPart = 400;     // to load and join a part more; 300 and 600 were compared (13 calls, an H200)
 
-// As kBlocksOfManyTiles: where there is no tile for each multiprocessor, and where there is one, whatever is left idle.
-constexpr int kBlocksTogether = 2;
+// As kBlocksOfManyTiles, whatever is left idle.
 constexpr int kBlocksOfATile = 3;
 
 // Over a cache a tile of eight warps takes longer than one of four where it has few keys, and a multiprocessor many
@@ -155,16 +165,28 @@ double time_of_joining(const Variant& v, const Problem& p, int splits) {
   return (h100::kLaunch + h100::kPart * splits + bytes / counted::kBytes) / counted::time_of_key(v);
 }
 
-/// Returns whether a call over a cache has about a tile for each multiprocessor.
-bool has_tile_for_each(std::int64_t tiles, const DeviceInfo& device) {
-  return 4 * tiles >= std::int64_t{3} * device.multiprocessors;
+/// Returns how many keys a tile over a cache sees.
+std::int64_t keys_of_tile(const Problem& p) {
+  const std::int64_t window = std::int64_t{p.band.left} + p.band.right + p.seqlen_q;
+  return p.band.left == Band::kUnbounded ? p.seqlen_k : std::clamp<std::int64_t>(window, 1, std::max(p.seqlen_k, 1));
 }
 
-/// Returns whether a tile over a cache sees so few bytes that one warp had best take it, and take it whole.
-bool is_short_tile(const Variant& v, const Problem& p) {
-  const std::int64_t window = std::int64_t{p.band.left} + p.band.right + p.seqlen_q;
-  const std::int64_t keys = p.band.left == Band::kUnbounded ? p.seqlen_k : std::min<std::int64_t>(window, p.seqlen_k);
-  return keys * 2 * v.head_dim * bytes_of(v.dtype) <= h200::kShortTileBytes;
+/// Returns how many key blocks these are.
+std::int64_t blocks_seen(const Variant& v, const Problem& p) {
+  const std::int64_t keys = std::int64_t{groups_of(v)} * v.tile_n;
+  return std::max<std::int64_t>((keys_of_tile(p) + keys - 1) / keys, 1);
+}
+
+/// Returns how many bytes of keys and values a tile over a cache sees.
+double bytes_of_tile(const Variant& v, const Problem& p) {
+  return static_cast<double>(keys_of_tile(p)) * 2 * v.head_dim * bytes_of(v.dtype);
+}
+
+/// Returns whether each of so many tiles over a cache sees so few bytes that one warp had best take it, and take it
+/// whole.
+bool are_short(const Variant& v, const Problem& p, std::int64_t tiles, const DeviceInfo& device) {
+  const bool all_at_once = tiles <= blocks_at_a_time(v, device);
+  return bytes_of_tile(v, p) <= (all_at_once ? h200::kShortTileOfOneRound : h200::kShortTileBytes);
 }
 
 }  // namespace
@@ -270,11 +292,34 @@ int blocks_at_a_time(const Variant& v, const DeviceInfo& device) {
   return device.multiprocessors * std::clamp(fit, 1, std::max(kWarps / v.warps, 2));
 }
 
+int blocks_of_tile(const Variant& v, const Problem& p, std::int64_t tiles, const DeviceInfo& device) {
+  const std::int64_t blocks = blocks_seen(v, p), most = blocks_at_a_time(v, device);
+  const double read = static_cast<double>(tiles) * bytes_of_tile(v, p) / h200::kBytesOfMemory;
+  // A thread block waits for its own keys, and all together for memory. Where the two take as long, it takes longer
+  // than each: then few of the multiprocessors would have to read all that memory can give.
+  const auto time_of = [&](std::int64_t share) {
+    return std::hypot(h200::kKeyBlock * static_cast<double>(share - 1), read);
+  };
+  const std::int64_t elements = std::min<std::int64_t>(rows_of_sequence(p), v.tile_m) * v.head_dim;
+  const auto time_of_joining = [&](std::int64_t parts) {
+    const auto loads = static_cast<double>(elements * ((parts + h200::kPartsAtATime - 1) / h200::kPartsAtATime));
+    return h200::kJoin + h200::kJoinPart * static_cast<double>(parts) + h200::kJoinElement * loads +
+           h200::kJoinTiles * static_cast<double>(tiles) / device.multiprocessors;
+  };
+  int best = 0;
+  double least = time_of((tiles * blocks + most - 1) / most) + h200::kGoingOn;
+  for (int n = 1; n <= std::min(most / tiles, blocks); ++n) {
+    const double time = time_of((blocks + n - 1) / n) + (n > 1 ? time_of_joining(n) : 0);
+    if (time < least) best = n, least = time;
+  }
+  return best;
+}
+
 bool takes_whole_tiles(const Variant& v, const Problem& p, std::int64_t tiles, const DeviceInfo& device) {
-  if (v.warps == 1) return is_short_tile(v, p);
-  if (groups_of(v) == 1) return false;
-  const std::int64_t blocks = key_blocks(v, p);
-  if (!has_tile_for_each(tiles, device)) return blocks <= h100::kBlocksTogether;
+  if (v.warps == 1) return are_short(v, p, tiles, device);
+  if (groups_of(v) == 1 || tiles == 0) return false;
+  if (tiles <= blocks_at_a_time(v, device)) return blocks_of_tile(v, p, tiles, device) == 1;
+  const std::int64_t blocks = blocks_seen(v, p);
   if (blocks <= h100::kBlocksOfATile || v.fp8()) return blocks <= h100::kBlocksOfATile;
   const double rounds = static_cast<double>(tiles) / blocks_at_a_time(v, device);
   const double idle = (std::ceil(rounds) - rounds) * static_cast<double>(blocks);
@@ -286,10 +331,10 @@ double time_of_warps(const Variant& v, const Problem& p, const DeviceInfo& devic
   const auto has_of_each = [&](std::int64_t number) { return tiles >= number * device.multiprocessors; };
   if (v.warps == 8)
     return has_of_each(h100::kManyTiles) && p.seqlen_k <= h100::kShortTile ? h100::kTileOfEightWarps : 1;
-  if (v.warps > 1)
-    return has_tile_for_each(tiles, device) && takes_whole_tiles(v, p, tiles, device) ? h200::kWholeTile : 1;
+  if (v.warps > 1) return has_of_each(1) && takes_whole_tiles(v, p, tiles, device) ? h200::kWholeTile : 1;
   const bool short_to_join = rows_of_sequence(p) * v.head_dim <= h200::kFewElements;
-  if (has_of_each(h200::kTilesOfOneWarp) && is_short_tile(v, p)) return h200::kShortTileOfOneWarp;
+  if (tiles > h200::kTilesOfWarps * device.multiprocessors && are_short(v, p, tiles, device))
+    return h200::kShortTileOfOneWarp;
   return has_of_each(h200::kManyOfOneWarp) && short_to_join ? h200::kLongTileOfOneWarp : h200::kTileOfOneWarp;
 }
 

@@ -60,6 +60,10 @@ std::int64_t key_blocks(const Variant& v, const Problem& p);
 /// Returns how many thread blocks of a kernel over a cache run at a time.
 int blocks_at_a_time(const Variant& v, const DeviceInfo& device);
 
+/// Returns how many thread blocks had best share each of so many tiles of few rows over a cache, of all KV heads, which
+/// are no more than thread blocks run at a time; 0 if these had best share the keys of all tiles evenly.
+int blocks_of_tile(const Variant& v, const Problem& p, std::int64_t tiles, const DeviceInfo& device);
+
 /// Returns whether each of so many tiles over a cache, of all KV heads, has so few keys that it is best taken whole, by
 /// one thread block.
 bool takes_whole_tiles(const Variant& v, const Problem& p, std::int64_t tiles, const DeviceInfo& device);

@@ -46,13 +46,6 @@ ForwardPlan planned(const Problem& p, const Variant& v, const Estimate& estimate
   return plan;
 }
 
-/// Returns the problem of a dense batch by which estimates for a call over a cache go.
-Problem as_estimated(const KvcacheProblem& cache) {
-  Problem p = cache.problem.dense();
-  p.seqlen_k = cache.problem.seqlen_k;  // that of a sequence, also with ragged queries
-  return p;
-}
-
 /// Returns the row for such a call.
 const InvariantRow& row_over_cache(const Problem& p, const DeviceInfo& device) {
   const auto estimate_of = [&](const InvariantRow& row) { return estimate_fixed_parts(row.variant, p, device); };
@@ -65,7 +58,7 @@ const InvariantRow& row_over_cache(const Problem& p, const DeviceInfo& device) {
 /// Plans the call over a cache that TMA can load as it lies.
 bool select_as_it_lies(KvcachePlan& plan, const DeviceInfo& device) {
   const KvcacheProblem& cache = plan.cache;
-  const Problem &p = cache.problem, estimated = as_estimated(cache);
+  const Problem &p = cache.problem, estimated = as_dense(cache);
   const InvariantRow& row = row_over_cache(estimated, device);
   const Estimate estimate = estimate_fixed_parts(row.variant, estimated, device);
   // Tiles of a dense batch are dealt out ahead, as if all sequences filled the cache. Where no tile waits for another,
@@ -114,7 +107,7 @@ bool select_invariant(KvcachePlan& plan, const DeviceInfo& device) {
   if (keys == 0 || cache.queries() == 0) return false;  // no row sees a key
   countable("q", cache.queries(), "rows");
   countable("k_cache", std::max(keys, std::int64_t{cache.pages} * cache.page_size), "rows");
-  const Variant& v = row_over_cache(as_estimated(cache), device).variant;
+  const Variant& v = row_over_cache(as_dense(cache), device).variant;
   if (cache.in_line && has_boxes(cache, v) && !pays_to_copy(cache, rows_of_box(cache, v), device))
     return select_as_it_lies(plan, device);
   // Any other kernel would give other bits, so a copy is made, however large.

@@ -1,7 +1,6 @@
 // This file makes the plan of attention over a cache: how its keys are divided among thread blocks, and the memory it
 // takes.
 #include <algorithm>
-#include <cmath>
 
 #include "cpu/cpu.h"
 #include "flashtile/flashtile.h"
@@ -41,7 +40,8 @@ std::int64_t key_blocks(const KvcachePlan& plan) {
   return key_blocks(plan.variant, plan.problem);
 }
 
-/// Refuses what a GPU cannot count in an int, and returns the number of query tiles of a KV head.
+/// Refuses what a GPU cannot count in an int, and returns the number of query tiles of a KV head: of ragged queries how
+/// many there are at the most.
 std::int64_t counted_tiles(const KvcachePlan& plan) {
   const Problem& p = plan.problem;
   const Variant& v = plan.variant;
@@ -69,12 +69,18 @@ int keys_of_split(const KvcachePlan& plan) {
   return static_cast<int>(parts(wanted, kKeysOfSplit) * kKeysOfSplit);
 }
 
+/// Returns how many tiles a KV head has if all sequences are `like` a dense batch's, which is what plans go by: a token
+/// of each sequence is a tile, also where queries are ragged.
+std::int64_t expected_tiles(const Variant& v, const Problem& like) {
+  return tiles_of_rows(like, v, like.group());
+}
+
 /// Sets how the keys of each tile are split. Returns the number of splits, or 0 where thread blocks share the keys of
 /// all tiles evenly.
-std::int64_t plan_splits(KvcachePlan& plan, std::int64_t tiles, const DeviceInfo& device) {
+std::int64_t plan_splits(KvcachePlan& plan, const Problem& like, std::int64_t tiles, const DeviceInfo& device) {
   const bool invariant = plan.cache.batch_invariant;
   const bool whole = !invariant && plan.cache.num_splits == 0 &&
-                     takes_whole_tiles(plan.variant, plan.problem, tiles * plan.problem.heads_k, device);
+                     takes_whole_tiles(plan.variant, like, expected_tiles(plan.variant, like) * like.heads_k, device);
   plan.num_splits = static_cast<int>(std::min(std::int64_t{whole ? 1 : plan.cache.num_splits}, key_blocks(plan)));
   plan.keys_of_split = invariant ? keys_of_split(plan) : 0;
   const std::int64_t of_length = invariant ? parts(plan.problem.seqlen_k, plan.keys_of_split) : 0;
@@ -84,39 +90,37 @@ std::int64_t plan_splits(KvcachePlan& plan, std::int64_t tiles, const DeviceInfo
   return splits;
 }
 
-/// Returns into how many parts the keys of a tile of few rows are cut at the most. Each part more leaves less to read
-/// for a thread block, and more to join for the last one. With the square root of the keys to a row the two take about
-/// as long; up to twice as many parts are as fast, since they are whole blocks of keys. A key of 8 bits is half a key.
-std::int64_t most_parts(const KvcachePlan& plan) {
-  const auto rows = static_cast<double>(std::min<std::int64_t>(rows_of_sequence(plan.problem), plan.variant.tile_m));
-  const double keys = plan.problem.seqlen_k * (bytes_of(plan.cache.stored()) / 2.0);
-  const auto good = static_cast<std::int64_t>(std::ceil(std::sqrt(keys / std::max(rows, 1.0))));
-  return key_blocks(plan) <= 2 * good ? key_blocks(plan) : good;
-}
-
 /// Returns into how many pieces the keys of all tiles of a KV head can be cut, if each is to be worth a thread block.
 std::int64_t pieces(const KvcachePlan& plan, std::int64_t tiles, std::int64_t splits) {
   if (plan.splits_apart) return tiles * splits;
   if (splits > 0) return tiles;
   const bool few_rows = plan.variant.tile_m <= h200::kFewRows;
-  const std::int64_t of_tile = few_rows ? most_parts(plan) : parts(plan.problem.seqlen_k, h200::kFewestKeys);
+  const std::int64_t of_tile = few_rows ? key_blocks(plan) : parts(plan.problem.seqlen_k, h200::kFewestKeys);
   return tiles * std::max<std::int64_t>(of_tile, 1);
 }
 
-/// Returns how many thread blocks share the work of a KV head: one wave, or fewer where each would have too little to
-/// do. Where that is several for a tile, it is as many for each, so that no share of equally long sequences goes on
-/// from one tile to the next, unless this makes shares longer by more than what going on costs. Of the numbers with
-/// which the longest share is as long, the least leaves fewest parts to join. Thread blocks of the same index, one for
-/// each KV head, form a team: see SplitKeys.
-int teams(const KvcachePlan& plan, const DeviceInfo& device, std::int64_t tiles, std::int64_t pieces) {
-  const std::int64_t most = std::clamp<std::int64_t>(blocks_at_a_time(plan.variant, device) / plan.problem.heads_k, 1,
-                                                     std::max<std::int64_t>(pieces, 1));
-  const std::int64_t blocks = key_blocks(plan);
-  if (plan.splits_apart || tiles == 0 || blocks == 0) return static_cast<int>(most);
-  if (tiles > 1 && most < h100::kFewestOfTile * tiles) return static_cast<int>(most);
+/// Returns how many thread blocks share so many tiles of many rows: as many for each, up to `most` in all, so that no
+/// share of equally long sequences goes on from one tile to the next, unless this makes shares longer by more than what
+/// going on costs. Of the numbers with which the longest share is as long, the least leaves fewest parts to join.
+std::int64_t teams_of_many_rows(std::int64_t most, std::int64_t tiles, std::int64_t blocks) {
+  if (tiles > 1 && most < h100::kFewestOfTile * tiles) return most;
   const std::int64_t of_tile = parts(blocks, most / tiles);  // blocks of a share that ends with its tile
-  if (of_tile > parts(tiles * blocks, most) + h100::kBlocksOfGoingOn) return static_cast<int>(most);
-  return static_cast<int>(tiles * parts(blocks, of_tile));
+  if (of_tile > parts(tiles * blocks, most) + h100::kBlocksOfGoingOn) return most;
+  return tiles * parts(blocks, of_tile);
+}
+
+/// Returns how many thread blocks share the work of a KV head: one wave, or fewer where each would have too little to
+/// do. Thread blocks of the same index, one for each KV head, form a team: see SplitKeys.
+std::int64_t teams(const KvcachePlan& plan, const Problem& like, const DeviceInfo& device, std::int64_t tiles,
+                   std::int64_t splits) {
+  const std::int64_t wave = blocks_at_a_time(plan.variant, device), heads = plan.problem.heads_k;
+  const std::int64_t all = std::max<std::int64_t>(pieces(plan, tiles, splits), 1);
+  const std::int64_t most = std::clamp<std::int64_t>(wave / heads, 1, all), blocks = key_blocks(plan);
+  if (splits > 0 || tiles == 0 || blocks == 0) return most;
+  if (plan.variant.tile_m > h200::kFewRows) return teams_of_many_rows(most, tiles, blocks);
+  if (groups_of(plan.variant) == 1 || tiles * heads > wave) return most;
+  const int of_tile = blocks_of_tile(plan.variant, like, tiles * heads, device);
+  return of_tile == 0 ? most : tiles * of_tile;
 }
 
 /// Returns how many slots a KV head has for partial results. Where teams share keys evenly, each has a slot for the
@@ -135,14 +139,15 @@ bool passes_by(const KvcacheProblem& cache, std::int64_t tiles) {
   return tiles <= p.batch && std::int64_t{p.batch} * p.seqlen_k <= h200::kSmallCache / row_bytes;
 }
 
-void plan_on_gpu(KvcachePlan& plan, const DeviceInfo& device) {
+void plan_on_gpu(KvcachePlan& plan, const Problem& like, const DeviceInfo& device) {
   const Problem& p = plan.problem;
   plan.packed_heads = p.group();
   const std::int64_t tiles = counted_tiles(plan);
-  const std::int64_t splits = plan_splits(plan, tiles, device);
-  plan.teams = teams(plan, device, tiles, pieces(plan, tiles, splits));
+  const std::int64_t splits = plan_splits(plan, like, tiles, device);
+  const std::int64_t expected = plan.splits_apart ? tiles : std::min(tiles, expected_tiles(plan.variant, like));
+  plan.teams = static_cast<int>(teams(plan, like, device, expected, splits));
   plan.partials = partials(plan, tiles, splits);
-  plan.passes_by = passes_by(plan.cache, tiles);
+  plan.passes_by = passes_by(plan.cache, expected);
   plan.tiles = p.heads_k * tiles;
   plan.grid = plan.cache.queries() == 0 ? 0 : plan.teams * p.heads_k;
   plan.rotated_at = parts(plan.partials * kvcache_place_bytes(plan.variant) * p.heads_k, 16) * 16;
@@ -163,7 +168,7 @@ std::int64_t rotated_bytes(const KvcacheProblem& cache) {
 
 namespace {
 
-/// Plans the call by a row of the table, which is chosen for a problem like that of the plan.
+/// Plans the call by a row of the table, which is chosen for a dense problem like that of the plan.
 void select_row(KvcachePlan& plan, const Problem& like, const DeviceInfo& device) {
   const KvcacheProblem& cache = plan.cache;
   const bool on_cpu = like.device.type == DeviceType::kCpu;
@@ -186,7 +191,7 @@ void select_row(KvcachePlan& plan, const Problem& like, const DeviceInfo& device
   plan.shared_memory = shared_memory_of(Kind::kKvcache, plan.variant);
   plan.why = choice.why;
   plan.run = choice.row->run;
-  on_cpu ? plan_on_cpu(plan, device) : plan_on_gpu(plan, device);
+  on_cpu ? plan_on_cpu(plan, device) : plan_on_gpu(plan, like, device);
 }
 
 }  // namespace
@@ -196,8 +201,8 @@ KvcachePlan select_few(const KvcacheProblem& cache, int most_queries, const Devi
   plan.problem = cache.problem;
   plan.cache = cache;
   plan.most_queries = most_queries;
-  Problem like = cache.problem;
-  like.seqlen_q = like.batch;  // a token of each sequence
+  Problem like = as_dense(cache);
+  like.seqlen_q = 1;
   select_row(plan, like, device);
   return plan;
 }
@@ -212,7 +217,7 @@ KvcachePlan select_kvcache(const KvcacheProblem& cache, const DeviceInfo& device
     countable("k_new", new_rows + cache.queries(), "rows, with those of q");
     if (cache.batch_invariant ? select_invariant(plan, device) : select_prefill(plan, device)) return plan;
   }
-  select_row(plan, p, device);
+  select_row(plan, as_dense(cache), device);
   return plan;
 }
 

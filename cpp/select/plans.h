@@ -27,6 +27,10 @@ bool pays_to_copy(const KvcacheProblem& cache, int rows, const DeviceInfo& devic
 bool select_invariant(KvcachePlan& plan, const DeviceInfo& device);
 ForwardPlan select_invariant(const Problem& problem, const DeviceInfo& device);
 
+/// Returns the problem of a call over a cache as that of a dense batch of as many queries, by which estimates go. Its
+/// seqlen_k is that of a sequence, whether or not queries are ragged, which Problem::dense() does not know.
+Problem as_dense(const KvcacheProblem& cache);
+
 /// Returns the problem of a call over a cache as that of a ragged batch, whose keys are all rows of the cache that
 /// sequences may have.
 Problem as_ragged(const KvcacheProblem& cache);

@@ -121,12 +121,13 @@ bool has_many_rows_of_head(const Problem& p, const DeviceInfo& device) {
 }
 
 /// Returns whether sequences have so many rows that the forward kernel is faster than a kernel over a cache.
-bool has_many_rows(const Problem& p, const DeviceInfo& device) {
-  if (p.alibi && !has_many_rows_of_head(p.dense(), device)) return false;
+bool has_many_rows(const KvcacheProblem& cache, const DeviceInfo& device) {
+  const Problem &p = cache.problem, dense = as_dense(cache);
+  if (p.alibi && !has_many_rows_of_head(dense, device)) return false;
   const std::int64_t tiles = std::int64_t{p.batch} * p.heads_k;
   const bool few_tiles = p.wider_head_dim() <= (p.ragged ? h200::kNarrowRaggedHead : h200::kNarrowHead) &&
                          tiles < (p.ragged ? h200::kFewRaggedTiles : h200::kFewTiles);
-  return rows_of_sequence(p.dense()) >= (few_tiles ? h200::kRowsOfFewTiles : kFewRows + 1);
+  return rows_of_sequence(dense) >= (few_tiles ? h200::kRowsOfFewTiles : kFewRows + 1);
 }
 
 /// Returns whether the forward kernel can go over the cache, or a copy of it, and has enough rows to do. It splits keys
@@ -137,7 +138,7 @@ bool may_prefill(const KvcacheProblem& cache, const DeviceInfo& device) {
   const std::int64_t keys = std::int64_t{p.batch} * p.seqlen_k;
   const std::int64_t rows_of_cache = std::int64_t{cache.pages} * cache.page_size;
   return keys > 0 && std::max({keys, rows_of_cache, cache.queries()}) < Band::kUnbounded &&
-         (has_many_rows(p, device) || is_mixed(cache));
+         (has_many_rows(cache, device) || is_mixed(cache));
 }
 
 /// This holds the plan of a forward over a cache, if Hopper has a row that serves, and the function that launches it.
@@ -254,7 +255,7 @@ bool select_widened(KvcachePlan& plan, const DeviceInfo& device) {
 
 /// Returns how many rows of a KV head see a key, in the mean.
 std::int64_t rows_of_key(const KvcacheProblem& cache) {
-  const Problem p = cache.problem.dense();
+  const Problem p = as_dense(cache);
   return p.seqlen_k > 0 ? p.visible_elements() / p.seqlen_k * p.group() : 0;
 }
 
@@ -283,7 +284,14 @@ bool pays_to_copy(const KvcacheProblem& cache, int rows, const DeviceInfo& devic
   if (rows > 0) return rows_of_key(cache) * (16 - std::min(rows, 16)) > std::int64_t{h200::kRowsOfCopying} * rows;
   if (!is_wide(p)) return rows_of_key(cache) > h200::kRowsOfCopyingWithoutBoxes;
   const double copied = h200::kKeysOfCopyingWide * p.batch * p.heads_k * p.seqlen_k;
-  return rows_of_key(cache) > kFewRows && least_time_over_cache(p.dense(), device) + h200::kBesideWideKeys > copied;
+  return rows_of_key(cache) > kFewRows &&
+         least_time_over_cache(as_dense(cache), device) + h200::kBesideWideKeys > copied;
+}
+
+Problem as_dense(const KvcacheProblem& cache) {
+  Problem p = cache.problem.dense();
+  p.seqlen_k = cache.problem.seqlen_k;
+  return p;
 }
 
 Problem as_ragged(const KvcacheProblem& cache) {
@@ -344,7 +352,7 @@ bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   if (!may_prefill(cache, device)) return false;
   const bool widens = is_fp8(cache.stored());
   if (widens && plan.problem.column_masked()) return false;  // which no kernel that widens asks or hands on
-  const bool may_widen_ahead = widens && rows_of_sequence(plan.problem.dense()) > h200::kRowsOfOneTile;
+  const bool may_widen_ahead = widens && rows_of_sequence(as_dense(cache)) > h200::kRowsOfOneTile;
   const bool pays = cache.descales_of_rows || !cache.in_line || pays_to_widen(cache);
   if (may_widen_ahead && pays && select_widened(plan, device)) return true;
   if (cache.descales_of_rows) return false;  // the forward kernel that widens knows one for a head

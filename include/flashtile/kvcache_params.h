@@ -23,6 +23,12 @@ struct Partials {
   std::uint64_t mark = 0;
 };
 
+/// Calls are those that code for a cache serves: all; plain ones, as most that decode are (see SplitKeys), whose scores
+/// are not mapped and which want no largest logit; or of these the ones whose sequences have one tile each. A token
+/// over few keys takes as long as a warp takes for its instructions, one after the other, so the code for fewer calls
+/// asks for nothing that these do not need.
+enum class Calls { kAll, kPlain, kOneTileEach };
+
 struct KvcacheParams {
   const void* q;  // (B, S_q, H_q, D)
   const void* k;  // (page, row, H_k, D)
@@ -95,6 +101,12 @@ struct KvcacheParams {
     params.partials.arrivals = reinterpret_cast<std::uint64_t*>(params.partials.state + rows);
     params.partials.mark = mark;
     return params;
+  }
+
+  /// Returns for which calls there is code that serves this one, with tiles of `tile_m` rows.
+  Calls calls(int tile_m) const {
+    if (!schedule.plain() || scores.map.maps() || largest.wanted()) return Calls::kAll;
+    return schedule.has_one_tile_each(tile_m) ? Calls::kOneTileEach : Calls::kPlain;
   }
 };
 

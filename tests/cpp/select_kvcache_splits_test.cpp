@@ -36,8 +36,8 @@ TEST(SelectKvcache, SplitsAreOfRowsThatHaveThem) {
       ASSERT_EQ(plan.num_splits > 0, cache.problem.seqlen_k > 0);
     }
     if (!asked && !cache.batch_invariant) {
-      if (plan.num_splits == 1) {
-        ASSERT_TRUE(plan.variant.warps == 1 || cache.problem.seqlen_k <= 9 * keys_of_item) << "others are divided";
+      if (plan.num_splits == 1 && plan.variant.warps > 1 && cache.problem.seqlen_k > 9 * keys_of_item) {
+        ASSERT_LE(plan.grid, 2 * device.multiprocessors) << "others are divided";
       }
       ASSERT_FALSE(plan.splits_apart);
       return;
@@ -53,18 +53,6 @@ TEST(SelectKvcache, SplitsAreOfRowsThatHaveThem) {
     ASSERT_EQ(plan.keys_of_split, expected.keys_of_split);
     ASSERT_EQ(plan.num_splits, expected.num_splits);
   });
-}
-
-/// Keys of 8 bits take half the time to read, so fewer parts are worth a thread block: 12 of 2048 for 8 rows, where
-/// keys of 16 bits have 16, or twice as many.
-TEST(SelectKvcache, KeysOf8BitsHaveFewerParts) {
-  KvcacheProblem cache = decode(kH100, 4, 2, 8, 2048);
-  cache.problem.head_dim = cache.problem.head_dim_v = 256;
-  EXPECT_GT(select_kvcache(cache, kH100).teams, 4 * 12);
-  cache.narrow = DType::kE4M3;
-  const KvcachePlan plan = select_kvcache(cache, kH100);
-  EXPECT_GT(plan.teams, 4);
-  EXPECT_LE(plan.teams, 4 * 12);
 }
 
 TEST(SelectKvcache, ManyRowsHaveLargeTilesOnlyWithoutSplits) {
@@ -93,43 +81,65 @@ TEST(SelectKvcache, LittleWorkHasSmallTiles) {
   }
 }
 
-TEST(SelectKvcache, LittleWorkHasFewTeams) {
+/// Returns how many thread blocks share a tile of a call in which each sequence is a tile of `heads_k`.
+double blocks_of_tile(const DeviceInfo& device, int batch, int heads_k, int group, int capacity) {
+  const KvcachePlan plan = select_kvcache(decode(device, batch, heads_k, group, capacity), device);
+  EXPECT_EQ(plan.variant.tile_m, 16);
+  return static_cast<double>(plan.teams) / batch;
+}
+
+TEST(SelectKvcache, TilesAreSharedWhereThatPays) {
   for (const DeviceInfo& device : {kH100, kA100, kSmall}) {
-    const auto plan = [&](int batch, int heads_k, int capacity) {
-      return select_kvcache(decode(device, batch, heads_k, 4, capacity), device);
-    };
-    const KvcachePlan large = plan(1, 1, 1 << 20);
+    const KvcachePlan large = select_kvcache(decode(device, 1, 1, 4, 1 << 20), device);
     const int keys_of_item = groups_of(large.variant) * large.variant.tile_n;
-    // Returns how few teams have a longest share of the keys that is no longer than that of `most` teams.
-    const auto fewest = [&](int keys, int most) {
-      const int items = (keys + keys_of_item - 1) / keys_of_item, longest = (items + most - 1) / most;
-      return (items + longest - 1) / longest;
-    };
     const int wave = device.multiprocessors * std::min(blocks_of_multiprocessor(large, device), 2);
-    EXPECT_EQ(large.teams, fewest(1 << 20, wave));
-    EXPECT_GT(large.teams, wave * 0.95);
-    for (const int items : {3, 5}) {
-      EXPECT_EQ(plan(1, 1, items * keys_of_item).teams, items);
-      EXPECT_EQ(plan(1, 1, items * keys_of_item + 1).teams, items + 1);
-      EXPECT_EQ(plan(3, 1, items * keys_of_item).teams, 3 * items);
-      if (wave % 3 != 0) {
-        EXPECT_EQ(plan(3, 1, 1 << 20).teams, wave) << "shares go on from tile to tile";
-      }
-      EXPECT_EQ(plan(2, 1, 11 * keys_of_item).teams, 2 * 11) << "all shares are one block";
-      EXPECT_EQ(plan(4, 1, wave / 4 * 3 * keys_of_item / 2).teams % 4, 0) << "shares end with their tile";
-    }
+    const auto of_tile = [&](int batch, int heads_k, int items, int group = 4) {
+      return blocks_of_tile(device, batch, heads_k, group, items * keys_of_item);
+    };
+    EXPECT_GT(large.teams, wave / 2) << "so many keys are worth most of the GPU";
+    EXPECT_LE(large.teams, wave);
+    EXPECT_GT(of_tile(1, 8, (1 << 20) / keys_of_item), wave / 8 * 0.9);
     for (const int items : {1, 2}) {
-      const KvcachePlan few = plan(3, 1, items * keys_of_item);
-      EXPECT_EQ(few.teams, 3) << "one thread block has them in flight at once";
-      EXPECT_EQ(few.partials, 0);
+      for (const int batch : {1, 3, device.multiprocessors / 2}) {
+        const KvcachePlan few = select_kvcache(decode(device, batch, 1, 4, items * keys_of_item), device);
+        EXPECT_EQ(few.teams, batch) << "one thread block has them in flight at once";
+        EXPECT_EQ(few.partials, 0);
+      }
     }
-    EXPECT_EQ(plan(device.multiprocessors, 1, 3 * keys_of_item).num_splits, 1);
-    const int parts = select_kvcache(decode(device, 1, 1, 16, 10000), device).teams;
-    EXPECT_EQ(parts, fewest(10000, 25)) << "more parts take longer to join";
-    EXPECT_EQ(plan(1, 1, 0).teams, 1);
-    EXPECT_EQ(plan(1, 8, 1 << 20).teams, fewest(1 << 20, wave / 8));
-    EXPECT_EQ(plan(1, 1000, 1 << 20).teams, 1);
-    EXPECT_EQ(plan(1, 1000, 1 << 20).grid, 1000);
+    for (const int batch : {1, 2, 5, 16}) {
+      double fewer = 1;
+      for (int items = 3; items < 300; items = items * 5 / 4 + 1) {
+        const double blocks = of_tile(batch, 1, items);
+        EXPECT_LE(blocks, items);
+        EXPECT_LE(blocks * batch, wave);
+        EXPECT_GE(blocks * 2, fewer) << batch << " tiles of " << items << " blocks of keys: shares may be as long";
+        fewer = blocks;
+      }
+      EXPECT_GT(fewer, 1);
+    }
+    EXPECT_GE(of_tile(2, 1, 20, 1), of_tile(2, 1, 20, 16)) << "parts of more rows take longer to join";
+    EXPECT_LT(of_tile(device.multiprocessors * 2 / 3, 1, 6), 1.1) << "a tile for most multiprocessors is taken whole,";
+    EXPECT_GT(of_tile(device.multiprocessors * 2 / 3, 1, 200), 1.1) << "unless it is long";
+    EXPECT_EQ(of_tile(1, 1000, 4096), 1);
+  }
+}
+
+/// A token of each sequence is the same work in a ragged batch.
+TEST(SelectKvcache, RaggedTokensAreSharedAsTokensOfABatch) {
+  for (const DeviceInfo& device : {kH100, kA100, kSmall}) {
+    for (const int batch : {1, 7, 40, 300}) {
+      for (const int capacity : {100, 1000, 5000, 60000}) {
+        KvcacheProblem cache = decode(device, batch, 4, 4, capacity);
+        const KvcachePlan dense = select_kvcache(cache, device);
+        cache.problem.ragged = true;
+        cache.problem.seqlen_q = batch;
+        const KvcachePlan ragged = select_kvcache(cache, device);
+        EXPECT_EQ(ragged.variant, dense.variant) << batch << " sequences of " << capacity;
+        EXPECT_EQ(ragged.teams, dense.teams);
+        EXPECT_EQ(ragged.num_splits, dense.num_splits);
+        EXPECT_EQ(ragged.passes_by, dense.passes_by);
+      }
+    }
   }
 }
 
@@ -141,7 +151,8 @@ TEST(SelectKvcache, ManyShortTilesHaveFewWarps) {
   };
   const auto warps = [&](auto... of) { return plan_of(of...).variant.warps; };
   EXPECT_EQ(warps(1, 43, 1, 195), 8);
-  EXPECT_EQ(warps(8, 16, 1, 195), 4);
+  EXPECT_EQ(warps(8, 16, 1, 195), 8);
+  EXPECT_EQ(warps(12, 16, 1, 195), 4);
   EXPECT_EQ(warps(64, 8, 8, 195), 1);
   EXPECT_EQ(warps(64, 8, 8, 4096), 8);
   EXPECT_EQ(warps(64, 8, 8, 4096, Band{127, 0}), 1) << "a row sees few of the keys";

@@ -212,6 +212,62 @@ TEST(SplitKeys, OnlyBlocksThatAllRowsSeeAreNotTested) {
   }
 }
 
+void expect_same_tile(const SplitKeys::Tile& found, const SplitKeys::Tile& tile) {
+  ASSERT_EQ(found.lengths, tile.lengths);
+  ASSERT_EQ(found.keys, tile.keys);
+  ASSERT_EQ(found.items, tile.items);
+  if (tile.queries.empty() && found.queries.empty()) return;
+  ASSERT_EQ(found.queries, tile.queries);
+  if (tile.keys.empty()) return;
+  ASSERT_EQ(found.split, tile.split);
+}
+
+/// Expects of a plain schedule that plain_tile() and plain_walk() say what tile() and walk() do, and whole_tile() too
+/// where it may be asked.
+template <int kM, int kItem, int kN>
+void expect_plain_tiles(const SplitKeys& schedule) {
+  for (int b = 0; b < schedule.queries.entries(); ++b) {
+    const Span span = schedule.queries.at(b);
+    const CachedRows::Rows counting = schedule.rows.at(b);
+    const bool one = schedule.has_one_tile_each(kM);
+    ASSERT_TRUE(!one || schedule.tiles_of<kM>(span) == 1);
+    for (int m = 0; m < schedule.tiles_of<kM>(span); ++m) {
+      const SplitKeys::Tile tile = schedule.tile<kM, kItem>(span, counting, m);
+      const SplitKeys::Tile plain = schedule.plain_tile<kM, kItem>(span, counting.end, m);
+      expect_same_tile(plain, tile);
+      if (one) expect_same_tile(schedule.whole_tile<kItem>(schedule.rows.held[b]), tile);
+      for (int first = 0; first < tile.keys.end; first += tile.split) {
+        const Range keys = {first, std::min(first + tile.split, tile.keys.end)};
+        const BlockWalk walk = schedule.walk(tile, keys, kN), found = schedule.plain_walk(plain, keys, kN);
+        ASSERT_EQ(found.visible, walk.visible);
+        for (int block = 0; block < walk.end(); ++block) ASSERT_EQ(found.is_edge(block), walk.is_edge(block));
+      }
+    }
+  }
+}
+
+TEST(SplitKeys, PlainTilesAreWhatTilesAre) {
+  std::mt19937 random(5);
+  int plain = 0, of_one_tile_each = 0;
+  for (int run = 0; run < 60000 && !testing::Test::HasFatalFailure(); ++run) {
+    SCOPED_TRACE("run " + std::to_string(run));
+    const Case c = random_case(random, run % 4 == 0);
+    SplitKeys schedule = c.schedule();
+    schedule.masked.count = pick(random, {0, 0, 7});
+    schedule.num_splits = pick(random, {0, 0, 1, 2});
+    schedule.keys_of_split = pick(random, {0, 128});
+    schedule.apart = random() % 2 == 0;
+    if (random() % 2 == 0) schedule.most_queries = below(random, 4);
+    if (!schedule.plain()) continue;
+    ++plain;
+    of_one_tile_each += schedule.has_one_tile_each(16);
+    expect_plain_tiles<16, 64, 16>(schedule);
+    expect_plain_tiles<16, 128, 32>(schedule);
+  }
+  EXPECT_GT(plain, 1000);
+  EXPECT_GT(of_one_tile_each, 100);
+}
+
 TEST(SplitKeys, OfRowsThatDoNotCountAreOneItem) {
   const std::vector<int> held = {500, 500}, begins = {0, 3, 5};
   SplitKeys schedule{.queries = {2, 60, begins.data()}, .rows = {2, 1000, held.data()}, .packing = {Divisor(4)}};

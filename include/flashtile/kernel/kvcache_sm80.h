@@ -23,9 +23,10 @@
 
 namespace flashtile {
 
-template <Variant kV>
+template <Variant kV, Calls kCalls>
 struct KvcacheKernelSm80 {
-  using Source = KvcacheSource<kV>;
+  static constexpr bool kPlain = kCalls != Calls::kAll;
+  using Source = KvcacheSource<kV, kPlain>;
   using Mainloop = typename Source::Mainloop;
   using Element = typename Source::Element;
   static constexpr int kM = kV.tile_m;
@@ -68,7 +69,9 @@ struct KvcacheKernelSm80 {
     const int group = group_of_thread(), thread = threadIdx.x % kThreadsOfGroup;
     const Lengths lengths = {s.tile.lengths.q, s.tile.lengths.k - keys.begin};
     const int end = min(keys.end, s.tile.keys.end) - keys.begin;
-    const BlockWalk walk = params.schedule.walk(s.tile, {keys.begin, keys.begin + end}, kN);
+    const Range visible_keys = {keys.begin, keys.begin + end};
+    const BlockWalk walk =
+        kPlain ? params.schedule.plain_walk(s.tile, visible_keys, kN) : params.schedule.walk(s.tile, visible_keys, kN);
     const VisibleKeys<kN> visible(walk.share(group, kGroups), end, lengths);
 
     const TileCoord tile = {s.batch, head, s.m_block};
@@ -133,11 +136,14 @@ struct KvcacheKernelSm80 {
   template <class RowOf>
   CUTE_DEVICE void raise_largest(Segment const& s, typename Mainloop::Softmax const& softmax, bool leads,
                                  RowOf&& row_of) const {
-    if (!params.largest.wanted()) return;
+    if (kPlain || !params.largest.wanted()) return;
+    // The asm hides the value from the compiler, which would compute what follows from it for every call.
+    int first_row = s.m_block * kM;
+    asm volatile("" : "+r"(first_row));
     CUTE_UNROLL
     for (int r = 0; r < Mainloop::Softmax::kRowCount; ++r) {
       const float logit = softmax.largest_of_row(r) * params.scores.map.unit;
-      const int row = s.m_block * kM + row_of(r);
+      const int row = first_row + row_of(r);
       if (!leads || params.scores.packing.query(row) >= s.queries.used) continue;
       const int head_q = head * params.scores.packing.heads.value + params.scores.packing.head(row);
       if (logit > params.largest.so_far(s.batch, head_q)) params.largest.raise(s.batch, head_q, logit);
@@ -172,7 +178,7 @@ struct KvcacheKernelSm80 {
     const int query = params.scores.packing.query(tile_row);
     const int head_q = head * params.scores.packing.heads.value + params.scores.packing.head(tile_row);
     RowTotal total;
-    if (query < s.queries.used) {
+    if (kCalls == Calls::kOneTileEach || query < s.queries.used) {
       total = part.state.total(params.sinks == nullptr ? -kInfinity : params.sinks[head_q], params.scores.map.unit);
       part.scale(total.normaliser);
     } else {
@@ -212,22 +218,22 @@ struct KvcacheKernelSm80 {
   /// cases, as its code is most of the kernel and takes time to be fetched into the instruction cache.
   CUTE_DEVICE void run(Segment const& s, TeamShares const& shares) const {
     SplitKeys const& schedule = params.schedule;
-    const bool in_turn = schedule.splits() && !schedule.apart;  // one block takes all splits of the tile, in order
+    // One thread block takes all splits of the tile, in order, where they do not lie apart.
+    const bool in_turn = !kPlain && schedule.splits() && !schedule.apart;
     const bool whole = in_turn || s.items.end - s.items.begin == s.tile.items;
     const int begin = s.tile.keys.begin + s.items.begin * s.tile.split;
     const int end = in_turn ? max(s.tile.keys.end, begin + 1) : s.tile.keys.begin + s.items.end * s.tile.split;
     const int step = in_turn ? s.tile.split : end - begin;
     const bool in_parts = !whole || step < end - begin;
-    CUTE_NO_UNROLL
-    for (int first = begin, n = 0; first < end; first += step, ++n) {
+    int first = begin, n = 0;
+    do {
       attend(s, {first, first + step});
       PlacesOfParts places{};
-      std::uint64_t found = 0;
       if (in_turn) {
         places = {min(n + 1, 2), n % 2, 2 * team, 2 * team + 1, 1};  // one sum of the even splits, one of the odd
       } else if (in_parts) {
         places = PlacesOfParts::of(s, schedule.splits(), team, shares);
-        if (threadIdx.x == 0) found = parts().arrivals(places).found();
+        if (threadIdx.x == kThreads - 1) parts().begin_count(places);
       }
       for_chunks(s, [&](int row, int column) {
         Part part;
@@ -238,39 +244,49 @@ struct KvcacheKernelSm80 {
         else
           finish(s, row, column, part);
       });
-      if (in_parts && (in_turn ? first + step >= end : parts().hand_in(places, found))) {
+      if (in_parts && (in_turn ? first + step >= end : parts().hand_in(places, kThreads - 1))) {
         __syncthreads();  // all threads see what this thread block has written
         finish_joined(s, places);
       }
-      __syncthreads();  // no thread still reads the groups' results
-    }
+      __syncthreads();       // no thread still reads the groups' results
+      if (!in_turn) return;  // the step has taken all
+      first += step, ++n;
+    } while (first < end);
   }
 };
 
-template <class Row>
+template <class Row, Calls kCalls>
 __global__ void __launch_bounds__(Row::kVariant.threads(), blocks_of_multiprocessor(Row::kVariant))
     kvcache_sm80(const __grid_constant__ KvcacheParams params) {
-  using Kernel = KvcacheKernelSm80<Row::kVariant>;
+  using Kernel = KvcacheKernelSm80<Row::kVariant, kCalls>;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Kernel::SharedStorage*>(shared_bytes);
   if (threadIdx.x < 32) prefetch_constants(params);
   const int team = params.heads_k.quotient(blockIdx.x), head = params.heads_k.remainder(blockIdx.x);
   const Kernel kernel{params, shared, team, head};
   __shared__ int items_of_section[32];
-  KvcacheShare<Kernel::kM, Kernel::kItem, Row::kVariant.warps>{params.schedule, items_of_section, team}.for_each(
-      [&](KvcacheSegment const& segment, TeamShares const& shares)
-          __attribute__((always_inline)) { kernel.run(segment, shares); });
+  KvcacheShare<Kernel::kM, Kernel::kItem, Row::kVariant.warps, kCalls>{params.schedule, items_of_section, team}
+      .for_each([&](KvcacheSegment const& segment, TeamShares const& shares)
+                    __attribute__((always_inline)) { kernel.run(segment, shares); });
 }
 
 template <class Row>
 void launch_kvcache_sm80(const KvcachePlan& plan, const KvcacheTensors& tensors, void* memory, Stream stream) {
-  using Kernel = KvcacheKernelSm80<Row::kVariant>;
-  static_assert(sizeof(typename Kernel::SharedStorage) == kvcache_shared_memory(Row::kVariant));
-  static KernelHandles handles;
+  constexpr Variant kV = Row::kVariant;
+  static_assert(sizeof(typename KvcacheKernelSm80<kV, Calls::kAll>::SharedStorage) == kvcache_shared_memory(kV));
+  static KernelHandles all, plain, of_one_tile_each;
   append(plan, tensors, memory, stream);
   const KvcacheParams params = KvcacheParams::of(plan, tensors, memory, MarkedCount::new_mark());
-  launch(kvcache_sm80<Row>, handles, plan.problem.device, {plan.grid, Row::kVariant.threads(), plan.shared_memory},
-         params, stream);
+  const LaunchShape shape{plan.grid, kV.threads(), plan.shared_memory};
+  if constexpr (kV.tile_m <= 16) {  // larger tiles are seldom short of time for so few instructions
+    const Calls calls = params.calls(kV.tile_m);
+    if (calls == Calls::kPlain)
+      return launch(kvcache_sm80<Row, Calls::kPlain>, plain, plan.problem.device, shape, params, stream);
+    if (calls == Calls::kOneTileEach)
+      return launch(kvcache_sm80<Row, Calls::kOneTileEach>, of_one_tile_each, plan.problem.device, shape, params,
+                    stream);
+  }
+  launch(kvcache_sm80<Row, Calls::kAll>, all, plan.problem.device, shape, params, stream);
 }
 
 }  // namespace flashtile

@@ -64,7 +64,7 @@ struct FewQueriesSm80 {
     using namespace cute;
     Tensor sQ = make_tensor(make_smem_ptr(ring.shared.q), typename Ring::SmemLayoutQ{});  // (8, head_dim)
     const Coordinates coord{lane()};
-    const bool maps = ring.params.scores.map.maps();
+    const bool maps = Ring::kMayMap && ring.params.scores.map.maps();
     std::uint32_t queries[kQuerySteps][2];
     float query_factor[2];
     DescaledValues values;
@@ -113,7 +113,7 @@ struct FewQueriesSm80 {
       if (edge || maps) [[unlikely]]
         ring.map_and_mask(scores, coord, ring.source.visited(n_block), maps, edge);
       float factor[2];
-      if (softmax.fit(scores, factor)) [[unlikely]]
+      if (softmax.fit(scores, factor) && n_block > 0) [[unlikely]]  // the first block finds zeros
         scale_rows(out, factor);
 
       Tensor sV = make_tensor(make_smem_ptr(ring.template acquire<Ring::kStepV>(n_block)),

@@ -50,6 +50,7 @@ struct ForwardMainloopSm80 {
   static constexpr int kHeadDim = kV.head_dim;
   static constexpr Features kFeatures = kV.features;
   static constexpr bool kKnowsDropout = kV.knows(Features::kDropout);
+  static constexpr bool kMayMap = Source::kMayMap;
   static constexpr int kStages = kV.stages;
   static constexpr int kThreads = kV.threads();
   // Of 8 rows a warp has all: see FewQueriesSm80.
@@ -226,7 +227,7 @@ struct ForwardMainloopSm80 {
 
     [[maybe_unused]] float query_factor[kRowsPerThread];
     [[maybe_unused]] DescaledValues values;
-    const bool maps = Source::kMayMap && params.scores.map.maps();
+    const bool maps = kMayMap && params.scores.map.maps();
     bool drops = false;
     if constexpr (kKnowsDropout) drops = params.dropout.active();
     source.load_q(sQ, thread);
@@ -272,7 +273,7 @@ struct ForwardMainloopSm80 {
       if (edge || maps) [[unlikely]]
         map_and_mask(scores, tScS, visited, maps, edge);
       float factor[kRowsPerThread];
-      if (softmax.fit(scores, factor)) [[unlikely]]
+      if (softmax.fit(scores, factor) && n_block > 0) [[unlikely]]  // the first block finds zeros
         scale_rows(rows_of_o, factor);
 
       Tensor sVt = make_tensor(make_smem_ptr(acquire<kStepV>(n_block)), SmemLayoutVt{});           // (units, N)

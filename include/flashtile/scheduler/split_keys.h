@@ -2,6 +2,7 @@
 // (Flash-Decoding, Dao et al. 2023).
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "flashtile/cache.h"
@@ -47,6 +48,36 @@ struct SplitKeys {
     return (span.size * packing.heads.value + kM - 1) / kM;
   }
 
+  /// Returns whether each row sees all keys that the cache holds up to its last one, no column is masked, and keys are
+  /// cut into no splits, or into splits of 2^n keys that lie apart. So it is where tokens are decoded without a window
+  /// or padding. Then plain_tile() and plain_walk() are what tile() and walk() are, in fewer instructions.
+  bool plain() const {
+    return rows.skipped == nullptr && mask.band.left == Band::kUnbounded && mask.band.right >= 0 && masked.count == 0 &&
+           (num_splits == 0 ? keys_of_split == 0 || (apart && (keys_of_split & (keys_of_split - 1)) == 0)
+                            : num_splits == 1 && keys_of_split == 0);
+  }
+
+  /// Returns whether each sequence is one tile of up to `tile_m` rows besides, all of which count, and has as many new
+  /// rows as the others. Then whole_tile() has the tile of a sequence that holds so many rows.
+  bool has_one_tile_each(int tile_m) const {
+    return plain() && !queries.ragged() && queries.used == nullptr && queries.size > 0 &&
+           queries.size <= most_queries && queries.size <= tile_m / packing.heads.value && rows.added_begins == nullptr;
+  }
+
+  template <int kM, int kItem>
+  FLASHTILE_HOST_DEVICE Tile plain_tile(Span span, int keys, int m_block) const {
+    const int end = packing.query(m_block * kM + kM - 1) + 1;
+    const Range those = {packing.query(m_block * kM), end < span.used ? end : span.used};
+    const Lengths lengths = {span.used, keys};
+    return plain_items<kItem>(lengths, those, those.empty() ? 0 : mask.columns(those.end - 1, lengths).end);
+  }
+
+  template <int kItem>
+  FLASHTILE_HOST_DEVICE Tile whole_tile(int held) const {
+    const int keys = CachedRows{.batch = 1, .capacity = rows.capacity, .added = rows.added}.at(0, held).end;
+    return plain_items<kItem>({queries.size, keys}, {0, queries.size}, keys);
+  }
+
   template <int kM, int kItem>
   FLASHTILE_HOST_DEVICE Tile tile(Span span, CachedRows::Rows counting, int m_block) const {
     Tile tile{
@@ -84,6 +115,13 @@ struct SplitKeys {
     return {{0, parts(count, width)}, {interior.begin, interior.end < whole ? interior.end : whole}};
   }
 
+  FLASHTILE_HOST_DEVICE BlockWalk plain_walk(Tile const& tile, Range keys, int width) const {
+    const Lengths lengths = {tile.lengths.q, tile.lengths.k - keys.begin};
+    const int count = keys.empty() ? 0 : keys.end - keys.begin,
+              of_first = mask.columns(tile.queries.begin, lengths).end;
+    return {{0, parts(count, width)}, {0, (of_first < 0 ? 0 : of_first < count ? of_first : count) / width}};
+  }
+
   /// Returns whether the caller asked for splits; these are items only if they lie `apart`.
   FLASHTILE_HOST_DEVICE bool splits() const { return keys_of_split > 0 || num_splits > 0; }
 
@@ -103,6 +141,23 @@ struct SplitKeys {
   }
 
  private:
+  /// Returns the tile that sees `keys` keys from the first on.
+  template <int kItem>
+  FLASHTILE_HOST_DEVICE Tile plain_items(Lengths lengths, Range those, int keys) const {
+    if (keys <= 0) return {lengths, those, {}, kItem, 1};
+    const int items = parts(keys, kItem);
+    if (num_splits > 0) return {lengths, those, {0, keys}, items * kItem, 1};
+    if (keys_of_split == 0) return {lengths, those, {0, keys}, kItem, items};
+    const int splits = (keys + keys_of_split - 1) >> log2_of(keys_of_split);  // a division would take long
+    return {lengths, those, {0, keys}, keys_of_split, splits};
+  }
+  FLASHTILE_HOST_DEVICE static int log2_of(int power) {
+#ifdef __CUDA_ARCH__
+    return 31 - __clz(power);
+#else
+    return std::bit_width(static_cast<unsigned>(power)) - 1;
+#endif
+  }
   FLASHTILE_HOST_DEVICE static int parts(int keys, int of) { return (keys + of - 1) / of; }
 };
 
@@ -114,20 +169,24 @@ struct TeamShares {
   int items;
   int each;
   std::uint32_t more;  // the rest for a team, in steps of 2^-32 items
-  float teams_per_item;
+  int teams;           // that have items
 
   FLASHTILE_HOST_DEVICE static TeamShares of(int items, Divisor teams) {
-    if (items < teams.value) return {items, 1, 0, 1.0f};
+    if (items < teams.value) return {items, 1, 0, items};
     const std::uint64_t rest = unsigned(teams.remainder(items));
     // The quotient is rounded up, so that the last share ends with the last item.
-    return {items, teams.quotient(items), std::uint32_t(rest * teams.multiplier >> teams.shift) + 1,
-            float(teams.value) / float(items)};
+    return {items, teams.quotient(items), std::uint32_t(rest * teams.multiplier >> teams.shift) + 1, teams.value};
   }
   FLASHTILE_HOST_DEVICE int first_item(int team) const {
     const int first = each * team + int(std::uint64_t(more) * unsigned(team) >> 32);
     return first < items ? first : items;
   }
   FLASHTILE_HOST_DEVICE int team_of(int item) const {
+#ifdef __CUDA_ARCH__
+    const float teams_per_item = __fdividef(float(teams), float(items));  // a division that rounds calls a function
+#else
+    const float teams_per_item = float(teams) / float(items);
+#endif
     int team = int(float(item) * teams_per_item);  // rounded: perhaps a neighbour of the right one
     while (first_item(team) > item) --team;
     while (first_item(team + 1) <= item) ++team;

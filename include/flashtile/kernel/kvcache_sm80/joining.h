@@ -48,19 +48,20 @@ struct PartsInMemory {
             {state.x, state.y}};
   }
 
-  /// Returns the count of a tile's parts that are written.
-  CUTE_DEVICE MarkedCount arrivals(PlacesOfParts const& places) const {
-    return {params.partials.arrivals + index_of(places.first), params.partials.mark};
+  /// Makes the count of a tile's written parts begin with 0, whatever memory held. A thread of each thread block calls
+  /// it ahead of hand_in(), as it takes a load and an atomic after that: the last thread, which has least to write.
+  CUTE_DEVICE void begin_count(PlacesOfParts const& places) const {
+    const MarkedCount arrived = arrivals(places);
+    arrived.begin(arrived.found());
   }
 
-  /// Counts this thread block's part as written, and returns whether it is the tile's last, as just one thread block is
-  /// told. The count begins with 0, whatever was `found` there: each thread block sees to that before it counts.
-  CUTE_DEVICE bool hand_in(PlacesOfParts const& places, std::uint64_t found) const {
+  /// Counts this thread block's part as written, by the thread that has begun the count, and returns whether it is the
+  /// tile's last, as just one thread block is told.
+  CUTE_DEVICE bool hand_in(PlacesOfParts const& places, int counter) const {
     bool last = false;
     __syncthreads();  // all threads have written their chunks of the part
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == counter) {
       const MarkedCount arrived = arrivals(places);
-      arrived.begin(found);
       last = arrived.add(cuda::memory_order_acq_rel) == places.count - 1;  // acq_rel is one fence, a light one
       if (last) arrived.clear();
     }
@@ -85,6 +86,9 @@ struct PartsInMemory {
   }
 
  private:
+  CUTE_DEVICE MarkedCount arrivals(PlacesOfParts const& places) const {
+    return {params.partials.arrivals + index_of(places.first), params.partials.mark};
+  }
   CUTE_DEVICE std::int64_t index_of(int place) const { return std::int64_t(place) * params.heads_k.value + head; }
 };
 

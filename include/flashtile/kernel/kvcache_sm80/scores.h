@@ -11,7 +11,7 @@ namespace flashtile {
 
 /// KvcacheScores are the scores of the keys that one group of warps has: blocks of kN, every kGroups-th. It does what
 /// ScoreTile does, for the heads of a GroupPacking. A thread has kOfEight columns of every eight.
-template <int kN, int kGroups, int kOfEight>
+template <int kN, int kGroups, int kOfEight, bool kPlain>
 struct KvcacheScores {
   ScoreTile<GroupPacking> tile;
   LastColumns const& masked;
@@ -25,10 +25,10 @@ struct KvcacheScores {
     ScoreParams<GroupPacking> const& params = tile.params;
     if (params.map.capped) tile.template cap<kSoftcaps>(scores);
     if (!params.map.stretched) return;
-    const int first_head = tile.tile.head * params.packing.heads.value;
+    const int first_head = tile.tile.head * params.packing.heads.value, first_row = found_here();
     CUTE_UNROLL
     for (int r = 0; r < size<0>(scores); ++r) {
-      const int row = tile.first_row + get<0>(coord(r, 0));
+      const int row = first_row + get<0>(coord(r, 0));
       const float slope = params.slopes.at(tile.tile.batch, first_head + params.packing.head(row));
       const int to_diagonal = column(first_column) - tile.lengths.diagonal(params.packing.query(row));
       CUTE_UNROLL
@@ -39,6 +39,7 @@ struct KvcacheScores {
 
   template <class Scores, class Coord>
   CUTE_DEVICE void mask(Scores& scores, Coord const& coord, int first_column) const {
+    if constexpr (kPlain) return hide_from_last(scores, coord, column(first_column));
     tile.template mask<8, kOfEight>(scores, coord, column(first_column));
     if (masked.count > 0) [[unlikely]]
       hide(scores, coord, column(first_column));
@@ -51,9 +52,7 @@ struct KvcacheScores {
     constexpr int kRows = size<0>(decltype(scores.layout()){});
     const int keys = tile.lengths.k, first = masked.first(keys);
     if (first_column + kN <= first) return;
-    // The asm hides the value, as in the mainloop: rows and columns are found here, not ahead of the loop over blocks.
-    int first_row = tile.first_row;
-    asm volatile("" : "+r"(first_row));
+    const int first_row = found_here();
     GroupPacking const& packing = tile.params.packing;
     int query[kRows];
     const HiddenRows* columns[kRows];
@@ -76,6 +75,30 @@ struct KvcacheScores {
         }
       }
     });
+  }
+
+ private:
+  /// Does the same where each row sees all keys up to its last one.
+  template <class Scores, class Coord>
+  CUTE_DEVICE void hide_from_last(Scores& scores, Coord const& coord, int first_column) const {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(scores); ++r) {
+      const int query = tile.params.packing.query(tile.first_row, get<0>(coord(r, 0)));
+      const int seen = tile.params.mask.columns(query, tile.lengths).end - first_column - get<1>(coord(r, 0));
+      const int end = columns_before<8, kOfEight>(seen);
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c)
+        if (c >= end) scores(r, c) = -kInfinity;
+    }
+  }
+
+  /// Returns the tile's first row. The asm hides it from the compiler, as in the mainloop: what follows from it is
+  /// computed where it is asked for, not ahead of the loop over blocks, as few calls need it.
+  CUTE_DEVICE int found_here() const {
+    int first_row = tile.first_row;
+    asm volatile("" : "+r"(first_row));
+    return first_row;
   }
 };
 

@@ -20,10 +20,11 @@ struct KvcacheSegment {
 };
 
 /// KvcacheShare is the share of one team of thread blocks (see SplitKeys). Each warp finds it by itself, with a lane
-/// for each of 32 sequences, as this delays the load of the first key of each tile. Of more sequences it has to know
-/// how many items come before its share: each lane has the number of a section, which is a whole number of times 32
-/// sequences, and the warps of a thread block count these numbers together.
-template <int kM, int kItem, int kWarps>
+/// for each of 32 sequences, or for up to kOfLane of them if each is one tile, as this delays the load of the first key
+/// of each tile. Of more sequences it has to know how many items come before its share: each lane has the number of a
+/// section, which is a whole number of times 32 sequences, and the warps of a thread block count these numbers
+/// together.
+template <int kM, int kItem, int kWarps, Calls kCalls>
 struct KvcacheShare {
   SplitKeys const& schedule;
   int (&items_of_section)[32];  // in shared memory
@@ -33,18 +34,24 @@ struct KvcacheShare {
   /// Calls `visit(segment, shares)` for each segment, where `shares` are those of all teams.
   template <class Visit>
   CUTE_DEVICE void for_each(Visit&& visit) {
-    const int lane = threadIdx.x % 32;
-    // This is how many rows of the cache the lane's sequence holds. It is loaded early, while the code that needs it is
-    // fetched into the instruction cache.
-    int held = 0;
-    if (lane < schedule.rows.batch)
-      asm volatile("ld.global.b32 %0, [%1];" : "=r"(held) : "l"(schedule.rows.held + lane));
-    if (!sorted()) return;
+    const int entries = kOneTileEach ? schedule.queries.batch : schedule.queries.entries();
+    const bool alone = entries == 1;  // then all lanes look at the one sequence, and need no other's answer
+    const bool in_sections = entries > 32 * kOfLane;
+    const int per_lane = in_sections ? 1 : (entries + 31) / 32;  // sequences, which follow each other
+    const int lane = alone ? 0 : threadIdx.x % 32, first_of_lane = lane * per_lane;
+    // These are how many rows of the cache the lane's sequences hold. They are loaded early, while the code that needs
+    // them is fetched into the instruction cache.
+    int held[kOfLane] = {};
+    const auto load = [&](int i) {
+      if (first_of_lane + i < schedule.rows.batch)
+        asm volatile("ld.global.b32 %0, [%1];" : "=r"(held[i]) : "l"(schedule.rows.held + first_of_lane + i));
+    };
+    load(0);
+    for_others(per_lane, load);
+    if (!kOneTileEach && !sorted()) return;
 
-    const int entries = schedule.queries.entries();
-    const bool in_sections = entries > 32;
     TeamShares shares{};
-    int first = 0, line_end = 0;  // the next 32 sequences, and the items of all before these
+    int first = 0, line_end = 0;  // the next line of 32 · per_lane sequences, and the items of all before these
     if (in_sections) {
       const int of_section = (entries + kOfSections - 1) / kOfSections * 32;  // sequences
       count_sections(entries, of_section);
@@ -57,26 +64,43 @@ struct KvcacheShare {
     }
     CUTE_NO_UNROLL
     do {
-      Sequence own;
-      int items = 0;  // items of all the sequence's tiles
-      if (first + lane < entries) {
-        if (in_sections) held = schedule.rows.held_of(first + lane);
-        items = look_at(first + lane, held, own);
-      }
-      const int end = line_end + sum_up_to_lane(items);
+      Sequence own;                                // with kOneTileEach held[] says all
+      int items[kOfLane] = {}, items_of_lane = 0;  // items of all the tiles of each sequence
+      const auto look = [&](int i) {
+        const int b = first + first_of_lane + i;
+        if (b < entries) {
+          if (in_sections) held[i] = schedule.rows.held_of(b);
+          items[i] = look_at(b, held[i], own);
+        }
+        items_of_lane += items[i];
+      };
+      look(0);
+      for_others(per_lane, look);
+      const int end = line_end + (alone ? items_of_lane : sum_up_to_lane(items_of_lane)), begin = end - items_of_lane;
       line_end = __shfl_sync(0xffffffff, end, 31);
       if (!in_sections) share_out(line_end, shares);
       CUTE_NO_UNROLL
       while (item < min(items_end, line_end)) {
         const int found = __ffs(__ballot_sync(0xffffffff, end > item)) - 1;
-        visit_tiles(of_lane(own, found), first + found, __shfl_sync(0xffffffff, end - items, found),
+        // Each lane takes one of its sequences, the lane that was found the one with the next item.
+        int which = 0, first_item = begin, held_by_it = held[0];
+        for_others(per_lane, [&](int i) {
+          if (which == i - 1 && item >= first_item + items[i - 1])
+            which = i, first_item += items[i - 1], held_by_it = held[i];
+        });
+        int b = first + found * per_lane;
+        if (per_lane > 1) b += __shfl_sync(0xffffffff, which, found);
+        const Sequence sequence = sequence_of(own, held_by_it, found);
+        visit_tiles(sequence, b, __shfl_sync(0xffffffff, first_item, found),
                     [&](KvcacheSegment const& segment) { visit(segment, shares); });
       }
-      first += 32;
+      first += 32 * per_lane;
     } while (first < entries && item != items_end);
   }
 
  private:
+  static constexpr bool kPlain = kCalls != Calls::kAll, kOneTileEach = kCalls == Calls::kOneTileEach;
+  static constexpr int kOfLane = kOneTileEach ? 4 : 1;
   static constexpr int kOfSections = 32 * 32;  // sequences of all sections, if each has 32
 
   struct Sequence {
@@ -85,6 +109,18 @@ struct KvcacheShare {
     int tiles = 0;
     SplitKeys::Tile tile;  // the first tile
   };
+
+  /// Calls `visit(i)` for the sequences of a lane after the first. Few calls have such, so one branch leads there.
+  template <class Visit>
+  CUTE_DEVICE static void for_others(int per_lane, Visit&& visit) {
+    if constexpr (kOfLane > 1) {
+      if (per_lane == 1) [[likely]]
+        return;
+      CUTE_UNROLL
+      for (int i = 1; i < kOfLane; ++i)
+        if (i < per_lane) visit(i);
+    }
+  }
 
   /// Returns whether the begins of ragged queries ascend, for all sequences.
   CUTE_DEVICE bool sorted() const {
@@ -124,8 +160,10 @@ struct KvcacheShare {
     __syncthreads();
   }
 
-  /// Finds sequence `b`, of which the cache holds `held` rows, and returns how many items all its tiles have.
+  /// Finds sequence `b`, of which the cache holds `held` rows, and returns how many items all its tiles have. With
+  /// kOneTileEach it does no more than that.
   CUTE_DEVICE int look_at(int b, int held, Sequence& sequence) const {
+    if constexpr (kOneTileEach) return schedule.template whole_tile<kItem>(held).items;
     const CachedRows::Rows rows = schedule.rows.at(b, held);
     sequence.queries = schedule.queries.at(b);
     sequence.first_row = rows.begin;
@@ -133,11 +171,28 @@ struct KvcacheShare {
     int items = 0;
     CUTE_NO_UNROLL
     for (int m = 0; m < sequence.tiles; ++m) {
-      const SplitKeys::Tile tile = schedule.template tile<kM, kItem>(sequence.queries, rows, m);
+      const SplitKeys::Tile tile = tile_of(sequence.queries, rows, m);
       if (m == 0) sequence.tile = tile;
       items += tile.items;
     }
     return items;
+  }
+
+  CUTE_DEVICE SplitKeys::Tile tile_of(Span queries, CachedRows::Rows rows, int m_block) const {
+    if constexpr (kPlain) return schedule.template plain_tile<kM, kItem>(queries, rows.end, m_block);
+    return schedule.template tile<kM, kItem>(queries, rows, m_block);
+  }
+
+  /// Returns the sequence of lane `lane`: what it has found of its `own` one, or what it `held`.
+  CUTE_DEVICE Sequence sequence_of(Sequence const& own, int held, int lane) const {
+    if constexpr (kOneTileEach) {
+      const int size = schedule.queries.size;
+      return {.queries = {0, size, size},
+              .first_row = 0,
+              .tiles = 1,
+              .tile = schedule.template whole_tile<kItem>(__shfl_sync(0xffffffff, held, lane))};
+    }
+    return of_lane(own, lane);
   }
 
   /// Returns the sum of `x` over this lane and those before it.
@@ -162,8 +217,8 @@ struct KvcacheShare {
     CUTE_NO_UNROLL
     for (s.m_block = 0; s.m_block < sequence.tiles && item < items_end; s.first_item += s.tile.items, ++s.m_block) {
       const int length = s.tile.lengths.k;
-      if (s.m_block > 0)
-        s.tile = schedule.template tile<kM, kItem>(s.queries, {.begin = 0, .held = 0, .end = length}, s.m_block);
+      if (!kOneTileEach && s.m_block > 0)
+        s.tile = tile_of(s.queries, {.begin = 0, .held = 0, .end = length}, s.m_block);
       CUTE_NO_UNROLL
       while (item < min(items_end, s.first_item + s.tile.items)) {
         const int begin = item - s.first_item;

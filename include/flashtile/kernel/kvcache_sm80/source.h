@@ -19,9 +19,9 @@ constexpr Variant of_group(Variant v) {
 }
 
 /// KvcacheSource is the mainloop's Source for the rows of a tile of one sequence, and of keys in the pages of a cache.
-template <Variant kV>
+template <Variant kV, bool kPlain>
 struct KvcacheSource {
-  static constexpr bool kMayMap = true;
+  static constexpr bool kMayMap = !kPlain;
   using Params = KvcacheParams;
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
@@ -51,8 +51,16 @@ struct KvcacheSource {
       return origin + params.scores.packing.query(first + row) * params.q_strides.row +
              params.scores.packing.head(first + row) * params.q_strides.head;
     };
-    gather<typename Mainloop::Load>(CachePolicy(false), row_at, sQ,
-                                    queries.used * params.scores.packing.heads.value - first, params.head_dim, thread);
+    const int rows = queries.used * params.scores.packing.heads.value - first;
+    const auto load = [&](auto&& row_at) {
+      gather<typename Mainloop::Load>(CachePolicy(false), row_at, sQ, rows, params.head_dim, thread);
+    };
+    if constexpr (kLanePerRow) {
+      const Element* const own = row_at(thread % kM);
+      load([&](int row) { return of_lane(own, row); });
+    } else {
+      load(row_at);
+    }
   }
   template <class Shared>
   CUTE_DEVICE void load_k(int block, Shared const& sK, int) const {
@@ -89,7 +97,7 @@ struct KvcacheSource {
                    "l"(descales.at(tile.batch, tile.head, here)));
     }
   }
-  CUTE_DEVICE KvcacheScores<kN, kGroups, kM == 8 ? 1 : 2> scores(Lengths lengths) const {
+  CUTE_DEVICE KvcacheScores<kN, kGroups, kM == 8 ? 1 : 2, kPlain> scores(Lengths lengths) const {
     return {{params.scores, tile, tile.m_block * kM, lengths}, params.schedule.masked, group};
   }
 
