@@ -236,7 +236,7 @@ void expect_plain_tiles(const SplitKeys& schedule) {
       const SplitKeys::Tile plain = schedule.plain_tile<kM, kItem>(span, counting.end, m);
       expect_same_tile(plain, tile);
       if (one) expect_same_tile(schedule.whole_tile<kItem>(schedule.rows.held[b]), tile);
-      for (int first = 0; first < tile.keys.end; first += tile.split) {
+      for (int first = tile.keys.begin; first < tile.keys.end; first += tile.split) {
         const Range keys = {first, std::min(first + tile.split, tile.keys.end)};
         const BlockWalk walk = schedule.walk(tile, keys, kN), found = schedule.plain_walk(plain, keys, kN);
         ASSERT_EQ(found.visible, walk.visible);
@@ -263,6 +263,7 @@ TEST(SplitKeys, PlainTilesAreWhatTilesAre) {
     of_one_tile_each += schedule.has_one_tile_each(16);
     expect_plain_tiles<16, 64, 16>(schedule);
     expect_plain_tiles<16, 128, 32>(schedule);
+    if (schedule.keys_of_split == 0) expect_plain_tiles<8, 192, 32>(schedule);  // six warps
   }
   EXPECT_GT(plain, 1000);
   EXPECT_GT(of_one_tile_each, 100);

@@ -48,11 +48,11 @@ struct SplitKeys {
     return (span.size * packing.heads.value + kM - 1) / kM;
   }
 
-  /// Returns whether each row sees all keys that the cache holds up to its last one, no column is masked, and keys are
-  /// cut into no splits, or into splits of 2^n keys that lie apart. So it is where tokens are decoded without a window
-  /// or padding. Then plain_tile() and plain_walk() are what tile() and walk() are, in fewer instructions.
+  /// Returns whether rows see the keys that the cache holds up to the diagonal at least, none are left out at the
+  /// beginning as padding, and keys are cut into no splits, or into splits of 2^n keys that lie apart. So it is where
+  /// tokens are decoded. Then plain_tile() and plain_walk() are what tile() and walk() are, in fewer instructions.
   bool plain() const {
-    return rows.skipped == nullptr && mask.band.left == Band::kUnbounded && mask.band.right >= 0 && masked.count == 0 &&
+    return rows.skipped == nullptr && mask.band.left >= 0 && mask.band.right >= 0 &&
            (num_splits == 0 ? keys_of_split == 0 || (apart && (keys_of_split & (keys_of_split - 1)) == 0)
                             : num_splits == 1 && keys_of_split == 0);
   }
@@ -119,7 +119,9 @@ struct SplitKeys {
     const Lengths lengths = {tile.lengths.q, tile.lengths.k - keys.begin};
     const int count = keys.empty() ? 0 : keys.end - keys.begin,
               of_first = mask.columns(tile.queries.begin, lengths).end;
-    return {{0, parts(count, width)}, {0, (of_first < 0 ? 0 : of_first < count ? of_first : count) / width}};
+    const int last_begin = mask.columns(tile.queries.end - 1, lengths).begin, unmasked = masked.first(lengths.k);
+    const int seen = of_first < unmasked ? of_first : unmasked;  // by all rows, and no column of the mask is before
+    return {{0, parts(count, width)}, {parts(last_begin, width), (seen < 0 ? 0 : seen < count ? seen : count) / width}};
   }
 
   /// Returns whether the caller asked for splits; these are items only if they lie `apart`.
@@ -141,16 +143,25 @@ struct SplitKeys {
   }
 
  private:
-  /// Returns the tile that sees `keys` keys from the first on.
+  /// Returns the tile of rows `those`, of which the last one sees keys up to `end`.
   template <int kItem>
-  FLASHTILE_HOST_DEVICE Tile plain_items(Lengths lengths, Range those, int keys) const {
-    if (keys <= 0) return {lengths, those, {}, kItem, 1};
-    const int items = parts(keys, kItem);
-    if (num_splits > 0) return {lengths, those, {0, keys}, items * kItem, 1};
-    if (keys_of_split == 0) return {lengths, those, {0, keys}, kItem, items};
-    const int splits = (keys + keys_of_split - 1) >> log2_of(keys_of_split);  // a division would take long
-    return {lengths, those, {0, keys}, keys_of_split, splits};
+  FLASHTILE_HOST_DEVICE Tile plain_items(Lengths lengths, Range those, int end) const {
+    Tile tile{.lengths = lengths, .queries = those, .keys = {}, .split = kItem, .items = 1};
+    int begin = 0;
+    if (mask.band.left < Band::kUnbounded) begin = mask.columns(those.begin, lengths).begin;
+    if (begin >= end) return tile;
+    if (keys_of_split > 0) {  // shifts, as a division would take long
+      tile.keys = {begin & ~(keys_of_split - 1), end};
+      tile.split = keys_of_split;
+      tile.items = (tile.keys.end - tile.keys.begin + keys_of_split - 1) >> log2_of(keys_of_split);
+      return tile;
+    }
+    tile.keys = {begin / kItem * kItem, end};
+    const int items = parts(tile.keys.end - tile.keys.begin, kItem);
+    num_splits > 0 ? tile.split *= items : tile.items = items;
+    return tile;
   }
+
   FLASHTILE_HOST_DEVICE static int log2_of(int power) {
 #ifdef __CUDA_ARCH__
     return 31 - __clz(power);

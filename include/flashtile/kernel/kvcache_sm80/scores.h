@@ -39,8 +39,10 @@ struct KvcacheScores {
 
   template <class Scores, class Coord>
   CUTE_DEVICE void mask(Scores& scores, Coord const& coord, int first_column) const {
-    if constexpr (kPlain) return hide_from_last(scores, coord, column(first_column));
-    tile.template mask<8, kOfEight>(scores, coord, column(first_column));
+    if (kPlain && tile.params.mask.band.left == Band::kUnbounded)
+      hide_from_last(scores, coord, column(first_column));
+    else
+      tile.template mask<8, kOfEight>(scores, coord, column(first_column));
     if (masked.count > 0) [[unlikely]]
       hide(scores, coord, column(first_column));
   }
