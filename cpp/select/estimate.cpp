@@ -45,14 +45,14 @@ constexpr int kKeysUnsplit = 1500;
 constexpr double kMultiprocessors = 132;  // on which that was measured
 
 // Where there are no more tiles over a cache than thread blocks run at a time, several of these may share a tile. These
-// times are in nanoseconds: of a block of keys more for each of them to go through; of parts to join, of each of these,
-// of each element of a tile's rows where so many parts are loaded at a time, and of a tile for each multiprocessor, as
-// all join at once; and of thread blocks that go on from one tile to the next, where the line of all keys is cut evenly
-// instead, wherever that is.
-constexpr double kKeyBlock = 830;
-constexpr double kJoin = 830, kJoinPart = 80, kJoinElement = 1.7, kJoinTiles = 5100;
-constexpr int kPartsAtATime = 24;
-constexpr double kGoingOn = 7000;
+// times are in nanoseconds.
+constexpr double kKeyBlock = 830;        // for a thread block to go through a block of keys more
+constexpr double kJoin = 830;            // to join the parts of a tile, beside what follows:
+constexpr double kJoinPart = 80;         // each part,
+constexpr double kJoinElement = 1.7;     // each element of the tile's rows, for every so many parts,
+constexpr int kPartsAtATime = 24;        // which are loaded together,
+constexpr double kJoinTiles = 5100;      // and a tile for each multiprocessor, as all join at once
+constexpr double kGoingOn = 7000;        // for thread blocks that share all keys evenly to go from one tile to the next
 constexpr double kBytesOfMemory = 4000;  // that all thread blocks together read in a nanosecond
 
 // With more tiles than that a thread block takes tiles of up to so many blocks of keys whole, as long as the last round
@@ -69,7 +69,7 @@ constexpr double kIdleBlocks = 2.5;  // blocks of keys that each idle thread blo
 constexpr double kWholeTile = 0.95;
 constexpr double kShortTileOfOneWarp = 0.7;
 constexpr int kShortTileBytes = 112 << 10, kShortTileOfOneRound = 256 << 10;  // keys and values
-constexpr int kTilesOfWarps = 2, kManyOfOneWarp = 7;                          // of a multiprocessor
+constexpr int kTilesOfFourWarps = 2, kManyOfOneWarp = 7;                      // of a multiprocessor
 constexpr std::int64_t kFewElements = 128;
 constexpr double kLongTileOfOneWarp = 0.93, kTileOfOneWarp = 1.4;
 
@@ -171,10 +171,15 @@ std::int64_t keys_of_tile(const Problem& p) {
   return p.band.left == Band::kUnbounded ? p.seqlen_k : std::clamp<std::int64_t>(window, 1, std::max(p.seqlen_k, 1));
 }
 
-/// Returns how many key blocks these are.
+/// Returns how many key blocks so many keys are. The groups of warps of a thread block take one block at a time.
+std::int64_t blocks_of(const Variant& v, std::int64_t keys) {
+  const std::int64_t block = std::int64_t{groups_of(v)} * v.tile_n;
+  return (keys + block - 1) / block;
+}
+
+/// Returns how many key blocks such a tile sees, at least one.
 std::int64_t blocks_seen(const Variant& v, const Problem& p) {
-  const std::int64_t keys = std::int64_t{groups_of(v)} * v.tile_n;
-  return std::max<std::int64_t>((keys_of_tile(p) + keys - 1) / keys, 1);
+  return std::max<std::int64_t>(blocks_of(v, keys_of_tile(p)), 1);
 }
 
 /// Returns how many bytes of keys and values a tile over a cache sees.
@@ -281,8 +286,7 @@ Estimate estimate(const KvcacheRow& row, const Problem& p, const DeviceInfo& dev
 }
 
 std::int64_t key_blocks(const Variant& v, const Problem& p) {
-  const std::int64_t keys = std::int64_t{groups_of(v)} * v.tile_n;
-  return (p.seqlen_k + keys - 1) / keys;
+  return blocks_of(v, p.seqlen_k);
 }
 
 int blocks_at_a_time(const Variant& v, const DeviceInfo& device) {
@@ -333,7 +337,7 @@ double time_of_warps(const Variant& v, const Problem& p, const DeviceInfo& devic
     return has_of_each(h100::kManyTiles) && p.seqlen_k <= h100::kShortTile ? h100::kTileOfEightWarps : 1;
   if (v.warps > 1) return has_of_each(1) && takes_whole_tiles(v, p, tiles, device) ? h200::kWholeTile : 1;
   const bool short_to_join = rows_of_sequence(p) * v.head_dim <= h200::kFewElements;
-  if (tiles > h200::kTilesOfWarps * device.multiprocessors && are_short(v, p, tiles, device))
+  if (tiles > h200::kTilesOfFourWarps * device.multiprocessors && are_short(v, p, tiles, device))
     return h200::kShortTileOfOneWarp;
   return has_of_each(h200::kManyOfOneWarp) && short_to_join ? h200::kLongTileOfOneWarp : h200::kTileOfOneWarp;
 }

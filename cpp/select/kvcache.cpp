@@ -23,7 +23,8 @@ constexpr int kFewestKeys = 512;                 // least keys of a larger tile 
 
 }  // namespace h200
 
-/// These were read off a dozen shapes on H100s (docs/performance.md).
+/// These were read off a dozen shapes on H100s (docs/performance.md), before tiles of few rows had an estimate of their
+/// own, `blocks_of_tile`. Tiles of many rows still go by them.
 namespace h100 {
 
 constexpr int kFewestOfTile = 4;     // with fewer thread blocks for a tile, whole numbers of them leave too many idle

@@ -35,7 +35,8 @@ struct KvcacheKernelSm80 {
   static constexpr int kGroups = groups_of(kV);  // groups of warps: each has keys of its own
   static constexpr int kThreads = kV.threads();
   static constexpr int kThreadsOfGroup = kThreads / kGroups;
-  static constexpr int kItem = kGroups * kN;  // a block of keys for each group
+  static constexpr int kCounter = kThreads - 1;  // the thread that counts parts, which has least of them to write
+  static constexpr int kItem = kGroups * kN;     // a block of keys for each group
   static constexpr int kChunksOfRow = kHeadDim / 4;
   using Segment = KvcacheSegment;
 
@@ -233,7 +234,7 @@ struct KvcacheKernelSm80 {
         places = {min(n + 1, 2), n % 2, 2 * team, 2 * team + 1, 1};  // one sum of the even splits, one of the odd
       } else if (in_parts) {
         places = PlacesOfParts::of(s, schedule.splits(), team, shares);
-        if (threadIdx.x == kThreads - 1) parts().begin_count(places);
+        if (threadIdx.x == kCounter) parts().begin_count(places);
       }
       for_chunks(s, [&](int row, int column) {
         Part part;
@@ -244,7 +245,7 @@ struct KvcacheKernelSm80 {
         else
           finish(s, row, column, part);
       });
-      if (in_parts && (in_turn ? first + step >= end : parts().hand_in(places, kThreads - 1))) {
+      if (in_parts && (in_turn ? first + step >= end : parts().hand_in(places, kCounter))) {
         __syncthreads();  // all threads see what this thread block has written
         finish_joined(s, places);
       }

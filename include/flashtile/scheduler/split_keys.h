@@ -48,9 +48,10 @@ struct SplitKeys {
     return (span.size * packing.heads.value + kM - 1) / kM;
   }
 
-  /// Returns whether rows see the keys that the cache holds up to the diagonal at least, none are left out at the
-  /// beginning as padding, and keys are cut into no splits, or into splits of 2^n keys that lie apart. So it is where
-  /// tokens are decoded. Then plain_tile() and plain_walk() are what tile() and walk() are, in fewer instructions.
+  /// Returns whether rows see the keys that the cache holds up to the diagonal at least, or those of a window that ends
+  /// there, none are left out at the beginning as padding, and keys are cut into no splits, or into splits of 2^n keys
+  /// that lie apart. So it is where tokens are decoded. Then plain_tile() and plain_walk() are what tile() and walk()
+  /// are, in fewer instructions: without a division, and without a branch for each option.
   bool plain() const {
     return rows.skipped == nullptr && mask.band.left >= 0 && mask.band.right >= 0 &&
            (num_splits == 0 ? keys_of_split == 0 || (apart && (keys_of_split & (keys_of_split - 1)) == 0)
@@ -117,10 +118,11 @@ struct SplitKeys {
 
   FLASHTILE_HOST_DEVICE BlockWalk plain_walk(Tile const& tile, Range keys, int width) const {
     const Lengths lengths = {tile.lengths.q, tile.lengths.k - keys.begin};
-    const int count = keys.empty() ? 0 : keys.end - keys.begin,
-              of_first = mask.columns(tile.queries.begin, lengths).end;
+    const int count = keys.empty() ? 0 : keys.end - keys.begin;
+    const int of_first = mask.columns(tile.queries.begin, lengths).end;
     const int last_begin = mask.columns(tile.queries.end - 1, lengths).begin, unmasked = masked.first(lengths.k);
-    const int seen = of_first < unmasked ? of_first : unmasked;  // by all rows, and no column of the mask is before
+    // All rows see [last_begin, seen), and the column mask has none of these.
+    const int seen = of_first < unmasked ? of_first : unmasked;
     return {{0, parts(count, width)}, {parts(last_begin, width), (seen < 0 ? 0 : seen < count ? seen : count) / width}};
   }
 

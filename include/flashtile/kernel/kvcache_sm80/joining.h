@@ -48,15 +48,15 @@ struct PartsInMemory {
             {state.x, state.y}};
   }
 
-  /// Makes the count of a tile's written parts begin with 0, whatever memory held. A thread of each thread block calls
-  /// it ahead of hand_in(), as it takes a load and an atomic after that: the last thread, which has least to write.
+  /// Makes the count of a tile's written parts begin with 0, whatever memory held. One thread of each thread block, the
+  /// `counter`, calls it while others write the part: it takes a load and an atomic, one after the other.
   CUTE_DEVICE void begin_count(PlacesOfParts const& places) const {
     const MarkedCount arrived = arrivals(places);
     arrived.begin(arrived.found());
   }
 
-  /// Counts this thread block's part as written, by the thread that has begun the count, and returns whether it is the
-  /// tile's last, as just one thread block is told.
+  /// Counts this thread block's part as written, and returns whether it is the tile's last, as just one thread block is
+  /// told. The thread `counter` has called begin_count().
   CUTE_DEVICE bool hand_in(PlacesOfParts const& places, int counter) const {
     bool last = false;
     __syncthreads();  // all threads have written their chunks of the part

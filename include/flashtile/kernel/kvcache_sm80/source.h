@@ -55,7 +55,7 @@ struct KvcacheSource {
     const auto load = [&](auto&& row_at) {
       gather<typename Mainloop::Load>(CachePolicy(false), row_at, sQ, rows, params.head_dim, thread);
     };
-    if constexpr (kLanePerRow) {
+    if constexpr (kLanePerRow) {  // an address takes some 25 instructions, and a lane copies pieces of several rows
       const Element* const own = row_at(thread % kM);
       load([&](int row) { return of_lane(own, row); });
     } else {
