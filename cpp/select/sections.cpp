@@ -20,8 +20,10 @@ constexpr double kCachedShare = 0.61;
 constexpr int kManyTiles = 8;
 constexpr int kManyBlocks = 16;     // a head of at least this many blocks of keys gains by sections
 constexpr int kLongHead = 2048;     // a head is long from here on, in blocks of keys times head dimension;
-constexpr int kBlocksTogether = 8;  // then this many of its blocks run at the same time and add to its dQ in order
+constexpr int kBlocksTogether = 8;  // then this many of its blocks run at the same time and add to its dQ in order,
+constexpr int kOfQueryHead = 4;     // or this many for each query head of a group, as a step is then less of a block
 constexpr int kShortWindow = 2;     // a window is short in sequences that are so many times as long
+constexpr int kUneven = 2;          // sequences with most of the work are so many times as long as the mean
 
 }  // namespace h200
 
@@ -43,19 +45,20 @@ bool are_even(const Problem& p, const Variant& v) {
   return p.ragged && v.one_pass() && !p.column_masked() && h200::kShortWindow * window * p.batch <= p.seqlen_q;
 }
 
-/// Returns the size of a section of a backward in blocks of keys, of which each head has `key_blocks`, or 1 where the
-/// host does not know. 0 stands for sections of one head. `several` means the same as in heads_at_once.
+/// Returns the size of a section of a backward in blocks of keys, of which each head has `key_blocks`, or 1 where that
+/// makes no difference. 0 stands for sections of one head. `several` means the same as in heads_at_once.
 ///
 /// Where blocks add to dQ in order, few of those that run at the same time should belong to one head, as they wait for
 /// each other, but some should, as they share its queries in the L2 cache. Otherwise, under a mask, the work of a
 /// head's blocks differs; then a section is one wave, so that neighbours have about equal work, and more than a wave
 /// where a block goes through a whole group of query heads.
-std::int64_t backward_section(const Problem& p, const Variant& v, const DeviceInfo& device, int key_blocks,
+std::int64_t backward_section(const Problem& p, const Variant& v, const DeviceInfo& device, std::int64_t key_blocks,
                               bool several) {
   const std::int64_t wave = device.multiprocessors;
   if (adds_in_order(p, v)) {
-    const std::int64_t length = std::int64_t{key_blocks} * v.head_dim;
-    return wave * std::max<std::int64_t>(h200::kLongHead, length) / (h200::kBlocksTogether * v.head_dim);
+    const std::int64_t length = key_blocks * v.head_dim;
+    const std::int64_t together = std::max(h200::kBlocksTogether, h200::kOfQueryHead * p.group());
+    return wave * std::max<std::int64_t>(h200::kLongHead, length) / (together * v.head_dim);
   }
   return p.band == Band::full() ? 0 : wave * (several ? 1 : p.group());
 }
@@ -94,7 +97,9 @@ int blocks_of_section(const ForwardPlan& plan, const DeviceInfo& device) {
 }
 
 int blocks_of_section(const Problem& p, const Variant& v, const DeviceInfo& device) {
-  return few_enough(static_cast<double>(backward_section(p, v, device, 1, v.one_pass() && !are_even(p, v))));
+  const std::int64_t keys = std::int64_t{h200::kUneven} * p.dense().seqlen_k;
+  const std::int64_t key_blocks = adds_in_order(p, v) ? std::max<std::int64_t>(keys / v.tile_n, 1) : 1;
+  return few_enough(static_cast<double>(backward_section(p, v, device, key_blocks, v.one_pass() && !are_even(p, v))));
 }
 
 int heads_at_once(const Problem& p, const Variant& v, const DeviceInfo& device, int key_blocks, bool several) {

@@ -27,7 +27,7 @@ Steps steps_of(const GroupWalk& walk) {
   return steps;
 }
 
-/// Calls `visit(walk)` for walks of all masks, with every first tile in both directions.
+/// Calls `visit(walk)` for walks of all masks, in both directions: by heads with every first tile, and by tiles.
 template <class Visit>
 void for_each_walk(Visit&& visit) {
   constexpr int kM = 3, kN = 4;
@@ -37,6 +37,10 @@ void for_each_walk(Visit&& visit) {
         const Range keys = {key, std::min(key + kN, n.k)};
         const BlockWalk queries = Mask{band.transposed()}.walk(keys, kM, n.transposed());
         for (const int step : {1, -1}) {
+          visit(GroupWalk{.queries = queries,
+                          .start = step > 0 ? queries.first() : queries.last(),
+                          .step = step,
+                          .by_tiles = true});
           if (queries.empty()) visit(GroupWalk{.queries = queries, .start = 0, .step = step});
           for (int start = queries.first(); start < queries.end(); ++start)
             visit(GroupWalk{.queries = queries, .start = start, .step = step});
@@ -48,6 +52,7 @@ void for_each_walk(Visit&& visit) {
 
 TEST(GroupWalk, VisitsEveryTileOfEveryHeadFromItsStartAround) {
   for_each_walk([](GroupWalk walk) {
+    if (walk.by_tiles) return;
     constexpr int kHead = 6, kGroup = 3;
     walk.cut(kHead, kGroup, 0, Divisor(1), false);
     Steps expected;
@@ -62,12 +67,27 @@ TEST(GroupWalk, VisitsEveryTileOfEveryHeadFromItsStartAround) {
   });
 }
 
+TEST(GroupWalk, ByTilesVisitsAllHeadsOfATileBeforeTheNext) {
+  for_each_walk([](GroupWalk walk) {
+    if (!walk.by_tiles) return;
+    constexpr int kHead = 6, kGroup = 3;
+    walk.cut(kHead, kGroup, 0, Divisor(1), false);
+    Steps expected;
+    for (int i = 0, tile = walk.start; i < walk.queries.blocks(); ++i, tile += walk.step)
+      for (int head = kHead; head < kHead + kGroup; ++head) expected.emplace_back(head, tile);
+    ASSERT_EQ(steps_of(walk), expected);
+  });
+}
+
 TEST(GroupWalk, PartsAreTheWholeWalkInOrder) {
   for_each_walk([](GroupWalk walk) {
     for (const int group : {0, 1, 2, 5}) {
       for (const bool whole_heads : {false, true}) {
         walk.cut(group, group, 0, Divisor(1), whole_heads);
-        const Steps whole = steps_of(walk);
+        Steps whole = steps_of(walk);
+        // Parts of whole heads take their heads one part after the other.
+        if (whole_heads && walk.by_tiles)
+          std::stable_sort(whole.begin(), whole.end(), [](auto a, auto b) { return a.first < b.first; });
         for (int parts = 1; parts <= static_cast<int>(whole.size()) + 2; ++parts) {
           const int unit = whole_heads ? walk.queries.blocks() : 1, units = whole_heads ? group : walk.steps;
           const int longest = (units + parts - 1) / parts * unit;
@@ -77,7 +97,9 @@ TEST(GroupWalk, PartsAreTheWholeWalkInOrder) {
             part.cut(group, group, i, Divisor(parts), whole_heads);
             ASSERT_LE(part.steps, longest);
             ASSERT_TRUE(!whole_heads || part.empty() || part.first_tile_of_head == walk.start);
-            const Steps steps = steps_of(part);
+            Steps steps = steps_of(part);
+            if (whole_heads && walk.by_tiles)
+              std::stable_sort(steps.begin(), steps.end(), [](auto a, auto b) { return a.first < b.first; });
             joined.insert(joined.end(), steps.begin(), steps.end());
           }
           ASSERT_EQ(joined, whole);
@@ -101,6 +123,7 @@ TEST(GroupWalk, WhoAddsToATileBeforeIsTheSamePartOfTheBlockBefore) {
           GroupWalk part{.queries = Mask{band.transposed()}.walk({key, std::min(key + kN, n.k)}, kM, n.transposed())};
           part.start = part.queries.last();
           part.step = -1;
+          part.by_tiles = true;
           part.cut(0, kGroup, index % parts, Divisor(parts), band != Band::full());
           for (const auto& step : steps_of(part)) adds.emplace_back(step, index);
         }

@@ -96,7 +96,7 @@ struct BackwardKeysSm90 {
       }
     }
   };
-  using Work = KeyBlock<kM, kN, kRagged, true, kMasked ? ColumnMasks::kAlways : ColumnMasks::kNever>;
+  using Work = KeyBlock<kM, kN, kRagged, false, true, kMasked ? ColumnMasks::kAlways : ColumnMasks::kNever>;
   using Hidden = std::conditional_t<kMasked, HiddenQueries<2>, NothingHidden>;
 
   /// Returns where the rows of a tile of queries begin in the workspace, whose tiles may be larger than kM.

@@ -99,7 +99,8 @@ struct BackwardMainloopSm80 {
     alignas(16) float delta[kStages][kM];
   };
 
-  using Work = KeyBlock<kM, kN, true, false, kV.may_mask_backward() ? ColumnMasks::kAsAsked : ColumnMasks::kNever>;
+  using Work = KeyBlock<kM, kN, true, kKnowsOrderedDq, false,
+                        kV.may_mask_backward() ? ColumnMasks::kAsAsked : ColumnMasks::kNever>;
   using Step = QueryStep;
 
   enum Role { kWeights, kGradients };
@@ -400,7 +401,7 @@ struct BackwardMainloopSm80 {
     Tensor sKeys = tile<SmemLayout<kN, kHeadDim>>(weighs() ? shared.k : shared.v);          // (N, head_dim)
     Tensor sScores = tile<SmemLayout<kN, kM>>(weighs() ? shared.weights : shared.dscores);  // (N, M)
 
-    QuerySteps<Work, kKnowsOrderedDq> steps(params, work);
+    QuerySteps<Work> steps(params, work);
     Step step = steps.first(), before = step;
     int left = work.steps;
     int stage = 0;

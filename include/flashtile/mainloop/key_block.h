@@ -21,18 +21,22 @@ enum class ColumnMasks { kNever, kAsAsked, kAlways };
 ///
 /// Queries go from the first to the last. Blocks of a head that see its first query, as all do under a full mask, would
 /// begin with the same tile, and contend when they add to dQ: so each begins with a tile of its own and wraps around.
-/// Where they add in order they go from the last query to the first: see SumOfDq.
+/// Where they add in order they go from the last query to the first: see SumOfDq. They take all heads of a tile, then
+/// those of the next. So a block follows the one before it, and sees more queries under a causal mask, a step apart
+/// from its first tile to its last; through one head after the other it would wait for it with each head anew.
 ///
 /// The parts of a block are neighbours in the order. So a block's parts come after all parts of the blocks before it of
 /// the same head, and a part that waits for the sum of another block only ever waits for one that comes before it. It
 /// should be of the same queries, too, or it would wait for most of that part: under a mask, where the walks of blocks
 /// differ, parts that add in order have whole heads.
 ///
-/// With kRagged, sequences may be ragged. A kernel that never sees such has their lengths among its parameters. Without
+/// With kRagged, sequences may be ragged. A kernel that never sees such has their lengths among its parameters. With
+/// kKnowsOrder blocks add in order where the call asks for that; other kernels have no code of it. Without
 /// kTurns, all blocks begin with the first or the last tile. Under a column mask, for which kColumns asks, steps go
 /// through the tiles that MaskWords have. What the mask is like is not known, so each block begins where it meets the
 /// queries of its own keys, as it does under a causal mask, and wraps around, unless it adds in order.
-template <int kM, int kN, bool kRagged, bool kTurns = true, ColumnMasks kColumns = ColumnMasks::kNever>
+template <int kM, int kN, bool kRagged, bool kKnowsOrder, bool kTurns = true,
+          ColumnMasks kColumns = ColumnMasks::kNever>
 struct KeyBlock : GroupWalk {
   static constexpr bool kMayMask = kColumns != ColumnMasks::kNever;
   int batch, kv_head, n_block;
@@ -123,9 +127,17 @@ struct KeyBlock : GroupWalk {
     return n_block;
   }
 
+  /// Returns whether the walk goes by tiles, which kernels that do not know sums in order need not ask.
+  CUTE_DEVICE bool goes_by_tiles() const { return kKnowsOrder && by_tiles; }
+  /// Goes one step on.
+  CUTE_DEVICE void advance(int& head, int& index) const {
+    goes_by_tiles() ? advance_by_tiles(head, index) : advance_by_heads(head, index);
+  }
+
   /// Finds the steps of the part, once all else is known.
   CUTE_DEVICE void take_part(BackwardParams const& params) {
-    const bool whole_heads = params.deterministic && (masked() || !params.scores.mask.shows_all());
+    by_tiles = in_order(params);
+    const bool whole_heads = by_tiles && (masked() || !params.scores.mask.shows_all());
     cut(kv_head * params.group, params.group, params.parts.remainder(place), params.parts, whole_heads);
   }
 
@@ -134,10 +146,15 @@ struct KeyBlock : GroupWalk {
   CUTE_DEVICE void for_each_tile(BackwardParams const& params, Visit&& visit) const {
     if constexpr (kColumns == ColumnMasks::kAlways) {
       MaskedBlocksAround tiles = tiles_of_head(params);
+      MaskedBlocksAround::Block tile;
       for (int i = 0; i < first_tile_of_head; ++i) next(tiles, params);
+      int last = -1;
       for_each([&](int head, int index) __attribute__((always_inline)) {
-        if (index == 0) tiles = tiles_of_head(params);
-        const auto tile = next(tiles, params);
+        if (index != last || !goes_by_tiles()) {
+          if (index == 0) tiles = tiles_of_head(params);
+          tile = next(tiles, params);
+          last = index;
+        }
         visit(head, tile.index, tile.edge);
       });
     } else {
@@ -155,7 +172,10 @@ struct KeyBlock : GroupWalk {
     for (int left = steps; left > 0; --left) {
       visit(head, index);
       if constexpr (kColumns == ColumnMasks::kAlways) {  // from 0 on: producers and writers have few registers
-        if (++index == queries.end()) index = 0, ++head;
+        if (goes_by_tiles())
+          advance_by_tiles(head, index);
+        else if (++index == queries.end())
+          index = 0, ++head;
       } else {
         advance(head, index);
       }
@@ -186,12 +206,15 @@ struct KeyBlock : GroupWalk {
     if constexpr (kRagged) sequence = tile.sequence;
   }
 
+  /// Returns whether blocks of keys add to dQ in order.
+  CUTE_DEVICE static bool in_order(BackwardParams const& params) { return kKnowsOrder && params.deterministic; }
+
   /// Returns which mask of `all` is that of the KV head.
   CUTE_DEVICE int mask_of(MaskWords const& all) const { return all.masks == 1 ? 0 : kv_head; }
 
   /// Returns the tile of queries from which on a walk under a column mask begins.
   CUTE_DEVICE int first_to_ask(BackwardParams const& params) const {
-    if (!kTurns || params.deterministic) return 0;
+    if (!kTurns || in_order(params)) return 0;
     return n_block * kN / kM % max((lengths(params).q + kM - 1) / kM, 1);
   }
 
@@ -213,12 +236,12 @@ struct KeyBlock : GroupWalk {
     const Range keys = {n_block * kN, min((n_block + 1) * kN, lengths.k)};
     queries = {};
     if (params.group > 0) queries = params.scores.mask.walk(keys, kM, lengths.transposed());
-    start = params.deterministic ? queries.last() : queries.first();
-    step = params.deterministic ? -1 : 1;
+    start = in_order(params) ? queries.last() : queries.first();
+    step = in_order(params) ? -1 : 1;
     // Their first tiles are spread as evenly as can be, but no further apart than two tiles from block to block, so
     // that what one of them has read and added to is still in the L2 cache when the next comes to it. The quotient is
     // approximate, as a 64-bit one would be a call.
-    if (kTurns && queries.first() == 0 && !params.deterministic) {
+    if (kTurns && queries.first() == 0 && !in_order(params)) {
       const int even = int(__umulhi(unsigned(queries.end()), unsigned(n_block) * (~0u / unsigned(n_blocks))));
       start += min(even, 2 * n_block);
     }

@@ -16,9 +16,8 @@ struct QueryStep {
   bool edge;  // of the mask
 };
 
-/// QuerySteps are those of a KeyBlock. Where sums of dQ are in order (deterministic), which not every kernel knows,
-/// they go from the last query on; under a column mask they have the order of its words.
-template <class Work, bool kKnowsOrderedDq>
+/// QuerySteps are those of a KeyBlock.
+template <class Work>
 class QuerySteps {
  public:
   CUTE_DEVICE QuerySteps(BackwardParams const& params, Work const& work) : params_(params), work_(work) {}
@@ -36,20 +35,20 @@ class QuerySteps {
 
   /// Returns the step after `step`, the last one that was returned. There has to be one.
   CUTE_DEVICE QueryStep after(QueryStep step) {
-    const int index = work_.queries.next_around(step.index, backwards() ? -1 : 1);
-    const bool new_head = index == (backwards() ? work_.queries.last() : work_.queries.first());
-    step = at(step.head + new_head, index);
+    QueryStep next = step;
+    work_.advance(next.head, next.index);
     if constexpr (Work::kMayMask) {
       if (work_.masked()) {
-        if (new_head) ahead_ = work_.tiles_of_head(params_);
-        take_masked(step);
+        if (work_.goes_by_tiles() && next.index == step.index) return next;  // the same tile of another head
+        if (next.index == 0) ahead_ = work_.tiles_of_head(params_);
+        take_masked(next);
+        return next;
       }
     }
-    return step;
+    return at(next.head, next.index);
   }
 
  private:
-  CUTE_DEVICE bool backwards() const { return kKnowsOrderedDq && params_.deterministic && !work_.masked(); }
   CUTE_DEVICE QueryStep at(int head, int index) const { return {head, index, index, work_.queries.is_edge(index)}; }
   CUTE_DEVICE void take_masked(QueryStep& step) {
     const auto tile = work_.next(ahead_, params_);

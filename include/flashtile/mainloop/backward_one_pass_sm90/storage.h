@@ -43,6 +43,7 @@ struct BackwardOnePassSm90 {
   static constexpr bool kLoops = kTakes != Takes::kBlock;
   static constexpr bool kMasked = kTakes == Takes::kNextMasked;
   static constexpr bool kRagged = kTakes == Takes::kNext || kMasked;
+  static constexpr bool kKnowsOrder = kTakes != Takes::kBlocks;  // see go_in_rounds()
   static constexpr int kM = kV.tile_m;
   static constexpr int kN = kV.tile_n;
   static constexpr int kHeadDim = kV.head_dim;
@@ -114,7 +115,7 @@ struct BackwardOnePassSm90 {
       decltype(cute::tile_to_shape(typename SwizzledAtoms<Element, kColumnsOfStaged>::K{},
                                    cute::Shape<cute::Int<kStagedRows>, cute::Int<kStagedColumns>>{}));
 
-  using Work = KeyBlock<kM, kN, kRagged, true, kMasked ? ColumnMasks::kAlways : ColumnMasks::kNever>;
+  using Work = KeyBlock<kM, kN, kRagged, kKnowsOrder, true, kMasked ? ColumnMasks::kAlways : ColumnMasks::kNever>;
 
   static constexpr int kStepsAhead = kStages + 2;  // iterations before a block's end when the next may be handed out
 
