@@ -30,9 +30,11 @@ constexpr int kFewTiles = 128;
 /// Returns BackwardPlan::most_that_store. Where a tile is seen by no more blocks of keys than run at a time, most tiles
 /// have their first store at once, as all blocks begin. The first block that comes to a tile later is slower by what
 /// it asks and tells the others; these catch up with it, from tile to tile, and then all wait for it and each other.
-/// To clear such a tile takes little beside what so many blocks add.
-int most_that_store(const Problem& p, const Variant& v, const BackwardWorkspace& workspace, const DeviceInfo& device) {
-  if (v.arch != Arch::kSm90 || workspace.tiles <= h100::kFewTiles) return -1;
+/// To clear such a tile takes little beside what so many blocks add. What a batch-invariant call does is the same for
+/// all sizes, as to add −0 to a 0 leaves 0.
+int most_that_store(const Problem& p, const Variant& v, const BackwardWorkspace& workspace, const DeviceInfo& device,
+                    bool batch_invariant) {
+  if (v.arch != Arch::kSm90 || (workspace.tiles <= h100::kFewTiles && !batch_invariant)) return -1;
   return p.deterministic ? std::numeric_limits<int>::max() : device.multiprocessors;
 }
 
@@ -45,7 +47,7 @@ void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device, bool batch_invari
   countable("k", plan.tiles, kTiles);
   const BackwardPlan ordered = as_ordered(plan);
   const KeyBlockOrder order =
-      batch_invariant ? order_whole_key_blocks(ordered, device) : order_key_blocks(ordered, device);
+      batch_invariant ? order_for_any_batch(ordered, device) : order_key_blocks(ordered, device);
   plan.parts = order.parts;
   plan.heads_at_once = order.heads_at_once;
   plan.tiles *= plan.parts;
@@ -56,7 +58,7 @@ void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device, bool batch_invari
   plan.parts_of_sequence = parts_of_sequence(ordered.problem, v);
   plan.blocks_of_section = blocks_of_section(ordered.problem, v, device);
   plan.workspace_bytes = workspace.bytes();
-  plan.most_that_store = batch_invariant ? -1 : most_that_store(p, v, workspace, device);
+  plan.most_that_store = most_that_store(p, v, workspace, device, batch_invariant);
   if (p.column_masked()) {
     if (v.arch == Arch::kSm90) plan.grid = std::min(tiles, device.multiprocessors);
     plan.mask_tables_at = (plan.workspace_bytes + 15) / 16 * 16;
@@ -69,9 +71,11 @@ void plan_on_gpu(BackwardPlan& plan, const DeviceInfo& device, bool batch_invari
 BackwardPlan select_backward(const Problem& asked, const DeviceInfo& device, bool batch_invariant) {
   Problem problem = asked;
   problem.deterministic |= batch_invariant;
-  // Estimates go by the sizes of the whole call. Without one, the first row is taken that fits.
-  const auto none = [](const BackwardRow&, const Problem&) { return Estimate{}; };
-  auto choice = batch_invariant ? choose(problem, device, backward_rows(), kEveryRow, none)
+  // Estimates go by the sizes of the whole call, so a batch-invariant one takes the row that is best for many queries.
+  const auto of_many = [](const BackwardRow& row, const Problem&) {
+    return Estimate{.time = row.variant.arch == Arch::kSm90 ? 1.0 / row.variant.tile_m : 1.0};
+  };
+  auto choice = batch_invariant ? choose(problem, device, backward_rows(), kEveryRow, of_many)
                                 : choose(problem, device, backward_rows(), kEveryRow);
   if (!problem.column_masked() && has_few_queries(problem, choice.row->variant, device)) {
     const auto on_ampere = [](const auto& row) { return row.variant.arch == Arch::kSm80; };

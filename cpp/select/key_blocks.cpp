@@ -23,6 +23,7 @@ constexpr int kFewQueries = 4096;             // with no more queries, a block's
 constexpr double kFullRounds = 0.97;          // and where rounds of blocks are as full as this (an H100)
 constexpr std::int64_t kShortHead = 1 << 16;  // a head is short up to here, in blocks of keys times head_dim²
 constexpr double kBusy = 0.95;                // a grid should use this share of the multiprocessors
+constexpr int kHeadsOfPart = 4;               // the fewest query heads of a part, of whatever batch
 constexpr double kJoinOfOnePass = 3500;       // as h100::kJoin and kFewestSteps, of one pass, whose kernels start early
 constexpr double kFewestStepsOfOnePass = 2;
 
@@ -296,8 +297,9 @@ bool has_few_queries(const Problem& p, const Variant& v, const DeviceInfo& devic
   return steps > h200::kFewStepsOfDq && tile > h200::kAmpere * std::max(block, even);
 }
 
-KeyBlockOrder order_whole_key_blocks(const BackwardPlan& plan, const DeviceInfo& device) {
-  return usual_order(plan.problem, plan.variant, device, plan.tiles, 1);
+KeyBlockOrder order_for_any_batch(const BackwardPlan& plan, const DeviceInfo& device) {
+  const int parts = std::max(plan.problem.group() / h200::kHeadsOfPart, 1);
+  return usual_order(plan.problem, plan.variant, device, plan.tiles, parts);
 }
 
 KeyBlockOrder order_key_blocks(const BackwardPlan& plan, const DeviceInfo& device) {

@@ -23,8 +23,10 @@ struct KeyBlockOrder {
 /// has several parts where blocks are too few for the GPU, or are one round of thread blocks and a little more.
 KeyBlockOrder order_key_blocks(const BackwardPlan& plan, const DeviceInfo& device);
 
-/// Does the same where no block of keys may have parts, whose number depends on the sizes of the whole call.
-KeyBlockOrder order_whole_key_blocks(const BackwardPlan& plan, const DeviceInfo& device);
+/// Does the same for a batch-invariant call, whose sums are the same in any batch: parts have some query heads of the
+/// group each, so their number goes by the group alone. A block of keys of many heads would otherwise be the work of
+/// one thread block, where few of these blocks leave most of the GPU idle.
+KeyBlockOrder order_for_any_batch(const BackwardPlan& plan, const DeviceInfo& device);
 
 inline constexpr const char* kFewQueries = "so few queries that most of Hopper's tiles, or of the GPU, would be idle";
 

@@ -253,12 +253,13 @@ def in_pages(q, k, v, page_size, batch):
 
 
 # Shapes whose backward goes by the batch without batch_invariant: blocks of keys that thread blocks share, few queries
-# of many keys, one block of keys that forms dq, persistent thread blocks.
+# of many keys, one block of keys that forms dq, persistent thread blocks. Large groups are shared with it, too.
 GRADIENTS = [
     Case(f"{name}_D{head_dim}", dtype=(F16, BF16)[i % 2], batch=1, head_dim=head_dim, **fields)
     for name, fields in {
         "few_blocks": dict(seqlen_q=333, seqlen_k=200, heads_q=16, heads_k=1),
         "causal": dict(seqlen_q=450, seqlen_k=450, heads_q=4, heads_k=2, causal=True),
+        "shared_heads": dict(seqlen_q=270, seqlen_k=300, heads_q=18, heads_k=2, causal=True),
         "window": dict(seqlen_q=300, seqlen_k=333, window=(70, 9), heads_q=6, heads_k=3),
         "few_queries": dict(seqlen_q=20, seqlen_k=2100, heads_q=8, heads_k=8, softcap=9.0),
         "one_block": dict(seqlen_q=170, seqlen_k=100, heads_q=2, heads_k=2, sinks=0.0),
