@@ -22,12 +22,12 @@ Steps steps_of(const GroupWalk& walk) {
   int head = walk.first_head, tile = walk.first_tile_of_head;
   for (int i = 0; i < walk.steps; ++i) {
     steps.emplace_back(head, tile);
-    walk.advance(head, tile);
+    walk.advance_step(head, tile);
   }
   return steps;
 }
 
-/// Calls `visit(walk)` for walks of all masks, in both directions: by heads with every first tile, and by tiles.
+/// Calls `visit(walk)` for walks of all masks: by heads with every first tile, and by tiles in both directions.
 template <class Visit>
 void for_each_walk(Visit&& visit) {
   constexpr int kM = 3, kN = 4;
@@ -36,15 +36,11 @@ void for_each_walk(Visit&& visit) {
       for (int key = 0; key < n.k; key += kN) {
         const Range keys = {key, std::min(key + kN, n.k)};
         const BlockWalk queries = Mask{band.transposed()}.walk(keys, kM, n.transposed());
-        for (const int step : {1, -1}) {
-          visit(GroupWalk{.queries = queries,
-                          .start = step > 0 ? queries.first() : queries.last(),
-                          .step = step,
-                          .by_tiles = true});
-          if (queries.empty()) visit(GroupWalk{.queries = queries, .start = 0, .step = step});
-          for (int start = queries.first(); start < queries.end(); ++start)
-            visit(GroupWalk{.queries = queries, .start = start, .step = step});
-        }
+        visit(GroupWalk{.queries = queries, .start = queries.first(), .by_tiles = true, .direction = 1});
+        visit(GroupWalk{.queries = queries, .start = queries.last(), .by_tiles = true, .direction = -1});
+        if (queries.empty()) visit(GroupWalk{.queries = queries, .start = 0, .by_tiles = false});
+        for (int start = queries.first(); start < queries.end(); ++start)
+          visit(GroupWalk{.queries = queries, .start = start, .by_tiles = false});
       }
     }
   }
@@ -60,7 +56,7 @@ TEST(GroupWalk, VisitsEveryTileOfEveryHeadFromItsStartAround) {
       int tile = walk.start;
       for (int i = 0; i < walk.queries.blocks(); ++i) {
         expected.emplace_back(head, tile);
-        tile = walk.queries.next_around(tile, walk.step);
+        tile = walk.queries.next_around(tile, 1);
       }
     }
     ASSERT_EQ(steps_of(walk), expected);
@@ -73,7 +69,7 @@ TEST(GroupWalk, ByTilesVisitsAllHeadsOfATileBeforeTheNext) {
     constexpr int kHead = 6, kGroup = 3;
     walk.cut(kHead, kGroup, 0, Divisor(1), false);
     Steps expected;
-    for (int i = 0, tile = walk.start; i < walk.queries.blocks(); ++i, tile += walk.step)
+    for (int i = 0, tile = walk.start; i < walk.queries.blocks(); ++i, tile += walk.direction)
       for (int head = kHead; head < kHead + kGroup; ++head) expected.emplace_back(head, tile);
     ASSERT_EQ(steps_of(walk), expected);
   });
@@ -83,11 +79,11 @@ TEST(GroupWalk, PartsAreTheWholeWalkInOrder) {
   for_each_walk([](GroupWalk walk) {
     for (const int group : {0, 1, 2, 5}) {
       for (const bool whole_heads : {false, true}) {
+        if (whole_heads && !walk.by_tiles) continue;
         walk.cut(group, group, 0, Divisor(1), whole_heads);
         Steps whole = steps_of(walk);
         // Parts of whole heads take their heads one part after the other.
-        if (whole_heads && walk.by_tiles)
-          std::stable_sort(whole.begin(), whole.end(), [](auto a, auto b) { return a.first < b.first; });
+        if (whole_heads) std::stable_sort(whole.begin(), whole.end(), [](auto a, auto b) { return a.first < b.first; });
         for (int parts = 1; parts <= static_cast<int>(whole.size()) + 2; ++parts) {
           const int unit = whole_heads ? walk.queries.blocks() : 1, units = whole_heads ? group : walk.steps;
           const int longest = (units + parts - 1) / parts * unit;
@@ -98,7 +94,7 @@ TEST(GroupWalk, PartsAreTheWholeWalkInOrder) {
             ASSERT_LE(part.steps, longest);
             ASSERT_TRUE(!whole_heads || part.empty() || part.first_tile_of_head == walk.start);
             Steps steps = steps_of(part);
-            if (whole_heads && walk.by_tiles)
+            if (whole_heads)
               std::stable_sort(steps.begin(), steps.end(), [](auto a, auto b) { return a.first < b.first; });
             joined.insert(joined.end(), steps.begin(), steps.end());
           }
@@ -122,7 +118,7 @@ TEST(GroupWalk, WhoAddsToATileBeforeIsTheSamePartOfTheBlockBefore) {
           const int key = index / parts * kN;
           GroupWalk part{.queries = Mask{band.transposed()}.walk({key, std::min(key + kN, n.k)}, kM, n.transposed())};
           part.start = part.queries.last();
-          part.step = -1;
+          part.direction = -1;
           part.by_tiles = true;
           part.cut(0, kGroup, index % parts, Divisor(parts), band != Band::full());
           for (const auto& step : steps_of(part)) adds.emplace_back(step, index);

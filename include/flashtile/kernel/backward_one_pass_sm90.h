@@ -180,7 +180,7 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
                                    Stream stream) {
   using Mainloop = BackwardOnePassSm90<Row::kVariant, Takes::kBlock>;
   static_assert(sizeof(typename Mainloop::SharedStorage) <= backward_shared_memory(Row::kVariant));
-  static KernelHandles one, several, one_whole, several_whole, of_next, masked, last;
+  static KernelHandles one, in_order, several, one_whole, several_whole, of_next, masked, last;
   const Device device = plan.problem.device;
   const BackwardParams backward = BackwardParams::of(plan, tensors, memory);
   const BackwardWorkspace& workspace = backward.workspace;
@@ -216,21 +216,27 @@ void launch_backward_one_pass_sm90(const BackwardPlan& plan, const BackwardTenso
   const auto launch_main = [&](auto kernel, KernelHandles& handles) {
     launch(kernel, handles, device, {plan.grid, Row::kVariant.threads(), plan.shared_memory, true}, params, stream);
   };
-  const auto launch_dense = [&](auto contributes, KernelHandles& one, KernelHandles& several) {
+  const auto launch_dense = [&](auto takes, auto contributes, KernelHandles& one, KernelHandles& several) {
     if constexpr (Row::kVariant.may_loop()) {
       if (loops) return launch_main(backward_one_pass_sm90<Row, Takes::kBlocks, contributes>, several);
     }
-    launch_main(backward_one_pass_sm90<Row, Takes::kBlock, contributes>, one);
+    launch_main(backward_one_pass_sm90<Row, takes, contributes>, one);
   };
+  constexpr std::integral_constant<Takes, Takes::kBlock> kBlock;
+  constexpr std::integral_constant<Takes, Takes::kBlockInOrder> kBlockInOrder;
   if (plan.problem.column_masked()) {
     if constexpr (Row::kVariant.may_mask_backward())
       launch_main(backward_one_pass_sm90<Row, Takes::kNextMasked>, masked);
-  } else if (next)
+  } else if (next) {
     launch_main(backward_one_pass_sm90<Row, Takes::kNext>, of_next);
-  else if (!whole)
-    launch_dense(std::integral_constant<Contributes, Contributes::kPart>{}, one, several);
-  else if constexpr (Row::kVariant.may_loop())
-    launch_dense(std::integral_constant<Contributes, Contributes::kWhole>{}, one_whole, several_whole);
+  } else if (whole) {  // dK and dV have the same order as where dQ is not
+    if constexpr (Row::kVariant.may_loop())
+      launch_dense(kBlockInOrder, std::integral_constant<Contributes, Contributes::kWhole>{}, one_whole, several_whole);
+  } else if (plan.problem.deterministic) {
+    launch_main(backward_one_pass_sm90<Row, Takes::kBlockInOrder>, in_order);
+  } else {
+    launch_dense(kBlock, std::integral_constant<Contributes, Contributes::kPart>{}, one, several);
+  }
   if (backward.dq == nullptr || whole) return join_gradients(plan, backward, stream);
   const BackwardFinishParams both{backward, GradientJoin::of(plan, backward)};
   launch(backward_finish_sm90<Row>, last, device, {both.join.grid + tiles, kFinishThreads, 0, true}, both, stream);

@@ -129,10 +129,6 @@ struct KeyBlock : GroupWalk {
 
   /// Returns whether the walk goes by tiles, which kernels that do not know sums in order need not ask.
   CUTE_DEVICE bool goes_by_tiles() const { return kKnowsOrder && by_tiles; }
-  /// Goes one step on.
-  CUTE_DEVICE void advance(int& head, int& index) const {
-    goes_by_tiles() ? advance_by_tiles(head, index) : advance_by_heads(head, index);
-  }
 
   /// Finds the steps of the part, once all else is known.
   CUTE_DEVICE void take_part(BackwardParams const& params) {
@@ -166,18 +162,15 @@ struct KeyBlock : GroupWalk {
   /// Does so for each step, which is a tile, but under a column mask: there `index` counts the tiles of a head.
   template <class Visit>
   CUTE_DEVICE void for_each(Visit&& visit) const {
-    int head = first_head;
-    int index = first_tile_of_head;
+    int inner = goes_by_tiles() ? first_head : first_tile_of_head;
+    int outer = goes_by_tiles() ? first_tile_of_head : first_head;
     CUTE_NO_UNROLL
     for (int left = steps; left > 0; --left) {
-      visit(head, index);
-      if constexpr (kColumns == ColumnMasks::kAlways) {  // from 0 on: producers and writers have few registers
-        if (goes_by_tiles())
-          advance_by_tiles(head, index);
-        else if (++index == queries.end())
-          index = 0, ++head;
+      visit(goes_by_tiles() ? inner : outer, goes_by_tiles() ? outer : inner);
+      if constexpr (kColumns == ColumnMasks::kAlways && !kKnowsOrder) {
+        if (++inner == queries.end()) inner = 0, ++outer;  // from 0 on: producers and writers have few registers
       } else {
-        advance(head, index);
+        advance(inner, outer);
       }
     }
   }
@@ -226,7 +219,7 @@ struct KeyBlock : GroupWalk {
         const auto* words = all.of_tile(params.sequences.k, batch, sequence.k.first, mask_of(all), n_block);
         queries = {{0, all.count(words)}, {}};
         start = 0;
-        step = 1;
+        direction = 1;
         masked_tiles = {words, 0};
         if (!queries.empty()) masked_tiles.first = all.first_around(words, first_to_ask(params));
         return take_part(params);
@@ -237,7 +230,7 @@ struct KeyBlock : GroupWalk {
     queries = {};
     if (params.group > 0) queries = params.scores.mask.walk(keys, kM, lengths.transposed());
     start = in_order(params) ? queries.last() : queries.first();
-    step = in_order(params) ? -1 : 1;
+    direction = -1;
     // Their first tiles are spread as evenly as can be, but no further apart than two tiles from block to block, so
     // that what one of them has read and added to is still in the L2 cache when the next comes to it. The quotient is
     // approximate, as a 64-bit one would be a call.

@@ -36,7 +36,7 @@ class QuerySteps {
   /// Returns the step after `step`, the last one that was returned. There has to be one.
   CUTE_DEVICE QueryStep after(QueryStep step) {
     QueryStep next = step;
-    work_.advance(next.head, next.index);
+    work_.advance_step(next.head, next.index);
     if constexpr (Work::kMayMask) {
       if (work_.masked()) {
         if (work_.goes_by_tiles() && next.index == step.index) return next;  // the same tile of another head

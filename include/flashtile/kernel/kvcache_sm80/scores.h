@@ -47,20 +47,18 @@ struct KvcacheScores {
       hide(scores, coord, column(first_column));
   }
 
-  /// Hides what the column mask hides of a block, which need not have a key of the mask. Each lane asks one column of
-  /// every 32, for all rows of its warp, and tells the others: to ask for each score would be more code, and to fetch
-  /// that takes most of the time, as few blocks need it.
+  /// Hides what the column mask hides of a block, which need not have a key of the mask. Each lane asks one column, for
+  /// all rows of its warp, and tells the others: to ask for each score would be more code, and to fetch that takes most
+  /// of the time, as few blocks need it.
   template <class Scores, class Coord>
   CUTE_DEVICE void hide(Scores& scores, Coord const& coord, int first_column) const {
     using namespace cute;
-    constexpr int kRows = size<0>(decltype(scores.layout()){}), kColumns = size<1>(decltype(scores.layout()){});
-    static_assert(kRows == 2);
     const int keys = tile.lengths.k, first = masked.first(keys);
     if (first_column + kN <= first) return;
     GroupPacking const& packing = tile.params.packing;
     const int heads = packing.heads.value, first_head = tile.tile.head * heads;
     const int mask = masked.ranges.mask_of(first_head);
-    if (mask != masked.ranges.mask_of(first_head + heads - 1)) [[unlikely]]
+    if (kN > 32 || mask != masked.ranges.mask_of(first_head + heads - 1)) [[unlikely]]
       return hide_of_each_head(scores, coord, first_column);
 
     const int row_of_warp = __shfl_sync(0xffffffff, get<0>(coord(0, 0)), 0), first_row = found_here() + row_of_warp;
@@ -70,20 +68,16 @@ struct KvcacheScores {
       return __funnelshift_lc(0u, ~0u, max(queries * heads - heads_before, 0));
     };
     const auto bits_of = [&](Range queries) { return from(queries.begin) & ~from(queries.end); };
-    const HiddenRows* const columns = masked.of_mask(tile.tile.batch, mask, keys);
+    const int index = first_column + int(threadIdx.x % 32) - first, last = keys - 1 - first;
+    const HiddenRows rows = masked.of_mask(tile.tile.batch, mask, keys)[max(min(index, last), 0)];
+    const std::uint32_t of_lane = index < 0 || index > last ? 0 : bits_of(rows.first) | bits_of(rows.second);
     CUTE_UNROLL
-    for (int chunk = 0; chunk < kN; chunk += 32) {
-      const int index = first_column + chunk + int(threadIdx.x % 32) - first, last = keys - 1 - first;
-      const HiddenRows rows = columns[max(min(index, last), 0)];
-      const std::uint32_t of_lane = index < 0 || index > last ? 0 : bits_of(rows.first) | bits_of(rows.second);
+    for (int c = 0; c < size<1>(scores); ++c) {
+      const int column = get<1>(coord(0, 0)) + c / kOfEight * 8 + c % kOfEight;
+      const std::uint32_t of_column = __shfl_sync(0xffffffff, of_lane, column % 32);
       CUTE_UNROLL
-      for (int c = chunk / 8 * kOfEight; c < min(kColumns, (chunk + 32) / 8 * kOfEight); ++c) {
-        const int column = get<1>(coord(0, 0)) + c / kOfEight * 8 + c % kOfEight;
-        const std::uint32_t hidden = __shfl_sync(0xffffffff, of_lane, column % 32);
-        CUTE_UNROLL
-        for (int r = 0; r < kRows; ++r)
-          if (hidden >> (get<0>(coord(r, 0)) - row_of_warp) & 1) scores(r, c) = -kInfinity;
-      }
+      for (int r = 0; r < size<0>(scores); ++r)
+        if (of_column >> (get<0>(coord(r, 0)) - row_of_warp) & 1) scores(r, c) = -kInfinity;
     }
   }
 

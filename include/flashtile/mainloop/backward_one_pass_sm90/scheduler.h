@@ -62,7 +62,7 @@ struct OnePassBlocksSm90 {
   template <class Visit>
   CUTE_DEVICE void for_each(Visit&& visit_and_release) const {
     const auto visit = [&](Work const& work) __attribute__((always_inline)) { visit_and_release(work, [] {}); };
-    if constexpr (Mainloop::kTakes == Takes::kBlock) {
+    if constexpr (!Mainloop::kLoops) {
       // Each role finds the steps again: so these are in uniform registers, as the consumers are short of others.
       Work work = only;
       work.take_part(params.backward);
