@@ -6,6 +6,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 
 #include "caches.h"
 #include "calls.h"
@@ -131,27 +132,34 @@ TEST(KeysOfSplit, RoomDoesNotMatter) {
   }
 }
 
+/// What the rounding of sums depends on: the tile, whether the first summand is added to zeros, and how many thread
+/// blocks share a block of keys, which goes by the heads of a group alone.
 TEST(SelectInvariantBackward, GoesByNoSizeOfTheCall) {
   for (const DeviceInfo& device : {kH100, kA100, kSmall}) {
     for (const int head_dim : {64, 72, 96, 128, 192, 256}) {
-      std::set<std::string> kernels;
-      for (const int batch : {1, 3, 300}) {
-        for (const int seqlen : {1, 20, 64, 333, 5000}) {
-          for (const bool ragged : {false, true}) {
-            Problem problem = decode(device, batch, 2, 4, seqlen).problem;
-            problem.head_dim = problem.head_dim_v = head_dim;
-            problem.seqlen_q = ragged ? batch * seqlen : 64;
-            problem.seqlen_k *= ragged ? batch : 1;
-            problem.ragged = ragged;
-            const BackwardPlan plan = select_backward(problem, device, true);
-            EXPECT_TRUE(plan.problem.deterministic);
-            EXPECT_EQ(plan.parts, 1);
-            EXPECT_EQ(plan.most_that_store, -1);
-            kernels.insert(name_of(plan.variant));
+      for (const auto& [group, parts] : {std::pair{1, 1}, std::pair{7, 1}, std::pair{8, 2}, std::pair{32, 8}}) {
+        std::set<std::string> kernels;
+        std::set<int> stores;
+        for (const int batch : {1, 3, 300}) {
+          for (const int seqlen : {1, 20, 64, 333, 5000}) {
+            for (const bool ragged : {false, true}) {
+              Problem problem = decode(device, batch, 2, 4, seqlen).problem;
+              problem.heads_q = problem.heads_k * group;
+              problem.head_dim = problem.head_dim_v = head_dim;
+              problem.seqlen_q = ragged ? batch * seqlen : 64;
+              problem.seqlen_k *= ragged ? batch : 1;
+              problem.ragged = ragged;
+              const BackwardPlan plan = select_backward(problem, device, true);
+              EXPECT_TRUE(plan.problem.deterministic);
+              EXPECT_EQ(plan.parts, parts);
+              kernels.insert(name_of(plan.variant));
+              stores.insert(plan.most_that_store);
+            }
           }
         }
+        EXPECT_EQ(kernels.size(), 1u) << head_dim;
+        EXPECT_EQ(stores.size(), 1u) << head_dim;
       }
-      EXPECT_EQ(kernels.size(), 1u) << head_dim;
     }
   }
 }
