@@ -209,14 +209,12 @@ double slower(const KeyBlockOrder& order, const Problem& p, const Variant& v, co
   return 1 + h100::kSlower * std::max(shared / static_cast<double>(device.l2_bytes) - h100::kKept, 0.0);
 }
 
-/// Returns the dealings by which a problem is estimated. Sequences of a ragged batch may be equally long, or a few of
-/// them much longer than the others: for those there is a dense batch of half as many, of twice the length.
+/// Returns the dealings by which a problem is estimated: of a ragged batch, one of sequences that are equally long, and
+/// one of uneven ones.
 std::vector<Dealing> dealings(const Problem& p, const Variant& v, int at_once) {
   std::vector<Dealing> found = {Dealing(p.dense(), v, at_once)};
   if (!p.ragged) return found;
-  Problem uneven = p;
-  uneven.batch = (p.batch + 1) / 2;
-  found.emplace_back(uneven.dense(), v, at_once);
+  found.emplace_back(as_uneven(p), v, at_once);
   return found;
 }
 

@@ -23,7 +23,6 @@ constexpr int kLongHead = 2048;     // a head is long from here on, in blocks of
 constexpr int kBlocksTogether = 8;  // then this many of its blocks run at the same time and add to its dQ in order,
 constexpr int kOfQueryHead = 4;     // or this many for each query head of a group, as a step is then less of a block
 constexpr int kShortWindow = 2;     // a window is short in sequences that are so many times as long
-constexpr int kUneven = 2;          // sequences with most of the work are so many times as long as the mean
 
 }  // namespace h200
 
@@ -52,11 +51,11 @@ bool are_even(const Problem& p, const Variant& v) {
 /// each other, but some should, as they share its queries in the L2 cache. Otherwise, under a mask, the work of a
 /// head's blocks differs; then a section is one wave, so that neighbours have about equal work, and more than a wave
 /// where a block goes through a whole group of query heads.
-std::int64_t backward_section(const Problem& p, const Variant& v, const DeviceInfo& device, std::int64_t key_blocks,
+std::int64_t backward_section(const Problem& p, const Variant& v, const DeviceInfo& device, int key_blocks,
                               bool several) {
   const std::int64_t wave = device.multiprocessors;
   if (adds_in_order(p, v)) {
-    const std::int64_t length = key_blocks * v.head_dim;
+    const std::int64_t length = std::int64_t{key_blocks} * v.head_dim;
     const std::int64_t together = std::max(h200::kBlocksTogether, h200::kOfQueryHead * p.group());
     return wave * std::max<std::int64_t>(h200::kLongHead, length) / (together * v.head_dim);
   }
@@ -64,6 +63,12 @@ std::int64_t backward_section(const Problem& p, const Variant& v, const DeviceIn
 }
 
 }  // namespace
+
+Problem as_uneven(const Problem& p) {
+  Problem uneven = p;
+  uneven.batch = (p.batch + 1) / 2;
+  return uneven.dense();
+}
 
 double cached_bytes(const DeviceInfo& device) {
   return std::min(h200::kCachedBytes, h200::kCachedShare * static_cast<double>(device.l2_bytes));
@@ -97,8 +102,7 @@ int blocks_of_section(const ForwardPlan& plan, const DeviceInfo& device) {
 }
 
 int blocks_of_section(const Problem& p, const Variant& v, const DeviceInfo& device) {
-  const std::int64_t keys = std::int64_t{h200::kUneven} * p.dense().seqlen_k;
-  const std::int64_t key_blocks = adds_in_order(p, v) ? std::max<std::int64_t>(keys / v.tile_n, 1) : 1;
+  const int key_blocks = adds_in_order(p, v) ? std::max(Spans::tiles(as_uneven(p).seqlen_k, v.tile_n), 1) : 1;
   return few_enough(static_cast<double>(backward_section(p, v, device, key_blocks, v.one_pass() && !are_even(p, v))));
 }
 

@@ -7,6 +7,10 @@
 
 namespace flashtile {
 
+/// Returns a dense batch of the work of a ragged one in which a few sequences are much longer than the others: half as
+/// many, of twice the mean length. Problem::dense() is one whose sequences are equally long.
+Problem as_uneven(const Problem& p);
+
 /// Returns the bytes that keys and values of a section should take at most, or the L2 cache does not keep them.
 double cached_bytes(const DeviceInfo& device);
 

@@ -230,7 +230,7 @@ struct KeyBlock : GroupWalk {
     queries = {};
     if (params.group > 0) queries = params.scores.mask.walk(keys, kM, lengths.transposed());
     start = in_order(params) ? queries.last() : queries.first();
-    direction = -1;
+    direction = -1;  // by tiles, as in order
     // Their first tiles are spread as evenly as can be, but no further apart than two tiles from block to block, so
     // that what one of them has read and added to is still in the L2 cache when the next comes to it. The quotient is
     // approximate, as a 64-bit one would be a call.

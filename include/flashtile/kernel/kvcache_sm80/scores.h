@@ -48,8 +48,8 @@ struct KvcacheScores {
   }
 
   /// Hides what the column mask hides of a block, which need not have a key of the mask. Each lane asks one column, for
-  /// all rows of its warp, and tells the others: to ask for each score would be more code, and to fetch that takes most
-  /// of the time, as few blocks need it.
+  /// all rows of its warp, and tells the others: to ask for each score would be more code, which has to be fetched just
+  /// for the few blocks that need it.
   template <class Scores, class Coord>
   CUTE_DEVICE void hide(Scores& scores, Coord const& coord, int first_column) const {
     using namespace cute;
