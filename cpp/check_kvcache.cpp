@@ -331,7 +331,8 @@ KvcacheProblem check_kvcache(const char* function, const KvcacheTensors& t, cons
               {function, "cache_batch_idx", "(B)", t.cache_batch_idx}, cache);
   cache.has_table = paged || t.cache_batch_idx.given();
   cache.q_in_line = p.ragged || (has_one_stride(t.q) && has_one_stride(t.out));
-  cache.in_line = !t.leftpad.given() && rows_to_next(t.k_cache) > 0 && rows_to_next(t.v_cache) > 0;
+  cache.has_leftpad = t.leftpad.given();
+  cache.in_line = rows_to_next(t.k_cache) > 0 && rows_to_next(t.v_cache) > 0;
   cache.has_gaps = cache.in_line && !(has_one_stride(t.k_cache) && has_one_stride(t.v_cache));
   check_new_rows({function, "k_new", p.ragged ? "(T_q, H_k, D)" : "(B, S_new, H_k, D)", t.k_new},
                  {function, "v_new", p.ragged ? "(T_q, H_k, D_v)" : "(B, S_new, H_k, D_v)", t.v_new}, t.q, cache);

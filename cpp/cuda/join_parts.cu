@@ -47,7 +47,7 @@ __device__ Range parts_of(JoinParams const& params, TileCoord tile, Span queries
   ForwardParams const& forward = params.forward;
   if (params.keys_of_part == 0) return {0, forward.parts.splits.value};
   const int keys =
-      params.rows.held != nullptr ? params.rows.at(tile.batch).end : forward.sequences.k.at(tile.batch).used;
+      params.rows.held != nullptr ? params.rows.at(tile.batch).count() : forward.sequences.k.at(tile.batch).used;
   const Range of_tile = forward.scores.packing.queries(tile.m_block * params.tile_m, params.tile_m, queries.used);
   return forward.scores.mask.walk(of_tile, params.keys_of_part, {queries.used, keys}).visible;
 }

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads) lay_out(const __grid_constant__ LayO
     if (b == params.rows.batch) continue;
     const int queries = params.used_q == nullptr ? 0 : params.queries.at(b).used;
     const bool counts = params.used_q == nullptr || queries > params.most_queries;
-    params.used_k[b] = counts ? params.rows.at(b).end : 0;
+    params.used_k[b] = counts ? params.rows.at(b).count() : 0;
     if (params.used_q != nullptr) params.used_q[b] = counts ? queries : 0;
   }
 }

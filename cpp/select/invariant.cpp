@@ -55,7 +55,7 @@ const InvariantRow& row_over_cache(const Problem& p, const DeviceInfo& device) {
   return estimate_of(few).time < estimate_of(tall).time ? few : tall;
 }
 
-/// Plans the call over a cache that TMA can load as it lies.
+/// Plans the call over a cache as it lies.
 bool select_as_it_lies(KvcachePlan& plan, const DeviceInfo& device) {
   const KvcacheProblem& cache = plan.cache;
   const Problem &p = cache.problem, estimated = as_dense(cache);
@@ -108,8 +108,7 @@ bool select_invariant(KvcachePlan& plan, const DeviceInfo& device) {
   countable("q", cache.queries(), "rows");
   countable("k_cache", std::max(keys, std::int64_t{cache.pages} * cache.page_size), "rows");
   const Variant& v = row_over_cache(as_dense(cache), device).variant;
-  if (cache.in_line && has_boxes(cache, v) && !pays_to_copy(cache, rows_of_box(cache, v), device))
-    return select_as_it_lies(plan, device);
+  if (cache.in_line && !pays_to_copy(cache, &v)) return select_as_it_lies(plan, device);
   // Any other kernel would give other bits, so a copy is made, however large.
   return select_over_copy(plan, device, select_as_it_lies, kOfCopy, std::numeric_limits<std::int64_t>::max());
 }

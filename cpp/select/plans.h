@@ -15,13 +15,9 @@ ForwardPlan plan_tiles(const Problem& problem, const Variant& v, const Estimate&
 /// returns true.
 bool select_prefill(KvcachePlan& plan, const DeviceInfo& device);
 
-/// Returns whether TMA can load tiles of the row `v` from the cache's pages: so many rows of a page, or multiples of
-/// them, at a time.
-bool has_boxes(const KvcacheProblem& cache, const Variant& v);
-
-/// Returns whether a kernel ahead is to copy a cache of 16 bits, which TMA loads in boxes of so many rows, or not at
-/// all where that is 0.
-bool pays_to_copy(const KvcacheProblem& cache, int rows, const DeviceInfo& device);
+/// Returns whether a kernel ahead is to copy a cache of 16 bits for the row `v` of a table, or, where that is null, for
+/// lack of one that goes over it as it lies.
+bool pays_to_copy(const KvcacheProblem& cache, const Variant* v);
 
 /// Plans a batch-invariant call over a cache on Hopper, and returns true, if a row of the table serves it.
 bool select_invariant(KvcachePlan& plan, const DeviceInfo& device);

@@ -36,22 +36,18 @@ constexpr int kRowsOfWidening = 1536;
 constexpr int kRowsOfWideningHalves = 8192;  // at D128, of float16
 constexpr int kRowsOfWideningWide = 640;     // above D128
 
-// TMA loads a tile in boxes of rows that lie in one page, and a box of 8 or 4 rows takes it nearly as long as one
-// of 16. A kernel ahead copies all rows once, and pays from so many rows of a KV head on that see a key: of
-// kRowsOfCopying for each box that 16 keys take beyond the first. Where TMA cannot load a cache, fewer rows go to
-// Ampere's kernel.
+// TMA loads a tile in boxes of rows that lie in one page, and a box of 8 rows takes it nearly as long as one of 16. A
+// kernel ahead copies all rows once, and pays from so many rows of a KV head on that see a key: of kRowsOfCopying for
+// each box that 16 keys take beyond the first; of kRowsOfCopyingGathered for each column of a head, where warps gather
+// rows; and where nothing but Ampere's kernel goes over the cache as it lies, of kRowsOfCopyingForAmpere.
 constexpr int kRowsOfCopying = 1024;
-constexpr int kRowsOfCopyingWithoutBoxes = 64;
+constexpr int kRowsOfCopyingGathered = 3;
+constexpr int kRowsOfCopyingForAmpere = 64;
 
 // TMA loads a row of D96 by three boxes of 32 columns, and one of D128, zeros beyond the head dimension included, by
 // two of 64. In boxes of so few rows that counts for more than the zeros, with heads as narrow as this one in any.
 constexpr int kShortBox = 16;
 constexpr int kNarrowOfThreeBoxes = 72;
-
-// Above D128 Ampere's tiles are slower. Times there are in keys of its tiles of 16 rows: of a key that is copied and
-// gone over, and what Ampere's kernel takes beside its keys.
-constexpr double kKeysOfCopyingWide = 2.5;
-constexpr double kBesideWideKeys = 60000;
 
 // Where the forward kernel does not serve 8-bit numbers, no kernel ahead widens them for so few rows: one tile of
 // Ampere's kernel, which reads them as they are.
@@ -106,16 +102,11 @@ bool is_wide(const Problem& p) {
   return p.wider_head_dim() > 128;
 }
 
-/// Returns the time that Ampere's kernel takes by the better of its tiles, for a dense batch.
-double least_time_over_cache(const Problem& p, const DeviceInfo& device) {
-  return std::min(time_over_cache(16, p, device), time_over_cache(64, p, device));
-}
-
 /// Returns whether the forward kernel is faster than a kernel over a cache although no tile has rows of several heads.
 bool has_many_rows_of_head(const Problem& p, const DeviceInfo& device) {
   constexpr int kRowsOfTile = 128;
   const double keys = 1.0 * Spans::tiles(p.seqlen_q, kRowsOfTile) * p.batch * p.heads_q * p.seqlen_k;
-  const double over_cache = least_time_over_cache(p, device);
+  const double over_cache = std::min(time_over_cache(16, p, device), time_over_cache(64, p, device));
   return is_wide(p) ? h200::kKeyOfOneWideHead * keys <= over_cache + h200::kBesideKeys
                     : h200::kKeyOfOneHead * keys + h200::kBesideKeys <= over_cache;
 }
@@ -199,7 +190,8 @@ Problem without_mask(Problem p) {
 /// Returns whether a row of the table loads pages by so many boxes that one for wider heads, which takes fewer, is
 /// faster.
 bool has_many_boxes(const KvcacheProblem& cache, const Variant& v) {
-  const bool short_boxes = rows_of_box(cache, v) <= h200::kShortBox;
+  const int rows = rows_of_box(cache, v);
+  const bool short_boxes = rows > 0 && rows <= h200::kShortBox;
   const bool narrow = cache.of_sequence > 1 && cache.problem.wider_head_dim() <= h200::kNarrowOfThreeBoxes;
   return v.head_dim == 96 && (short_boxes || narrow);
 }
@@ -208,7 +200,7 @@ Found over_pages(const KvcacheProblem& cache, const DeviceInfo& device) {
   const bool widens = is_fp8(cache.stored());
   const auto suits = [&](const KvcacheRow& row) {
     const Variant& v = row.variant;
-    return v.arch == Arch::kSm90 && has_boxes(cache, v) && !has_many_boxes(cache, v);
+    return v.arch == Arch::kSm90 && (!widens || rows_of_box(cache, v) > 0) && !has_many_boxes(cache, v);
   };
   const std::vector<KvcacheRow> rows = rows_for(cache);
   if (gpu_arch(std::span(rows), device, without_mask(cache.problem), suits) != Arch::kSm90) return {};
@@ -244,8 +236,8 @@ Found over_rows(const KvcacheProblem& cache, const DeviceInfo& device) {
 Found over_cache(const KvcacheProblem& cache, const DeviceInfo& device) {
   Found found = over_pages(cache, device);
   const bool dense = found.forward && !found.forward->problem.ragged;
-  const bool only_pages =
-      cache.has_table || cache.has_gaps || !cache.q_in_line || is_fp8(cache.stored()) || cache.problem.column_masked();
+  const bool only_pages = cache.has_table || cache.has_gaps || cache.has_leftpad || !cache.q_in_line ||
+                          is_fp8(cache.stored()) || cache.problem.column_masked();
   return only_pages || dense ? found : over_rows(cache, device);
 }
 
@@ -271,21 +263,13 @@ bool pays_to_widen(const KvcacheProblem& cache) {
 
 }  // namespace
 
-bool has_boxes(const KvcacheProblem& cache, const Variant& v) {
-  // Each lane of a warp loads one box of a tile. Boxes of fewer rows than 4 were not tried.
-  constexpr int kLanes = 32, kRowsOfBox = 4;
-  const int rows = rows_of_box(cache, v);
-  return rows % kRowsOfBox == 0 && v.tile_n <= rows * kLanes;
-}
-
-bool pays_to_copy(const KvcacheProblem& cache, int rows, const DeviceInfo& device) {
-  const Problem& p = cache.problem;
+bool pays_to_copy(const KvcacheProblem& cache, const Variant* v) {
   if (is_fp8(cache.stored()) || is_mixed(cache)) return false;
-  if (rows > 0) return rows_of_key(cache) * (16 - std::min(rows, 16)) > std::int64_t{h200::kRowsOfCopying} * rows;
-  if (!is_wide(p)) return rows_of_key(cache) > h200::kRowsOfCopyingWithoutBoxes;
-  const double copied = h200::kKeysOfCopyingWide * p.batch * p.heads_k * p.seqlen_k;
-  return rows_of_key(cache) > kFewRows &&
-         least_time_over_cache(as_dense(cache), device) + h200::kBesideWideKeys > copied;
+  const std::int64_t rows = rows_of_key(cache);
+  if (v == nullptr) return rows > h200::kRowsOfCopyingForAmpere;
+  const int of_box = rows_of_box(cache, *v);
+  if (of_box == 0) return rows > h200::kRowsOfCopyingGathered * cache.problem.wider_head_dim();
+  return rows * (16 - std::min(of_box, 16)) > std::int64_t{h200::kRowsOfCopying} * of_box;
 }
 
 Problem as_dense(const KvcacheProblem& cache) {
@@ -328,7 +312,7 @@ bool select_over_copy(KvcachePlan& plan, const DeviceInfo& device, bool (*select
   copy.cache.page_size = p.seqlen_k;
   copy.cache.of_sequence = 1;
   copy.cache.in_line = true;
-  copy.cache.has_gaps = copy.cache.has_table = copy.cache.appends = false;
+  copy.cache.has_gaps = copy.cache.has_table = copy.cache.has_leftpad = copy.cache.appends = false;
   copy.cache.seqlen_new = copy.cache.rotary_dim = copy.cache.rotary_rows = 0;
   copy.problem = copy.cache.problem;
   plan.widened_at = rotated_bytes(cache);
@@ -353,15 +337,15 @@ bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   const bool widens = is_fp8(cache.stored());
   if (widens && plan.problem.column_masked()) return false;  // which no kernel that widens asks or hands on
   const bool may_widen_ahead = widens && rows_of_sequence(as_dense(cache)) > h200::kRowsOfOneTile;
-  const bool pays = cache.descales_of_rows || !cache.in_line || pays_to_widen(cache);
+  const bool pays = cache.descales_of_rows || !cache.in_line || cache.has_leftpad || pays_to_widen(cache);
   if (may_widen_ahead && pays && select_widened(plan, device)) return true;
   if (cache.descales_of_rows) return false;  // the forward kernel that widens knows one for a head
   auto [forward, run] = cache.in_line ? over_cache(cache, device) : Found{};
   // A copy hands no mask on either, and is itself in line, of one page for each sequence.
-  const bool may_copy = !plan.problem.column_masked() && !(cache.in_line && cache.of_sequence == 1);
-  if (may_copy && pays_to_copy(cache, forward ? rows_of_box(cache, forward->variant) : 0, device) &&
-      select_over_copy(plan, device, select_prefill, kCopied, kRoomForCopy))
-    return true;
+  const bool is_copy = cache.in_line && !cache.has_leftpad && cache.of_sequence == 1;
+  const bool copies =
+      !plan.problem.column_masked() && !is_copy && pays_to_copy(cache, forward ? &forward->variant : nullptr);
+  if (copies && select_over_copy(plan, device, select_prefill, kCopied, kRoomForCopy)) return true;
   if (!forward) return may_widen_ahead && select_widened(plan, device);
   complete(plan, *std::move(forward), run, widens ? kWidening : kPrefill);
   if (is_mixed(cache)) {

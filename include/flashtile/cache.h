@@ -24,12 +24,19 @@ struct Pages {
 
   /// Returns where a row of a sequence lies, for rows from 0 up to of_sequence · size. The page is clamped to those
   /// that exist, whatever the table holds, so that no kernel leaves the cache.
-  FLASHTILE_HOST_DEVICE Place at(int b, int row) const {
-    const int index = of_sequence == 1 ? 0 : size.quotient(row);
-    int page = table == nullptr ? b : table[b * table_stride + index];
-    page = page < 0 ? 0 : page >= pages ? pages - 1 : page;
-    return {page, row - index * size.value};
+  FLASHTILE_HOST_DEVICE Place at(int b, int row) const { return existing(entry(b, row)); }
+
+  /// Returns the same, with what the table holds. Who does not yet need existing() of it does not wait for memory.
+  FLASHTILE_HOST_DEVICE Place entry(int b, int row) const {
+    const int index = index_of(row);
+    return {table == nullptr ? b : *place_in_table(b, index), row - index * size.value};
   }
+  FLASHTILE_HOST_DEVICE Place existing(Place place) const {
+    return {place.page < 0 ? 0 : place.page >= pages ? pages - 1 : place.page, place.row};
+  }
+
+  FLASHTILE_HOST_DEVICE int index_of(int row) const { return of_sequence == 1 ? 0 : size.quotient(row); }
+  FLASHTILE_HOST_DEVICE const int* place_in_table(int b, int index) const { return table + b * table_stride + index; }
 };
 
 /// These are what numbers of 8 bits in a cache are multiplied with: one factor for all, one for each sequence and KV
@@ -69,6 +76,8 @@ struct CachedRows {
 
   struct Rows {
     int begin = 0, held = 0, end = 0;  // rows [begin, end) count; rows [held, end) are added
+
+    FLASHTILE_HOST_DEVICE int count() const { return end - begin; }
   };
 
   /// Returns rows that lie inside the capacity, whatever the tables hold. New rows that do not fit are not added. A

@@ -75,11 +75,12 @@ struct KvcacheProblem {
   bool batch_invariant = false;
   int masked_keys = 0;           // N, the columns of the column mask: the last keys of each sequence, if it has so many
   bool q_in_line = false;        // q's rows have one stride across entries, and so do out's
-  bool in_line = false;          // the cache's entries are whole rows apart, and no leftpad is given
+  bool in_line = false;          // the cache's entries are whole rows apart
   bool has_gaps = false;         // but these have gaps between them: heads come before rows, or keys beside values
   bool has_table = false;        // a block_table or a cache_batch_idx is given
   DType narrow = DType::kOther;  // the dtype of keys and values, if they are of 8 bits
   bool descales_of_rows = false;  // whether each of their rows has a descale of its own
+  bool has_leftpad = false;
 
   Spans queries(const KvcacheTensors& tensors) const;
   CachedRows rows(const KvcacheTensors& tensors) const;

@@ -65,8 +65,14 @@ struct WidenedRows {
 };
 
 /// Returns how many keys TMA loads at a time: those of a box lie in one page, unless that is the sequence's only one.
+/// Each lane of a warp loads one box of a tile. Where left padding lets a tile begin anywhere in a page, and where
+/// boxes would have so few rows that it is faster, rows are gathered (see RowsSm90), and it returns 0. Rows of 8 bits
+/// are not gathered.
 inline int rows_of_box(const KvcacheProblem& cache, const Variant& v) {
-  return cache.of_sequence == 1 ? v.tile_n : std::gcd(cache.page_size, v.tile_n);
+  constexpr int kLanes = 32;
+  const int fewest = is_fp8(cache.stored()) ? 4 : 8;
+  const int rows = cache.of_sequence == 1 ? v.tile_n : std::gcd(cache.page_size, v.tile_n);
+  return !cache.has_leftpad && rows % fewest == 0 && v.tile_n <= rows * kLanes ? rows : 0;
 }
 
 /// Returns whether a plan goes over the rows of a cache without a table, which the forward kernel loads faster than
@@ -74,8 +80,8 @@ inline int rows_of_box(const KvcacheProblem& cache, const Variant& v) {
 inline bool has_rows(const KvcachePlan& plan) {
   const ForwardPlan& forward = *plan.prefill;
   const bool maps = plan.problem.score_map().maps();
-  return plan.problem.column_masked() && !plan.cache.has_table && !plan.cache.has_gaps && forward.problem.ragged &&
-         forward.splits == 1 && !maps;
+  return plan.problem.column_masked() && !plan.cache.has_table && !plan.cache.has_gaps && !plan.cache.has_leftpad &&
+         forward.problem.ragged && forward.splits == 1 && !maps;
 }
 
 /// Returns the operands of ragged sequences whose keys are rows of a cache. They end with the last sequence's: entries

@@ -120,11 +120,13 @@ TEST(CheckKvcache, KnowsWhereRowsStandInLine) {
   EXPECT_EQ(found([](Call&) {}), std::pair(true, false));
   EXPECT_EQ(found([](Call& c) { c.make_ragged(); }), std::pair(true, false));
   EXPECT_EQ(found([](Call& c) { c.make_indexed(); }), std::pair(true, true));
-  EXPECT_EQ(found([](Call& c) { c.tensors.leftpad = tensor({2}, DType::kInt32, c.pads.data()); }),
-            std::pair(false, false));
   KvcacheProblem paged;
   ASSERT_EQ(check([](Call& c) { c.tensors.leftpad = {}; }, &paged), "accepted");
   EXPECT_TRUE(paged.in_line && paged.has_table);
+  EXPECT_FALSE(paged.has_leftpad);
+  const auto pad = [](Call& c) { c.make_contiguous(), c.tensors.leftpad = tensor({2}, DType::kInt32, c.pads.data()); };
+  ASSERT_EQ(check(pad, &paged), "accepted");
+  EXPECT_TRUE(paged.in_line && paged.has_leftpad);
   for (TensorView KvcacheTensors::* view : {&KvcacheTensors::k_cache, &KvcacheTensors::v_cache})
     EXPECT_EQ(found([&](Call& c) { (c.tensors.*view).strides[0] += 64; }), std::pair(false, false));
   for (TensorView KvcacheTensors::* view : {&KvcacheTensors::q, &KvcacheTensors::out}) {

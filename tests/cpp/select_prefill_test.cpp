@@ -65,13 +65,9 @@ TEST(SelectPrefill, SmallPagesAreCopiedForManyRows) {
     return true;
   };
   const auto nothing = [](KvcacheProblem&) {};
-  for (const int page_size : {1, 2, 3, 15, 18}) {
-    EXPECT_TRUE(copies(page_size, 20, nothing)) << page_size;
-    EXPECT_FALSE(copies(page_size, 16, nothing)) << page_size;
-  }
-  for (const int page_size : {4, 12, 28}) {
-    EXPECT_TRUE(copies(page_size, 90, nothing)) << page_size;
-    EXPECT_FALSE(copies(page_size, 80, nothing)) << page_size;
+  for (const int page_size : {1, 2, 3, 4, 12, 15, 18, 28}) {
+    EXPECT_TRUE(copies(page_size, 200, nothing)) << page_size;
+    EXPECT_FALSE(copies(page_size, 50, nothing)) << page_size;
   }
   for (const int page_size : {8, 24, 56}) {
     EXPECT_TRUE(copies(page_size, 270, nothing)) << page_size;
@@ -81,12 +77,38 @@ TEST(SelectPrefill, SmallPagesAreCopiedForManyRows) {
   EXPECT_FALSE(copies(1, 512, [](KvcacheProblem& cache) { cache.problem.band.left = 100; }));  // few keys are seen
   EXPECT_FALSE(copies(1, 512, [](KvcacheProblem& cache) { cache.problem.seqlen_k = 1 << 17; })) << "no room";
   EXPECT_FALSE(copies(1, 512, [](KvcacheProblem& cache) { cache.of_sequence = 1; }));
+  EXPECT_TRUE(copies(16, 200, [](KvcacheProblem& cache) { cache.has_leftpad = true; }));
+  EXPECT_FALSE(copies(16, 50, [](KvcacheProblem& cache) { cache.has_leftpad = true; }));
+  EXPECT_TRUE(copies(16, 200, [](KvcacheProblem& cache) { cache.has_leftpad = true, cache.of_sequence = 1; }));
   EXPECT_TRUE(copies(16, 20, [](KvcacheProblem& cache) { cache.in_line = false; }));
   EXPECT_TRUE(copies(16, 20, [](KvcacheProblem& cache) { cache.in_line = false, cache.of_sequence = 1; }));
   EXPECT_FALSE(copies(16, 16, [](KvcacheProblem& cache) { cache.in_line = false; }));
   EXPECT_TRUE(copies(16, 20, [](KvcacheProblem& cache) { cache.q_in_line = cache.in_line = false; }));
-  EXPECT_TRUE(copies(1, 16, [](KvcacheProblem& cache) { cache.problem.head_dim = 192, cache.problem.batch = 1; }));
-  EXPECT_FALSE(copies(1, 8, [](KvcacheProblem& cache) { cache.problem.head_dim = 192; })) << "much to copy";
+}
+
+/// What TMA cannot load is gathered by the same kernels: small pages, and rows behind left padding, also of a
+/// contiguous cache, with a column mask, too.
+TEST(SelectPrefill, WhatIsNotCopiedIsGathered) {
+  for (const int masks : {0, 1}) {
+    for (const int head_dim : {64, 72, 96, 128, 192, 256}) {
+      for (const bool leftpad : {false, true}) {
+        KvcacheProblem cache = in_pages(decode(kH100, 4, 8, 4, 8192), leftpad ? 16 : 1);
+        cache.has_leftpad = leftpad;
+        cache.problem.seqlen_q = 20;
+        cache.problem.head_dim = cache.problem.head_dim_v = head_dim;
+        if (masks > 0) cache = masked(cache, masks);
+        const KvcachePlan plan = select_kvcache(cache, kH100);
+        ASSERT_TRUE(plan.prefill && !plan.widened) << to_string(plan);
+        EXPECT_EQ(rows_of_box(cache, plan.variant), 0);
+        EXPECT_FALSE(has_rows(plan));
+        cache.has_table = false, cache.of_sequence = 1, cache.page_size = 8192;
+        const KvcachePlan contiguous = select_kvcache(cache, kH100);
+        EXPECT_EQ(rows_of_box(cache, contiguous.variant) == 0, leftpad);
+        EXPECT_FALSE(leftpad && has_rows(contiguous));
+        EXPECT_EQ(contiguous.prefill->problem.ragged, plan.prefill->problem.ragged);
+      }
+    }
+  }
 }
 
 /// Hopper has no kernel for a large softcap. A cache is not copied for Ampere's, and a copy not once more.

@@ -130,16 +130,19 @@ for head_dim, page_size, dim_v in ((64, 16, 64), (128, 3, 128), (256, 64, 72), (
                 flashtile.attention_kvcache(q, k_cache, v_cache, return_lse=True, **options)
         check(caches)
 """
-# Enough rows for Hopper's kernel of many, which decoding does not enter.
+# Enough rows for Hopper's kernel of many, which decoding does not enter. Of pages of 16 rows and more TMA loads boxes,
+# of others warps gather rows, unless there are so many queries that the cache is copied.
 PREFILL = """
-T, S = 2000, 640
-for head_dim, page_size, dim_v in ((64, 16, 64), (128, 48, 128), (256, 64, 256), (72, 32, 40)):
-    per_sequence = S // page_size
+S = 640
+sizes = ((64, 16, 64, 300), (128, 48, 128, 300), (256, 64, 256, 300), (72, 32, 40, 300))
+sizes += ((64, 1, 64, 60), (128, 3, 128, 60), (256, 1, 256, 60), (72, 5, 40, 60), (128, 1, 128, 300))
+for head_dim, page_size, dim_v, queries in sizes:
+    T, per_sequence = 7 * queries, S // page_size
     for paged in (False, True):
         caches, (k_cache, v_cache) = guarded((40, page_size, 2) if paged else (B, S, 2), (head_dim, dim_v))
         cos = torch.randn(700, 16, **floats)
         for ragged, appends in itertools.product((False, True), (False, True)):
-            lead = (T,) if ragged else (B, 300)
+            lead = (T,) if ragged else (B, queries)
             q = torch.randn(*lead, 16, head_dim, **floats)
             options = {"window": (200, None)} if appends else {"causal": True}
             if appends:
@@ -147,6 +150,8 @@ for head_dim, page_size, dim_v in ((64, 16, 64), (128, 48, 128), (256, 64, 256),
                 options |= {"k_new": new[0], "v_new": new[1], "rotary_cos": cos, "rotary_sin": cos}
             for i, held in enumerate(garbage(B, S)):
                 options["cache_seqlens"] = held
+                if page_size < 16:
+                    options["leftpad"] = garbage(B, S)[i - 1]
                 if ragged:
                     options["cu_seqlens_q"] = garbage(B + 1, T)[i]
                 if paged:
@@ -180,13 +185,16 @@ def test_garbage_in_tables_stays_inside_the_tensors(calls):
 
 # Rows enough for Hopper's forward kernel.
 FAR_APART = """
+import itertools
 import torch, flashtile
 torch.manual_seed(0)
-PAGES, PAGE, STEP = 75, 16, 1 << 19
-memory = torch.empty(PAGES * PAGE, STEP, dtype=torch.float16, device="cuda")
-table = torch.randperm(PAGES, device="cuda").int().reshape(3, 25)
+ROWS, STEP = 1200, 1 << 19
+memory = torch.empty(ROWS, STEP, dtype=torch.float16, device="cuda")
 lengths = torch.tensor([400, 151, 0], dtype=torch.int32, device="cuda")
-for head_dim, head_dim_v in ((64, 64), (128, 128), (192, 128), (256, 256), (256, 8), (136, 40), (72, 256)):
+dims = ((64, 64), (128, 128), (192, 128), (256, 256), (256, 8), (136, 40), (72, 256))
+for (head_dim, head_dim_v), PAGE in itertools.product(dims, (16, 1)):
+    PAGES = ROWS // PAGE
+    table = torch.randperm(PAGES, device="cuda").int().reshape(3, -1)
     q = torch.randn(3, 300, 16, head_dim, dtype=memory.dtype, device="cuda")
     near = [torch.randn(PAGES, PAGE, 4, dim, dtype=memory.dtype, device="cuda") for dim in (head_dim, head_dim_v)]
     widths = [x[0, 0].numel() for x in near]

@@ -1,12 +1,15 @@
 // This file has the producers of Hopper's forward kernel, which have TMA load tiles: a thread for Q, and one for K and
-// V or, over pages, a warp for each; or, where other warps transpose V, one thread for all.
+// V; or, where other warps transpose V, one thread for all.
 #pragma once
 
 #include "flashtile/load/tma.h"
-#include "flashtile/mainloop/forward_sm90/largest_logits.h"
 #include "flashtile/mainloop/forward_sm90/storage.h"
 
 namespace flashtile {
+
+/// Loads tiles of K and V over pages: see pages_producer.h, which kernels over pages include.
+template <class Mainloop>
+struct PagesProducerSm90;
 
 /// Loads the tile of Q of each piece of work. One thread does, apart from those that load keys, so that the first Q and
 /// the first K are on their way at once.
@@ -155,91 +158,6 @@ struct ForwardProducerSm90 {
         at.advance();
       }
     }
-  }
-};
-
-/// Loads tiles over pages. A tile of K or V has many boxes there, since each lies within a page, and to start one takes
-/// a warp some 75 cycles. So K and V have a warp each, whose lanes load boxes of different pages. That of V exchanges
-/// the largest logits, too, where they are wanted: the fourth warp hands out tiles, and none is left for that alone.
-template <class Mainloop>
-struct PagesProducerSm90 {
-  using Params = typename Mainloop::Params;
-  using SharedStorage = typename Mainloop::SharedStorage;
-  using Work = typename Mainloop::Work;
-  static constexpr int kN = Mainloop::kN;
-
-  Params const& params;
-  SharedStorage& shared;
-
-  CUTE_DEVICE void run_keys() {
-    const auto loaded = [&](Work& work, int n_block) {
-      if (threadIdx.x % 32 != 0) return;
-      const BlockWalk walk = work.keys.walk();
-      if (n_block == max(walk.end() - Mainloop::kBlocksAhead, walk.first())) shared.near_end.arrive();
-    };
-    const auto run_to = [&](auto& barriers, auto& tiles) {
-      run<Mainloop::kHeadDim, Mainloop::kColumnsOfStoredK>(params.k, params.k_rows, barriers, tiles, loaded);
-    };
-    if constexpr (Mainloop::kWidens)
-      run_to(shared.few.k_barriers, shared.rows_of_k);
-    else
-      run_to(shared.k_barriers, shared.k);
-  }
-  CUTE_DEVICE void run_values() {
-    const auto run_to = [&](auto& barriers, auto& tiles) {
-      const auto loaded = [&](Work& work, int n_block) {
-        if constexpr (Mainloop::kExchangesLargest)
-          LargestLogitsExchange<Mainloop>{params.forward, shared}.run_beside(work, n_block - work.keys.walk().first());
-      };
-      run<Mainloop::kHeadDimV, Mainloop::kColumnsOfStoredV>(params.v, params.v_rows, barriers, tiles, loaded);
-    };
-    if constexpr (Mainloop::kWidens)
-      run_to(shared.few.v_barriers, shared.rows_of_v);
-    else
-      run_to(shared.v_barriers, shared.v);
-  }
-
- private:
-  /// Loads the tiles of one operand, which has a page every `rows_of_page` rows, block after block; after each, all
-  /// lanes call `loaded(work, block)`.
-  template <int kColumnsOfTile, int kColumnsOfBox, class Barriers, class Tiles, class Loaded>
-  CUTE_DEVICE void run(CUtensorMap const& map, int rows_of_page, Barriers& barriers, Tiles& tiles, Loaded&& loaded) {
-    const bool leads = threadIdx.x % 32 == 0;
-    const int row = int(threadIdx.x % 32) * params.rows_of_box;  // of the lane's box in the tile
-    typename Ring<Mainloop::kWorks>::Cursor work_at{};
-    typename Barriers::Cursor at{};
-    CUTE_NO_UNROLL
-    for (;; work_at.advance()) {
-      shared.work_barriers.wait_full(work_at);
-      Work& work = shared.work[work_at.stage];
-      if (work.keys.blocks < 0) break;
-      const auto walk = [&] { return work.keys.walk(); };  // read from shared memory each time: registers are scarce
-      TmaRows rows;
-      if (!walk().empty()) rows = rows_of_box(work, rows_of_page, row, walk().first());
-      CUTE_NO_UNROLL
-      for (int n_block = walk().first(); n_block < walk().end(); n_block = walk().next(n_block)) {
-        if (leads) barriers.fill(at, [] { return sizeof(tiles[0]); });
-        __syncwarp();  // all lanes wait for lane 0, which has waited for the stage to be empty
-        if (row < kN)
-          load_tile<kN, kColumnsOfTile, kColumnsOfBox>(map, reinterpret_cast<std::uint64_t*>(&barriers.full[at.stage]),
-                                                       tiles[at.stage] + row * kColumnsOfBox, rows, 0, work.kv_head);
-        loaded(work, n_block);
-        // The rows of the next block are looked up before its stage is waited for.
-        if (n_block != walk().last()) rows = rows_of_box(work, rows_of_page, row, walk().next(n_block));
-        at.advance();
-      }
-      if (leads) shared.work_barriers.release_by_thread(work_at);
-    }
-  }
-
-  /// Returns the rows of the box that begins with `row` of the block of a step. A box behind the last key has rows of
-  /// the block's first one once more: no score of theirs counts.
-  CUTE_DEVICE TmaRows rows_of_box(Work const& work, int rows_of_page, int row, int step) const {
-    const int key = Mainloop::key_of_step(work, step), used = work.sequence.k.used;
-    row = min(row, kN - 1);
-    const int first = key + row < used ? key + row : key;
-    const Pages::Place place = params.pages.at(work.tile.batch, first);
-    return TmaRows::ragged(place.page * rows_of_page + place.row, min(params.rows_of_box, used - first));
   }
 };
 

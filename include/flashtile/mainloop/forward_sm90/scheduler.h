@@ -65,7 +65,12 @@ struct ForwardSchedulerSm90 {
     forget();
     work.q_rows = TmaRows::of(forward.sequences.q, work.tile.batch, q, q.used);
     forget();
-    work.k_rows = TmaRows::of(forward.sequences.k, work.tile.batch, k, k.used);
+    if constexpr (Mainloop::kOverPages) {  // where producers look rows up, it says how many come before the first
+      work.k_rows = {};
+      if (params.rows.skipped != nullptr) work.k_rows.before = params.rows.at(work.tile.batch).begin;
+    } else {
+      work.k_rows = TmaRows::of(forward.sequences.k, work.tile.batch, k, k.used);
+    }
     forget();
     const Range queries = forward.scores.packing.queries(work.tile.m_block * Mainloop::kM, Mainloop::kM, q.used);
     if constexpr (Mainloop::kMasked) {
@@ -229,7 +234,7 @@ struct ForwardSchedulerSm90 {
       split = split_of(tile.m_block);
       tile.m_block = tile_of(tile.m_block);
     }
-    if constexpr (Mainloop::kOverPages) whole.k.used = params.rows.at(tile.batch).end;
+    if constexpr (Mainloop::kOverPages) whole.k.used = params.rows.at(tile.batch).count();
     write(work, tile, split, [&](auto side) { return whole.*side; });
   }
 

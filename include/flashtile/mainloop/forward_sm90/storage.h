@@ -34,11 +34,12 @@ struct ForwardParamsSm90 {
 };
 
 /// Keys and values are in pages: to TMA all their rows lie one behind the other, perhaps with others between pages, and
-/// a box has rows of one page. Where queries are a dense batch, `rows` says which rows of the cache count.
+/// a box has rows of one page. Where queries are a dense batch, `rows` says which rows of the cache count, and always
+/// how many at the beginning do not.
 struct PagedForwardParamsSm90 : ForwardParamsSm90 {
   Pages pages;
   CachedRows rows;
-  int rows_of_box;     // divides a tile, and a page unless a sequence has one alone
+  int rows_of_box;     // divides a tile, and a page unless a sequence has one alone; 0: rows are gathered
   int k_rows, v_rows;  // from a page to the next, of K and of V
 };
 
@@ -169,10 +170,10 @@ struct ForwardMainloopSm90 {
 
   // Where registers allow, matmuls take Q from them: that spares a fifth of the reads of shared memory, and power, too.
   static constexpr int kRegisters =  // registers of a consumer thread
-      kWarpgroups == 3 ? 160
-      : kWidens        ? 208
-      : kScaled        ? 232
-                       : 240;
+      kWarpgroups == 3        ? 160
+      : kWidens               ? 208
+      : kScaled || kOverPages ? 232
+                              : 240;
   static constexpr int kOfWord = 4 / sizeof(Element);
   static constexpr int kRegistersOfTiles =  // O, Q, S, P
       kHeadDimV / 2 + kHeadDim / 2 / kOfWord + kN / 2 + kN / 2 / kOfWord;
