@@ -108,7 +108,7 @@ bool select_invariant(KvcachePlan& plan, const DeviceInfo& device) {
   countable("q", cache.queries(), "rows");
   countable("k_cache", std::max(keys, std::int64_t{cache.pages} * cache.page_size), "rows");
   const Variant& v = row_over_cache(as_dense(cache), device).variant;
-  if (cache.in_line && !pays_to_copy(cache, &v)) return select_as_it_lies(plan, device);
+  if (cache.in_line && !pays_to_copy(cache, v)) return select_as_it_lies(plan, device);
   // Any other kernel would give other bits, so a copy is made, however large.
   return select_over_copy(plan, device, select_as_it_lies, kOfCopy, std::numeric_limits<std::int64_t>::max());
 }

@@ -15,9 +15,9 @@ ForwardPlan plan_tiles(const Problem& problem, const Variant& v, const Estimate&
 /// returns true.
 bool select_prefill(KvcachePlan& plan, const DeviceInfo& device);
 
-/// Returns whether a kernel ahead is to copy a cache of 16 bits for the row `v` of a table, or, where that is null, for
-/// lack of one that goes over it as it lies.
-bool pays_to_copy(const KvcacheProblem& cache, const Variant* v);
+/// Returns whether a kernel ahead is to copy a cache of 16 bits for the row `v` of a table, although that could go over
+/// it as it lies.
+bool pays_to_copy(const KvcacheProblem& cache, const Variant& v);
 
 /// Plans a batch-invariant call over a cache on Hopper, and returns true, if a row of the table serves it.
 bool select_invariant(KvcachePlan& plan, const DeviceInfo& device);

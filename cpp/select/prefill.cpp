@@ -38,11 +38,10 @@ constexpr int kRowsOfWideningWide = 640;     // above D128
 
 // TMA loads a tile in boxes of rows that lie in one page, and a box of 8 rows takes it nearly as long as one of 16. A
 // kernel ahead copies all rows once, and pays from so many rows of a KV head on that see a key: of kRowsOfCopying for
-// each box that 16 keys take beyond the first; of kRowsOfCopyingGathered for each column of a head, where warps gather
-// rows; and where nothing but Ampere's kernel goes over the cache as it lies, of kRowsOfCopyingForAmpere.
+// each box that 16 keys take beyond the first; and of kRowsOfCopyingGathered for each column of a head, where warps
+// gather rows.
 constexpr int kRowsOfCopying = 1024;
 constexpr int kRowsOfCopyingGathered = 3;
-constexpr int kRowsOfCopyingForAmpere = 64;
 
 // TMA loads a row of D96 by three boxes of 32 columns, and one of D128, zeros beyond the head dimension included, by
 // two of 64. In boxes of so few rows that counts for more than the zeros, with heads as narrow as this one in any.
@@ -261,13 +260,23 @@ bool pays_to_widen(const KvcacheProblem& cache) {
   return rows_of_key(cache) > rows;
 }
 
+/// Plans the call over a copy of a cache whose entries are no whole number of rows apart. How a cache lies should
+/// change no bits, so the copy goes through the kernel for pages, as the cache would in line.
+bool select_out_of_line(KvcachePlan& plan, const DeviceInfo& device) {
+  if (is_mixed(plan.cache)) return false;
+  const auto select_over_pages = [](KvcachePlan& copy, const DeviceInfo& gpu) {
+    copy.cache.has_gaps = true;  // which the usual kernel does not know
+    return select_prefill(copy, gpu);
+  };
+  return select_over_copy(plan, device, select_over_pages, kCopied, kRoomForCopy);
+}
+
 }  // namespace
 
-bool pays_to_copy(const KvcacheProblem& cache, const Variant* v) {
+bool pays_to_copy(const KvcacheProblem& cache, const Variant& v) {
   if (is_fp8(cache.stored()) || is_mixed(cache)) return false;
   const std::int64_t rows = rows_of_key(cache);
-  if (v == nullptr) return rows > h200::kRowsOfCopyingForAmpere;
-  const int of_box = rows_of_box(cache, *v);
+  const int of_box = rows_of_box(cache, v);
   if (of_box == 0) return rows > h200::kRowsOfCopyingGathered * cache.problem.wider_head_dim();
   return rows * (16 - std::min(of_box, 16)) > std::int64_t{h200::kRowsOfCopying} * of_box;
 }
@@ -340,13 +349,14 @@ bool select_prefill(KvcachePlan& plan, const DeviceInfo& device) {
   const bool pays = cache.descales_of_rows || !cache.in_line || cache.has_leftpad || pays_to_widen(cache);
   if (may_widen_ahead && pays && select_widened(plan, device)) return true;
   if (cache.descales_of_rows) return false;  // the forward kernel that widens knows one for a head
-  auto [forward, run] = cache.in_line ? over_cache(cache, device) : Found{};
+  auto [forward, run] = over_cache(cache, device);
   // A copy hands no mask on either, and is itself in line, of one page for each sequence.
   const bool is_copy = cache.in_line && !cache.has_leftpad && cache.of_sequence == 1;
-  const bool copies =
-      !plan.problem.column_masked() && !is_copy && pays_to_copy(cache, forward ? &forward->variant : nullptr);
+  const bool may_copy = !plan.problem.column_masked() && !is_copy;
+  const bool copies = may_copy && forward && pays_to_copy(cache, forward->variant);
   if (copies && select_over_copy(plan, device, select_prefill, kCopied, kRoomForCopy)) return true;
-  if (!forward) return may_widen_ahead && select_widened(plan, device);
+  if (!cache.in_line && !widens) return may_copy && select_out_of_line(plan, device);
+  if (!cache.in_line || !forward) return may_widen_ahead && select_widened(plan, device);
   complete(plan, *std::move(forward), run, widens ? kWidening : kPrefill);
   if (is_mixed(cache)) {
     KvcachePlan few = select_few(cache, few_queries(plan.problem), device);

@@ -43,7 +43,7 @@ FILES = {
         {"fragments", "descaled_weights", "largest_logits", "last_hidden", "long_sums", "pure_scores", "steps_in_one"},
         {"block_mask"},
         {"weigher"},
-        {"scheduler", "producer", "transposer", "widener", "consumer"},
+        {"scheduler", "producer", "pages_producer", "transposer", "widener", "consumer"},
     ],
     "mainloop/backward_one_pass_sm90": [{"storage"}, {"scheduler"}, {"producer", "consumer", "writer"}],
     "kernel/kvcache_sm80": [{"scores", "shares"}, {"source", "joining"}],

@@ -82,7 +82,8 @@ TEST(SelectPrefill, SmallPagesAreCopiedForManyRows) {
   EXPECT_TRUE(copies(16, 200, [](KvcacheProblem& cache) { cache.has_leftpad = true, cache.of_sequence = 1; }));
   EXPECT_TRUE(copies(16, 20, [](KvcacheProblem& cache) { cache.in_line = false; }));
   EXPECT_TRUE(copies(16, 20, [](KvcacheProblem& cache) { cache.in_line = false, cache.of_sequence = 1; }));
-  EXPECT_FALSE(copies(16, 16, [](KvcacheProblem& cache) { cache.in_line = false; }));
+  EXPECT_TRUE(copies(16, 5, [](KvcacheProblem& cache) { cache.in_line = false; }));
+  EXPECT_FALSE(copies(16, 4, [](KvcacheProblem& cache) { cache.in_line = false; }));
   EXPECT_TRUE(copies(16, 20, [](KvcacheProblem& cache) { cache.q_in_line = cache.in_line = false; }));
 }
 
@@ -101,6 +102,13 @@ TEST(SelectPrefill, WhatIsNotCopiedIsGathered) {
         ASSERT_TRUE(plan.prefill && !plan.widened) << to_string(plan);
         EXPECT_EQ(rows_of_box(cache, plan.variant), 0);
         EXPECT_FALSE(has_rows(plan));
+        KvcacheProblem apart = cache;
+        apart.in_line = false;
+        const KvcachePlan copied = select_kvcache(apart, kH100);
+        EXPECT_EQ(copied.widened != nullptr, masks == 0);
+        if (copied.widened && head_dim != 72) {
+          EXPECT_EQ(copied.widened->run, plan.run) << "how a cache lies changes no bits";
+        }
         cache.has_table = false, cache.of_sequence = 1, cache.page_size = 8192;
         const KvcachePlan contiguous = select_kvcache(cache, kH100);
         EXPECT_EQ(rows_of_box(cache, contiguous.variant) == 0, leftpad);
