@@ -80,7 +80,7 @@ struct KvcacheProblem {
   bool has_table = false;        // a block_table or a cache_batch_idx is given
   DType narrow = DType::kOther;  // the dtype of keys and values, if they are of 8 bits
   bool descales_of_rows = false;  // whether each of their rows has a descale of its own
-  bool has_leftpad = false;
+  bool has_leftpad = false;       // rows at the beginning of sequences may not count
 
   Spans queries(const KvcacheTensors& tensors) const;
   CachedRows rows(const KvcacheTensors& tensors) const;
