@@ -265,7 +265,7 @@ bool pays_to_widen(const KvcacheProblem& cache) {
 bool select_out_of_line(KvcachePlan& plan, const DeviceInfo& device) {
   if (is_mixed(plan.cache)) return false;
   const auto select_over_pages = [](KvcachePlan& copy, const DeviceInfo& gpu) {
-    copy.cache.has_gaps = true;  // which the usual kernel does not know
+    copy.cache.has_gaps = true;  // it has none, but over_cache() takes the kernel for pages then
     return select_prefill(copy, gpu);
   };
   return select_over_copy(plan, device, select_over_pages, kCopied, kRoomForCopy);

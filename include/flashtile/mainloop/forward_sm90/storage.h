@@ -169,7 +169,7 @@ struct ForwardMainloopSm90 {
   using Warpgroups = cute::Layout<cute::Shape<cute::Int<kWarpgroups>, cute::_1, cute::_1>>;
 
   // Where registers allow, matmuls take Q from them: that spares a fifth of the reads of shared memory, and power, too.
-  static constexpr int kRegisters =  // registers of a consumer thread
+  static constexpr int kRegisters =  // of a consumer thread; over pages producers need some of them
       kWarpgroups == 3        ? 160
       : kWidens               ? 208
       : kScaled || kOverPages ? 232
