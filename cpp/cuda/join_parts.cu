@@ -1,6 +1,8 @@
 #include "flashtile/join_parts.h"
 
+#include <algorithm>
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "flashtile/cuda/constants.h"
 #include "flashtile/cuda/launch.h"
@@ -13,7 +15,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kColumns = 4;  // columns that a thread has of a row
-constexpr int kAhead = 4;    // parts that are loaded while as many are joined
+constexpr int kFewParts = 4, kManyParts = 8;
 
 struct JoinParams {
   ForwardParams forward;
@@ -52,13 +54,13 @@ __device__ Range parts_of(JoinParams const& params, TileCoord tile, Span queries
   return forward.scores.mask.walk(of_tile, params.keys_of_part, {queries.used, keys}).visible;
 }
 
-/// Joins the parts of some rows of one tile.
-template <class Element>
+/// Joins the parts of some rows of one tile. It loads kAtOnce parts together, and the next when it has joined them:
+/// code that loads them meanwhile is longer, and takes more time to be fetched than it saves.
+template <class Element, int kAtOnce>
 __global__ void __launch_bounds__(kThreads) join_parts_kernel(const __grid_constant__ JoinParams params) {
   ForwardParams const& forward = params.forward;
   const ForwardParts& parts = forward.parts;
   if (threadIdx.x / 32 == 0) prefetch_constants(params);
-  if (forward.sequences.q.ragged()) await_kernel_before();  // tables that find_tile() reads may be of a kernel before
   const int place = params.blocks_of_tile.quotient(blockIdx.x);
   const int chunk = params.blocks_of_tile.remainder(blockIdx.x) * kThreads + int(threadIdx.x);
   const int row = params.chunks_of_row.quotient(chunk), column = params.chunks_of_row.remainder(chunk) * kColumns;
@@ -68,36 +70,30 @@ __global__ void __launch_bounds__(kThreads) join_parts_kernel(const __grid_const
   const HeadPacking packing = forward.scores.packing;
   const int query = packing.query(tile.m_block * params.tile_m, row);
   const bool there = row < params.tile_m && tile.m_block >= 0 && query < queries.size && !packing.idle(row);
+  const bool counts = there && query < queries.used;
+  const Range joined = counts ? parts_of(params, tile, queries) : Range{};
+  // What came before are tables, which were there before the forward's tiles were, and with them this kernel. What it
+  // waits for are the parts.
   await_kernel_before();
   if (!there) return;
 
   const std::int64_t first = std::int64_t(place) * parts.splits.value * params.tile_m + row;
   const float unit = forward.scores.map.unit, unit_log2 = forward.scores.map.unit_log2;
   Part sum;
-  if (query < queries.used) {
-    const Range joined = parts_of(params, tile, queries);
-    const auto load = [&](int n, Part(&some)[kAhead]) {
-      CUTE_UNROLL
-      for (int i = 0; i < kAhead; ++i) {
-        some[i] = Part{};  // changes nothing
-        if (n + i >= joined.end) continue;
-        const std::int64_t at = first + std::int64_t(n + i) * params.tile_m;
-        some[i] = {*reinterpret_cast<const float4*>(parts.out + at * forward.head_dim_v + column), parts.state[at]};
-      }
-    };
-    Part some[kAhead], next[kAhead];
-    load(joined.begin, some);
-    CUTE_NO_UNROLL
-    for (int n = joined.begin; n < joined.end; n += kAhead) {
-      load(n + kAhead, next);  // while these are joined
-      CUTE_UNROLL
-      for (int i = 0; i < kAhead; ++i) sum.join(some[i], unit_log2);
-      CUTE_UNROLL
-      for (int i = 0; i < kAhead; ++i) some[i] = next[i];
+  CUTE_NO_UNROLL
+  for (int n = joined.begin; n < joined.end; n += kAtOnce) {
+    Part some[kAtOnce];
+    CUTE_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (n + i >= joined.end) continue;  // a part of nothing changes nothing
+      const std::int64_t at = first + std::int64_t(n + i) * params.tile_m;
+      some[i] = {*reinterpret_cast<const float4*>(parts.out + at * forward.head_dim_v + column), parts.state[at]};
     }
+    CUTE_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) sum.join(some[i], unit_log2);
   }
   const int head = packing.first_head(tile.head) + packing.head(row);
-  const bool sinks = forward.sinks != nullptr && query < queries.used;
+  const bool sinks = forward.sinks != nullptr && counts;
   const RowTotal total = sum.state.total(sinks ? forward.sinks[head] : -kInfinity, unit);
   sum.scale(total.normaliser);
   Element* const to = static_cast<Element*>(forward.out) + forward.out_strides.at(tile.batch, queries.first + query) +
@@ -109,18 +105,33 @@ __global__ void __launch_bounds__(kThreads) join_parts_kernel(const __grid_const
     forward.rows.store(forward.rows.strides.at(tile.batch, head, queries.first + query), total.finished(), unit);
 }
 
-void join(const ForwardPlan& plan, const ForwardParams& params, int keys_of_part, const CachedRows& rows,
+/// Returns how many rows of a tile may have queries.
+int rows_of_tile(const ForwardPlan& plan) {
+  const int of_warp = plan.packing.queries_of_warp, queries = plan.problem.seqlen_q;
+  const std::int64_t rows =
+      std::int64_t{queries / of_warp} * HeadPacking::kRows + queries % of_warp * plan.packing.heads;
+  return static_cast<int>(std::min<std::int64_t>(rows, plan.variant.tile_m));
+}
+
+void join(const ForwardPlan& plan, const ForwardParams& params, int keys_of_part, const CachedRows& cached,
           Stream stream) {
-  static KernelHandles half, bfloat;
+  static KernelHandles few[2], many[2];
   const int tile_m = plan.variant.tile_m, chunks_of_row = plan.problem.head_dim_v / kColumns;
-  const int blocks_of_tile = (tile_m * chunks_of_row + kThreads - 1) / kThreads;
+  const int rows = rows_of_tile(plan);
+  const int blocks_of_tile = (rows * chunks_of_row + kThreads - 1) / kThreads;
   const int tiles = static_cast<int>(plan.tiles / plan.splits);
-  const JoinParams of_join{params, tile_m, Divisor(chunks_of_row), Divisor(blocks_of_tile), keys_of_part, rows};
+  const JoinParams of_join{params, tile_m, Divisor(chunks_of_row), Divisor(blocks_of_tile), keys_of_part, cached};
   const LaunchShape shape{tiles * blocks_of_tile, kThreads, 0, true};
   const Device device = plan.problem.device;
-  plan.variant.dtype == DType::kFloat16
-      ? launch(join_parts_kernel<ElementOf<DType::kFloat16>>, half, device, shape, of_join, stream)
-      : launch(join_parts_kernel<ElementOf<DType::kBFloat16>>, bfloat, device, shape, of_join, stream);
+  const auto start = [&](auto at_once, KernelHandles(&handles)[2]) {
+    plan.variant.dtype == DType::kFloat16
+        ? launch(join_parts_kernel<ElementOf<DType::kFloat16>, at_once>, handles[0], device, shape, of_join, stream)
+        : launch(join_parts_kernel<ElementOf<DType::kBFloat16>, at_once>, handles[1], device, shape, of_join, stream);
+  };
+  if (params.parts.splits.value <= kFewParts)
+    start(std::integral_constant<int, kFewParts>{}, few);
+  else
+    start(std::integral_constant<int, kManyParts>{}, many);
 }
 
 }  // namespace

@@ -238,6 +238,24 @@ def test_many_rows_of_few_sequences(head_dim, options, device):
     assert_same_bits((found[None], found_lse[None]), expected, "of ragged queries")
 
 
+@each_device
+@pytest.mark.parametrize("keys", [4100, 9300, 20000])
+def test_one_token_of_many_parts(keys, device):
+    """Thread blocks share the parts of its keys, or do not; three heads to a group leave one row of a warp idle."""
+    generator = torch.Generator().manual_seed(keys)
+    q, k, v = (
+        torch.randn(1, length, heads, 64, generator=generator).to(device, BF16)
+        for length, heads in ((200, 6), (keys, 2), (keys, 2))
+    )
+    given = dict(causal=True, batch_invariant=True, return_lse=True)
+    out, lse = flashtile.attention(q, k, v, **given)
+    for queries, batch in ((1, 1), (1, 40), (3, 2), (17, 1)):
+        paged, tables = in_pages(q[:, -queries:], k, v, 16, batch)
+        found = flashtile.attention_kvcache(*paged, **tables, **given)
+        way = f"of {queries} tokens, of {batch}"
+        assert_same_bits([x[-1:] for x in found], (out[:, -queries:], lse[:, :, -queries:]), way)
+
+
 def in_pages(q, k, v, page_size, batch):
     """(q, caches) and the tables of a batch whose last sequence is the given one, and whose others are its beginnings:
     all of them in pages in reverse order, behind which there is room, and NaN."""

@@ -341,7 +341,14 @@ class ForwardConsumerSm90 {
   // There are two cursors, though one follows the other: a step uses each and then advances it, so both stay uniform.
   typename Ring<Mainloop::kStages>::Cursor k_at{};   // K of the next block
   typename Ring<Mainloop::kStagesV>::Cursor v_at{};  // V of the current block
-  const Turns<Mainloop::kWarpgroups> turns{warpgroup};
+  /// A warpgroup that is alone waits for no turn.
+  struct NoTurns {
+    int warpgroup;
+    CUTE_DEVICE void begin() const {}
+    CUTE_DEVICE void await() const {}
+    CUTE_DEVICE void pass() const {}
+  };
+  const std::conditional_t<(Mainloop::kWarpgroups > 1), Turns<Mainloop::kWarpgroups>, NoTurns> turns{warpgroup};
   BlockWalk walk;     // over the key blocks of the current tile, or over its steps
   int blocks_before;  // with fixed parts: of the sequence, before those of the walk
   ForwardWeigherSm90<Mainloop> weigher{params, shared, thread, warpgroup};

@@ -20,30 +20,33 @@ struct BoxesSm90 {
   CUtensorMap const& map;
   const int rows_of_page;
   const int row = int(threadIdx.x % 32) * params.rows_of_box;  // of the lane's box in the tile
-  TmaRows rows{};                                              // and in the cache, of the next block
+  Pages::Place own{};                                          // where that lies in the cache, of the next block
+  int count = 0;                                               // and how many of its rows count
   typename Barriers::Cursor at{};
 
   CUTE_DEVICE void await(cutlass::arch::ClusterBarrier& barrier, unsigned parity) const { barrier.wait(parity); }
 
-  /// Finds the rows of the block of a step. A box behind the last key has rows of the block's first one once more: no
-  /// score of theirs counts.
+  /// Asks where the rows of the block of a step lie. A box behind the last key has rows of the block's first one once
+  /// more: no score of theirs counts.
   CUTE_DEVICE void find(Work const& work, int step) {
     const int key = Mainloop::key_of_step(work, step), used = work.sequence.k.used;
-    const int own = min(row, kN - 1);
-    const int first = key + own < used ? key + own : key;
-    const Pages::Place place = params.pages.at(work.tile.batch, first);
-    rows = TmaRows::ragged(place.page * rows_of_page + place.row, min(params.rows_of_box, used - first));
+    const int in_tile = min(row, kN - 1);
+    const int first = key + in_tile < used ? key + in_tile : key;
+    own = params.pages.entry(work.tile.batch, first);
+    count = min(params.rows_of_box, used - first);
   }
 
   /// Loads the block of a step.
   CUTE_DEVICE void load(Work const& work, int step) {
+    const Pages::Place place = params.pages.existing(own);
+    const TmaRows rows = TmaRows::ragged(place.page * rows_of_page + place.row, count);
+    // The table is asked for the next block before this one is loaded: both take long.
+    if (const BlockWalk walk = work.keys.walk(); step != walk.last()) find(work, walk.next(step));
     if (threadIdx.x % 32 == 0) barriers.fill(at, [] { return sizeof(tiles[0]); });
     __syncwarp();  // all lanes wait for lane 0, which has waited for the stage to be empty
     if (row < kN)
       load_tile<kN, kColumnsOfTile, kColumnsOfBox>(map, reinterpret_cast<std::uint64_t*>(&barriers.full[at.stage]),
                                                    tiles[at.stage] + row * kColumnsOfBox, rows, 0, work.kv_head);
-    // The rows of the next block are looked up before its stage is waited for.
-    if (const BlockWalk walk = work.keys.walk(); step != walk.last()) find(work, walk.next(step));
     at.advance();
   }
 
