@@ -6,6 +6,7 @@
 
 #include "flashtile/cuda/constants.h"
 #include "flashtile/cuda/launch.h"
+#include "flashtile/epilogue/partial.h"
 #include "flashtile/math/element.h"
 #include "flashtile/math/part.h"
 #include "flashtile/math/round.h"
@@ -14,8 +15,8 @@ namespace flashtile {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kColumns = 4;  // columns that a thread has of a row
-constexpr int kFewParts = 4, kManyParts = 8;
+constexpr int kColumns = 4;                   // columns that a thread has of a row
+constexpr int kFewParts = 4, kManyParts = 8;  // that are loaded together: by the most that a tile has
 
 struct JoinParams {
   ForwardParams forward;
@@ -54,8 +55,8 @@ __device__ Range parts_of(JoinParams const& params, TileCoord tile, Span queries
   return forward.scores.mask.walk(of_tile, params.keys_of_part, {queries.used, keys}).visible;
 }
 
-/// Joins the parts of some rows of one tile. It loads kAtOnce parts together, and the next when it has joined them:
-/// code that loads them meanwhile is longer, and takes more time to be fetched than it saves.
+/// Joins the parts of some rows of one tile. It loads kAtOnce parts together, and the next when it has joined them: to
+/// load them meanwhile made most calls slower (docs/performance.md).
 template <class Element, int kAtOnce>
 __global__ void __launch_bounds__(kThreads) join_parts_kernel(const __grid_constant__ JoinParams params) {
   ForwardParams const& forward = params.forward;
@@ -69,11 +70,12 @@ __global__ void __launch_bounds__(kThreads) join_parts_kernel(const __grid_const
   find_tile(forward, place, tile, queries);
   const HeadPacking packing = forward.scores.packing;
   const int query = packing.query(tile.m_block * params.tile_m, row);
-  const bool there = row < params.tile_m && tile.m_block >= 0 && query < queries.size && !packing.idle(row);
+  const bool there =
+      row < params.tile_m && tile.m_block >= 0 && has_query(packing, tile.m_block * params.tile_m, row, queries);
   const bool counts = there && query < queries.used;
   const Range joined = counts ? parts_of(params, tile, queries) : Range{};
-  // What came before are tables, which were there before the forward's tiles were, and with them this kernel. What it
-  // waits for are the parts.
+  // All that was read so far are tables, of callers or of kernels before the forward. That one lets this kernel start
+  // when it has tiles, for which it has waited for these kernels. So nothing but the parts may be missing.
   await_kernel_before();
   if (!there) return;
 
@@ -105,7 +107,7 @@ __global__ void __launch_bounds__(kThreads) join_parts_kernel(const __grid_const
     forward.rows.store(forward.rows.strides.at(tile.batch, head, queries.first + query), total.finished(), unit);
 }
 
-/// Returns how many rows of a tile may have queries.
+/// Returns how many rows of a tile may have queries. All of a ragged batch may be one sequence's.
 int rows_of_tile(const ForwardPlan& plan) {
   const int of_warp = plan.packing.queries_of_warp, queries = plan.problem.seqlen_q;
   const std::int64_t rows =
