@@ -241,15 +241,17 @@ def test_many_rows_of_few_sequences(head_dim, options, device):
 @each_device
 @pytest.mark.parametrize("keys", [4100, 9300, 20000])
 def test_one_token_of_many_parts(keys, device):
-    """Thread blocks share the parts of its keys, or do not; three heads to a group leave one row of a warp idle."""
+    """Thread blocks share the parts of its keys, or do not. Three heads to a group leave one row of a warp idle, and of
+    three tokens the ninth row has a query, for whose warps there is other code. Some scores outgrow those before."""
     generator = torch.Generator().manual_seed(keys)
     q, k, v = (
         torch.randn(1, length, heads, 64, generator=generator).to(device, BF16)
         for length, heads in ((200, 6), (keys, 2), (keys, 2))
     )
+    k[:, 400::531] *= 20
     given = dict(causal=True, batch_invariant=True, return_lse=True)
     out, lse = flashtile.attention(q, k, v, **given)
-    for queries, batch in ((1, 1), (1, 40), (3, 2), (17, 1)):
+    for queries, batch in ((1, 1), (1, 40), (2, 1), (2, 40), (3, 2), (17, 1)):
         paged, tables = in_pages(q[:, -queries:], k, v, 16, batch)
         found = flashtile.attention_kvcache(*paged, **tables, **given)
         way = f"of {queries} tokens, of {batch}"

@@ -243,10 +243,14 @@ class ForwardConsumerSm90 {
   /// Takes steps of a run from that of `n_block` on; the last one taken becomes `n_block`. If it returns false, the raw
   /// scores of that one are still to be formed and weighed.
   CUTE_DEVICE bool take_run(int& n_block, int end) {
-    if constexpr (Mainloop::kMapsInOne)
+    if constexpr (Mainloop::kMapsInOne) {
       return map_interior(n_block, end);
-    else
+    } else {
+      if constexpr (Mainloop::kWarpgroups == 1) {
+        if (weigher.has_few_rows()) return weigh_interior(n_block, end, [&](int) { return weigher.weigh_few_rows(); });
+      }
       return weigh_interior(n_block, end, [&](int) { return weigher.template weigh<false>(); });
+    }
   }
 
   /// Takes the step of a block that is in no run, but does not weigh its scores. Returns whether they are formed. Where

@@ -96,6 +96,24 @@ class ForwardWeigherSm90 {
     return accept(false);
   }
 
+  /// Does what weigh() does for a tile that has_few_rows(), where the second row of each thread has no query. It is
+  /// given weights of 0, which the compiler works out once: a lone warpgroup, which has no other beside it, waits for
+  /// the exponentials of all of its rows.
+  CUTE_DEVICE bool weigh_few_rows() {
+    const auto exponents = [&](int i, float& a, float& b) {
+      const bool first = i % 2 == 0;
+      a = first ? fmaf(a, softmax.unit_log2, -softmax.offset[0]) : -kInfinity;
+      b = first ? fmaf(b, softmax.unit_log2, -softmax.offset[0]) : -kInfinity;
+    };
+    softmax.weigh_by(exponents, tSrS, tOrP, added);
+    return accept(false);
+  }
+  /// Returns whether no row of the tile from the ninth on has a query. A thread's second row is the eighth after its
+  /// first.
+  CUTE_DEVICE bool has_few_rows() const {
+    return params.forward.scores.packing.query(work().tile.m_block * kM, 8) >= work().sequence.q.size;
+  }
+
   /// Turn raw scores of an interior block into weights, and map them on the way, by softcap or by ALiBi. Where these
   /// return false, as weigh() does, or since a score is not near 0, as CappedExponents needs it, the scores stay raw.
   template <int kTerms>
