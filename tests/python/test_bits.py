@@ -241,8 +241,8 @@ def test_many_rows_of_few_sequences(head_dim, options, device):
 @each_device
 @pytest.mark.parametrize("keys", [4100, 9300, 20000])
 def test_one_token_of_many_parts(keys, device):
-    """Thread blocks share the parts of its keys, or do not. Three heads to a group leave one row of a warp idle, and of
-    three tokens the ninth row has a query, for whose warps there is other code. Some scores outgrow those before."""
+    """Thread blocks share the parts of its keys, or do not. Three heads to a group leave one row of a warp idle. Up to
+    eight rows are weighed by other code: two tokens have six, three have nine. Some scores outgrow those before."""
     generator = torch.Generator().manual_seed(keys)
     q, k, v = (
         torch.randn(1, length, heads, 64, generator=generator).to(device, BF16)

@@ -96,9 +96,9 @@ class ForwardWeigherSm90 {
     return accept(false);
   }
 
-  /// Does what weigh() does for a tile that has_few_rows(), where the second row of each thread has no query. It is
-  /// given weights of 0, which the compiler works out once: a lone warpgroup, which has no other beside it, waits for
-  /// the exponentials of all of its rows.
+  /// Does what weigh() does for a tile that has_few_rows(), where the second row of each thread has no query. That row
+  /// gets weights of 0, which take one exponential in all. This is for a lone warpgroup: it waits for its exponentials,
+  /// as no other computes meanwhile.
   CUTE_DEVICE bool weigh_few_rows() {
     const auto exponents = [&](int i, float& a, float& b) {
       const bool first = i % 2 == 0;
